@@ -1,0 +1,56 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up .venv first; later runs skip that.
+#   PYTHON=python3.12       the interpreter to build .venv with (3.10 or newer)
+#   TORCH_INDEX=URL         where torch comes from instead of PyPI; https://download.pytorch.org/whl/cpu saves about
+#                           3 GB on a machine without a GPU
+#   ARGS="-k plan"          more arguments for pytest or for the demo
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+HARDWARE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+# One stamp per kind of machine, so that a home folder shared by both gets the missing half when it is needed.
+STAMP := $(VENV)/.set-up-$(HARDWARE)
+# No conflict warnings: without a GPU, Unsloth's wish for torchvision and xformers stays open on purpose.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-warn-conflicts -c constraints.txt
+
+# What Unsloth imports. Not torchvision and xformers: PyPI's builds of both are for CUDA and break beside a CPU torch.
+UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer json5 msgspec nest-asyncio pillow \
+	protobuf psutil pydantic pyyaml regex rich sentencepiece structlog torchao triton typer tyro
+
+.PHONY: demo test lint setup
+.SILENT:
+
+demo: setup
+	$(BIN)/python examples/ddp_quick_start.py $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+setup: $(STAMP)
+
+# The stamp is written last and pip passes over what is there, so a set-up that was cut off goes on where it stopped.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed, and PYTHON=$(PYTHON) is not. Try: make PYTHON=python3.12" >&2; exit 1; }
+	echo "Creating $(VENV) (a few seconds)"
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(HARDWARE),gpu)
+	echo "GPU found. Installing torch for CUDA, Unsloth and this project (about 5 GB, 5 minutes)"
+	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[dev,unsloth]"
+else
+	echo "No GPU found. Installing torch (1 to 5 minutes; TORCH_INDEX=https://download.pytorch.org/whl/cpu is a smaller build)"
+	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	echo "Installing this project and the Hugging Face libraries (about 1 minute)"
+	$(INSTALL) -e ".[dev]"
+	echo "Installing Unsloth for the CPU (about 1 minute)"
+	$(INSTALL) $(UNSLOTH_NEEDS)
+	$(INSTALL) --no-deps unsloth unsloth_zoo
+endif
+	touch $@

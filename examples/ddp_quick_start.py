@@ -1,0 +1,213 @@
+"""Unsloth LoRA fine-tuning on every device of this machine, checked against one process.
+
+    python examples/ddp_quick_start.py                 # every GPU; without one, 2 CPU ranks; downloads nothing
+    python examples/ddp_quick_start.py --model unsloth/Llama-3.2-1B-Instruct --dataset texts.jsonl --batch-size 16
+
+`train` is the script of a user. `main` runs it as one process, runs it again after the plugin's line, and compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+OUTPUT = Path("outputs/quick_start")
+ONE_PROCESS, MULTI_GPU = OUTPUT / "one_process", OUTPUT / "multi_gpu"
+# Set where there is a one-process run to compare with; the ranks inherit it.
+COMPARE = "QUICK_START_COMPARE"
+# Largest relative difference that rounding explains, by accelerate's name of the precision.
+BOUNDS = {"no": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+
+
+def main() -> None:
+    options = parse_options()
+    be_brief()
+    if options.one_process:
+        train(options, ONE_PROCESS)
+        return
+    num_gpus = options.num_gpus or num_devices()
+    if options.compare and "RANK" not in os.environ:
+        run_one_process(num_gpus)
+
+    ump.enable_multi_gpu(num_gpus=num_gpus)  # The line: starts this command once for each device.
+
+    trainer, model, tokenizer = train(options, MULTI_GPU)
+    agrees = True
+    if COMPARE in os.environ and trainer.is_world_process_zero():
+        agrees = compare()
+    generate(model, tokenizer)
+    if not agrees:
+        sys.exit("The runs do not agree: the difference is larger than rounding explains. See the table above.")
+
+
+def train(options: argparse.Namespace, output: Path):
+    from unsloth import FastLanguageModel  # isort: skip  # Before trl and transformers, which it changes.
+
+    import torch
+    from datasets import Dataset
+    from tiny_model import build_tiny, topics
+    from trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        options.model or build_tiny(OUTPUT / "tiny_model", hidden_size=192, num_layers=3),
+        max_seq_length=512,
+        dtype=None if torch.cuda.is_available() else torch.float32,
+        load_in_4bit=False,
+    )
+    model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=16, lora_dropout=0.0, random_state=3407)
+    if options.dataset:
+        dataset = load_rows(options.dataset)
+    else:
+        dataset = Dataset.from_dict({"text": topics(options.steps * options.batch_size)})
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=dataset,
+        args=SFTConfig(
+            output_dir=str(output),
+            per_device_train_batch_size=options.batch_size,
+            max_steps=options.steps,
+            max_length=512,
+            learning_rate=2e-4,
+            warmup_steps=2,
+            bf16=False,  # fp32 on a CPU; on a GPU Unsloth turns bf16 or fp16 on by itself.
+            seed=3407,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    times = log_steps(trainer)
+    trainer.train()
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    if trainer.is_world_process_zero():
+        metrics = {
+            "grad_norms": [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row],
+            # The first step warms up.
+            "step_s": (times[-1] - times[0]) / (len(times) - 1),
+            "world_size": trainer.args.world_size,
+            "threads": torch.get_num_threads(),
+            "precision": trainer.accelerator.mixed_precision,
+        }
+        (output / "metrics.json").write_text(json.dumps(metrics))
+    return trainer, model, tokenizer
+
+
+def log_steps(trainer) -> list[float]:
+    """One short line for each step in place of the Trainer's own; returns the list that fills with their times."""
+    from transformers import PrinterCallback, TrainerCallback
+
+    times: list[float] = []
+
+    class StepLog(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            if "grad_norm" in logs:
+                times.append(time.perf_counter())
+                if state.is_world_process_zero:
+                    loss, grad_norm = float(logs["loss"]), float(logs["grad_norm"])
+                    step = f"{state.global_step:2}/{state.max_steps}"
+                    print(f"  step {step}  loss {loss:.4f}  gradient norm {grad_norm:.4f}", flush=True)
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(StepLog())
+    return times
+
+
+def load_rows(name: str):
+    """A file (json, jsonl, csv, parquet, txt) or a data set of the Hugging Face hub."""
+    from datasets import load_dataset
+
+    suffix = Path(name).suffix.removeprefix(".")
+    if Path(name).is_file():
+        dataset = load_dataset({"jsonl": "json", "txt": "text"}.get(suffix, suffix), data_files=name, split="train")
+    else:
+        dataset = load_dataset(name, split="train")
+    if not {"text", "messages", "prompt"} & set(dataset.column_names):
+        sys.exit(f"--dataset {name} has the columns {dataset.column_names}; expected text, messages, or prompt.")
+    return dataset
+
+
+def run_one_process(num_gpus: int) -> None:
+    """The same training without the plugin, on one device: one GPU, or the CPU threads that one rank gets."""
+    cores = len(os.sched_getaffinity(0))
+    first_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environment = {"OMP_NUM_THREADS": str(max(1, cores // num_gpus)), **os.environ, "CUDA_VISIBLE_DEVICES": first_gpu}
+    print("Without the plugin, as one process:", flush=True)
+    command = [sys.executable, *sys.argv, "--one-process"]
+    run = subprocess.run(command, env=environment)
+    if run.returncode:
+        sys.exit(f"The one-process run failed with exit code {run.returncode}.")
+    os.environ[COMPARE] = "1"
+    print(f"With the plugin, {num_gpus} ranks:", flush=True)
+
+
+def compare() -> bool:
+    """Prints the table of both runs, and tells whether they agree."""
+    from safetensors.torch import load_file
+
+    one, many = (json.loads((run / "metrics.json").read_text()) for run in (ONE_PROCESS, MULTI_GPU))
+    norms = list(zip(one["grad_norms"], many["grad_norms"], strict=True))
+    grad_norm_error = max(abs(a - b) / a for a, b in norms)
+    adapters = [load_file(run / "adapter_model.safetensors") for run in (ONE_PROCESS, MULTI_GPU)]
+    adapter_error = max(float((a - adapters[1][n]).norm() / a.norm()) for n, a in adapters[0].items())
+    precision = {"no": "fp32"}.get(many["precision"], many["precision"])
+    bound = BOUNDS[many["precision"]]
+    many_ranks = f"{many['world_size']} ranks"
+    print(f"""
+                                  1 process  {many_ranks:>10}
+  threads per process           {one["threads"]:11}{many["threads"]:12}
+  seconds per optimizer step    {one["step_s"]:11.3f}{many["step_s"]:12.3f}   {one["step_s"] / many["step_s"]:.2f} times as fast
+  gradient norm, last step      {norms[-1][0]:11.6f}{norms[-1][1]:12.6f}
+  largest relative difference of a step's gradient norm:  {grad_norm_error:.1e}
+  largest relative difference of an adapter weight:       {adapter_error:.1e}
+  allowed in {precision}:                                      {bound:.1e}
+""")
+    return grad_norm_error <= bound and adapter_error <= bound
+
+
+def generate(model, tokenizer) -> None:
+    from unsloth import FastLanguageModel
+
+    FastLanguageModel.for_inference(model)
+    inputs = tokenizer("The \"if\" statement is", return_tensors="pt").to(model.device)
+    tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    print("Generated:", tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+
+def be_brief() -> None:
+    """Leaves out the libraries' progress bars, and what they say about parts of them that are not used here."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    for name in ("torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def num_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="Hugging Face name or folder [a tiny Llama, made on the spot]")
+    parser.add_argument("--dataset", help="Hugging Face name or file [texts from Python's own help]")
+    parser.add_argument("--num-gpus", type=int, help="ranks [every GPU; without one, 2 CPU ranks]")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps [10]")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of an optimizer step [8]")
+    parser.add_argument("--no-compare", dest="compare", action="store_false", help="train once, with the plugin only")
+    parser.add_argument("--one-process", action="store_true", help="train once, without the plugin")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A tiny random Llama, its tokenizer and English text, made on the spot: the examples download nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics as python_help
+
+BOS, EOS, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"
+HEADER, END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
+# Llama 3's format, so that scripts which expect it find its markers.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    f"{HEADER}{{{{ message['role'] }}}}{END_HEADER}\n\n{{{{ message['content'] | trim }}}}{EOS}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{HEADER}assistant{END_HEADER}\n\n{{% endif %}}"
+)
+
+
+def build_tiny(
+    directory: str | os.PathLike[str], *, hidden_size: int = 64, num_layers: int = 2, vocab_size: int = 1500, seed: int = 0
+) -> str:
+    """Saves a Llama with random fp32 weights and a tokenizer, and returns the folder; keeps what is there already.
+
+    Two processes may call it at once: each builds in a folder of its own, and the first rename wins.
+    """
+    directory = Path(directory)
+    if (directory / "config.json").exists():
+        return str(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}_")
+    try:
+        tokenizer = _train_tokenizer(vocab_size)
+        tokenizer.save_pretrained(draft)
+        _random_llama(tokenizer, hidden_size, num_layers, seed).save_pretrained(draft)
+        os.rename(draft, directory)
+    except OSError:
+        if not (directory / "config.json").exists():
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return str(directory)
+
+
+def topics(n: int, *, min_words: int = 8, max_words: int = 160, seed: int = 0) -> list[str]:
+    """`n` pieces of Python's own help texts. Their lengths are ragged: few are long, as in real data sets."""
+    rng = random.Random(seed)
+    # Without the underlining of headings.
+    words = [[word for word in text.split() if word.strip("=-*^")] for text in python_help.values()]
+    words = [w for w in words if len(w) >= max_words]
+    pieces = []
+    for _ in range(n):
+        source = rng.choice(words)
+        length = round(math.exp(rng.uniform(math.log(min_words), math.log(max_words))))
+        start = rng.randrange(len(source) - length + 1)
+        pieces.append(" ".join(source[start : start + length]))
+    return pieces
+
+
+def _train_tokenizer(vocab_size: int):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD, HEADER, END_HEADER],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(python_help.values(), trainer)
+    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=2048
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _random_llama(tokenizer, hidden_size: int, num_layers: int, seed: int):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # The caller's own random numbers stay as they were.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).float()

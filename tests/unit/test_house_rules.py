@@ -1,0 +1,373 @@
+"""The house rules that a program can check. Every check is also shown a violation, so that none passes by accident."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "unsloth_multigpu"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+OWN_FILES = sorted(
+    path for folder in ("unsloth_multigpu", "tests", "examples") for path in (ROOT / folder).rglob("*.py")
+)
+MAX_MODULE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+# The layers of docs/architecture.md. "sync.*" is every file of that folder. A file that nothing names is a failure.
+LAYERS = {
+    "errors": 0,
+    "logs": 0,
+    "versions": 0,
+    "config": 0,
+    "report": 0,
+    "patching": 1,
+    "launch.identity": 1,
+    "launch.cause": 1,
+    "data.plan": 1,
+    "federated.placement": 1,
+    "core.manager": 2,
+    "core.loss": 2,
+    "data.sampler": 2,
+    "sync.*": 2,
+    "proof.*": 2,
+    "fault.*": 2,
+    "core.trainer": 3,
+    "core.serial": 3,
+    "hooks.*": 4,
+    "launch.launcher": 4,
+    "launch.rank": 4,
+    "launch.script": 4,
+    "launch.notebook": 4,
+    "federated.adapters": 4,
+    "federated.apps": 4,
+    "plugin": 5,
+    "cli.*": 5,
+    "__init__": 6,
+}
+# Which layers a layer may import while it is itself imported, and which inside a function.
+AT_TOP = {0: {0}, 1: {0}, 2: {0, 1}, 3: {0, 1, 2}, 4: {0, 1}, 5: {0, 1}, 6: set()}
+INSIDE = {0: {0}, 1: {0}, 2: {0, 1}, 3: {0, 1, 2}, 4: {0, 1, 2, 3, 4}, 5: {0, 1, 2, 3, 4, 5}, 6: {0, 1, 2, 3, 4, 5}}
+LIGHT = {"packaging", "wrapt"}
+HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def layer_of(module: str) -> int | None:
+    """Returns None for a module that no line of `LAYERS` names."""
+    if module.endswith(".__init__"):
+        return 0  # It runs before every module of its folder, so it may import no more than the lowest of them.
+    return LAYERS.get(module, LAYERS.get(module.split(".")[0] + ".*"))
+
+
+def imports(node: ast.AST, module: str, where: str = "top") -> Iterator[tuple[str, str, int]]:
+    """Yields (dotted name, where, line); `where` is "top", "inside" (a function) or "typing" (never executed)."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, where, child.lineno) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            package = ["unsloth_multigpu", *module.split(".")][: -child.level] if child.level else []
+            base = ".".join([*package, *filter(None, [child.module])])
+            yield from ((f"{base}.{alias.name}", where, child.lineno) for alias in child.names)
+        elif isinstance(child, ast.Call) and ast.unparse(child.func).split(".")[-1] in ("import_module", "__import__"):
+            name = child.args[0] if child.args else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield name.value, where, child.lineno
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield from imports(ast.Module(child.body, []), module, "typing")
+            yield from imports(ast.Module(child.orelse, []), module, where)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and where == "top":
+            yield from imports(child, module, "inside")
+        else:
+            yield from imports(child, module, where)
+
+
+def own_module(name: str) -> str:
+    """`unsloth_multigpu.errors.ConfigError` -> `errors`; what is no module of ours is an attribute of the face."""
+    parts = name.split(".")[1:]
+    known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((module for module in known if layer_of(module) is not None), "__init__")
+
+
+def layer_violations(source: str, module: str) -> list[str]:
+    layer = layer_of(module)
+    if layer is None:
+        return [f"{module}: in no layer; add it to LAYERS and to the page that it follows"]
+    found = []
+    for name, where, line in imports(ast.parse(source), module):
+        root = name.split(".")[0]
+        if root == "unsloth_multigpu":
+            target = layer_of(own_module(name))
+            allowed = {"top": AT_TOP[layer], "inside": INSIDE[layer], "typing": INSIDE[layer] | {layer}}[where]
+            if target not in allowed:
+                found.append(f"{module}:{line}: layer {layer} imports {name} of layer {target} ({where})")
+        elif root not in sys.stdlib_module_names and not third_party_is_allowed(root, layer, where):
+            found.append(f"{module}:{line}: layer {layer} imports {name} ({where})")
+    return found
+
+
+def third_party_is_allowed(root: str, layer: int, where: str) -> bool:
+    if where == "typing":
+        return True
+    if root in LIGHT:
+        return where == "inside" or 1 <= layer <= 5
+    return layer in (2, 3) and root == "torch" if where == "top" else layer >= 2
+
+
+def style_violations(source: str, module: str) -> list[str]:
+    """Print, broad except, length and emoji."""
+    found = [f"{len(lines)} lines"] if len(lines := source.splitlines()) > MAX_MODULE_LINES else []
+    found += [f"emoji in line {n}" for n, line in enumerate(lines, 1) if has_emoji(line)]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > MAX_FUNCTION_LINES:
+            found.append(f"{node.name} has {code_lines(node)} lines")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and not module.startswith("cli."):
+            found.append(f"print in line {node.lineno}")
+        if isinstance(node, ast.ExceptHandler) and is_broad(node.type) and not isinstance(node.body[-1], ast.Raise):
+            found.append(f"broad except goes on in line {node.lineno}")
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(is_broad, node.args)):
+            found.append(f"broad suppress in line {node.lineno}")
+    return [f"{module}: {fact}" for fact in found]
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring, which may be as long as it needs."""
+    length = (node.end_lineno or 0) - node.lineno + 1
+    if ast.get_docstring(node) is None:
+        return length
+    docstring = node.body[0]
+    return length - ((docstring.end_lineno or 0) - docstring.lineno + 1)
+
+
+def is_broad(caught: ast.expr | None) -> bool:
+    names = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(name is None or ast.unparse(name).split(".")[-1] in ("Exception", "BaseException") for name in names)
+
+
+def has_emoji(text: str) -> bool:
+    return re.search("[\u2600-\u27bf\u2b00-\u2bff\ufe0f\U0001f000-\U0001faff]", text) is not None
+
+
+def run_tool(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_module_respects_the_layers(path: Path) -> None:
+    assert layer_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("utils", ""),
+        ("core.new_file", ""),
+        ("errors", "from unsloth_multigpu.patching import Patch"),
+        ("errors", "import wrapt"),
+        ("errors", "def f():\n    import torch"),
+        ("launch.__init__", "from unsloth_multigpu.launch import launcher"),
+        ("launch.__init__", "from . import launcher"),
+        ("launch.identity", "from ..core.manager import DDPManager"),
+        ("data.plan", "import torch"),
+        ("core.manager", "def f():\n    from unsloth_multigpu.core.trainer import DDPTrainer"),
+        ("core.manager", "import transformers"),
+        ("core.trainer", "try:\n    from trl import SFTTrainer\nexcept ImportError: pass"),
+        ("core.trainer", "from unsloth_multigpu import enable_multi_gpu"),
+        ("hooks.trainer", "import unsloth_multigpu.core.trainer"),
+        ("hooks.trainer", "from . import saving"),
+        ("hooks.trainer", "class A:\n    import torch"),
+        ("launch.launcher", "def f():\n    from unsloth_multigpu import plugin"),
+        ("plugin", "import importlib\nx = importlib.import_module('datasets')"),
+        ("plugin", "from unsloth_multigpu.launch.launcher import DDPLauncher"),
+        ("plugin", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
+        ("plugin", "if not TYPE_CHECKING:\n    import torch"),
+        ("__init__", "from .plugin import enable_multi_gpu"),
+    ],
+)
+def test_layer_check_catches_a_planted_violation(module: str, source: str) -> None:
+    assert len(layer_violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("config", "import os\nfrom unsloth_multigpu.errors import ConfigError"),
+        ("versions", "def f():\n    from packaging.version import Version"),
+        (
+            "core.trainer",
+            "import torch\nfrom .manager import DDPManager\ndef f():\n    from transformers import set_seed",
+        ),
+        (
+            "hooks.trainer",
+            "if TYPE_CHECKING:\n    import torch\n    from unsloth_multigpu.core.manager import DDPManager",
+        ),
+        ("cli.main", "def f():\n    from unsloth_multigpu.cli import doctor\n    from unsloth_multigpu import plugin"),
+        ("fault.a_file_of_tomorrow", "import torch"),
+    ],
+)
+def test_layer_check_lets_the_allowed_pass(module: str, source: str) -> None:
+    assert layer_violations(source, module) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_module_keeps_the_style(path: Path) -> None:
+    assert style_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "fact"),
+    [
+        ("print('x')", "print"),
+        ("try: f()\nexcept Exception: pass", "broad except"),
+        ("try: f()\nexcept: pass", "broad except"),
+        ("try: f()\nexcept (OSError, BaseException) as e:\n    if e: raise\n    g()", "broad except"),
+        ("with contextlib.suppress(Exception): f()", "broad suppress"),
+        ("x = '\U0001f680'", "emoji"),
+        ("x = 1\n" * (MAX_MODULE_LINES + 1), "301 lines"),
+        ("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
+    ],
+)
+def test_style_check_catches_a_planted_violation(source: str, fact: str) -> None:
+    (violation,) = style_violations(source, "plugin")
+    assert fact in violation
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try: f()\nexcept OSError: pass",
+        "try: f()\nexcept Exception as e:\n    g()\n    raise Named(e) from e",
+        'def f():\n    """' + "A long docstring.\n" * MAX_FUNCTION_LINES + '    """\n    return 1',
+    ],
+)
+def test_style_check_lets_the_allowed_pass(source: str) -> None:
+    assert style_violations(source, "plugin") == []
+
+
+def test_print_is_allowed_on_the_command_line() -> None:
+    assert style_violations("print('x')", "cli.main") == []
+
+
+def test_texts_hold_no_emoji() -> None:
+    texts = [*OWN_FILES, *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    assert [str(path) for path in texts if has_emoji(path.read_text(encoding="utf-8"))] == []
+
+
+def test_ruff_finds_nothing() -> None:
+    for command in (["check"], ["format", "--check"]):
+        result = run_tool("ruff", *command)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "fact"),
+    [
+        (["check"], "print('x')\n", "T201"),
+        (["check"], "import os\n", "F401"),
+        (["check"], f"x = '{'a' * 120}'\n", "E501"),
+        (["format", "--diff"], "x  =  'single'\n", '+x = "single"'),
+    ],
+)
+def test_ruff_catches_a_planted_violation(command: list[str], source: str, fact: str) -> None:
+    result = run_tool("ruff", *command, "--stdin-filename", "unsloth_multigpu/planted.py", "-", stdin=source)
+    assert result.returncode == 1
+    assert fact in result.stdout + result.stderr
+
+
+def test_ruff_and_pytest_pass_over_no_file(pytestconfig: pytest.Config) -> None:
+    # Both tools leave out folders named `dist` unless told otherwise, and tests/dist is one.
+    assert {str(path) for path in OWN_FILES} <= set(run_tool("ruff", "check", "--show-files").stdout.splitlines())
+    assert "dist" not in pytestconfig.getini("norecursedirs")
+
+
+def test_mypy_strict_finds_nothing() -> None:
+    result = run_tool("mypy", "--strict")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_mypy_catches_a_planted_violation(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text("def f(x):\n    return x\n")
+    result = run_tool("mypy", "--config-file", "pyproject.toml", "--cache-dir", str(tmp_path), str(planted))
+    assert result.returncode == 1
+    assert "no-untyped-def" in result.stdout
+
+
+IMPORT_PROBE = """
+import json, logging, signal, sys, threading, time
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return handlers, sys.excepthook, threading.excepthook, list(sys.meta_path), list(logging.root.handlers)
+before, start = state(), time.perf_counter()
+import unsloth_multigpu
+elapsed_s = time.perf_counter() - start
+same = state() == before and not logging.getLogger("unsloth_multigpu").handlers
+file = unsloth_multigpu.__file__
+print(json.dumps({"elapsed_s": elapsed_s, "modules": list(sys.modules), "same": same, "file": file}))
+"""
+
+
+def import_violations(folder: Path) -> list[str]:
+    """Imports the package that lies in `folder` in fresh interpreters; the quickest of five counts as its time."""
+    command = [sys.executable, "-c", IMPORT_PROBE]
+    runs = [
+        json.loads(subprocess.run(command, cwd=folder, capture_output=True, check=True, timeout=60).stdout)
+        for _ in range(5)
+    ]
+    assert all(Path(run["file"]).is_relative_to(folder) for run in runs)
+    found = [f"loads {name}" for name in sorted(HEAVY & set(runs[0]["modules"]))]
+    found += [] if runs[0]["same"] else ["sets a handler or a hook"]
+    elapsed_s = min(run["elapsed_s"] for run in runs)
+    return found + ([f"takes {elapsed_s:.3f} s"] if elapsed_s >= 0.1 else [])
+
+
+def test_import_is_free() -> None:
+    assert import_violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "fact"),
+    [
+        ("import numpy", "loads numpy"),
+        ("import signal; signal.signal(signal.SIGTERM, print)", "sets a handler"),
+        ("import time; time.sleep(0.11)", "takes 0.11"),
+    ],
+)
+def test_import_check_catches_a_planted_violation(tmp_path: Path, source: str, fact: str) -> None:
+    (tmp_path / "unsloth_multigpu").mkdir()
+    (tmp_path / "unsloth_multigpu" / "__init__.py").write_text(source)
+    assert fact in " ".join(import_violations(tmp_path))
+
+
+LEAKS = {
+    "a variable": "import os; os.environ['RANK'] = '7'",
+    "a thread": "import threading, time; threading.Thread(target=time.sleep, args=(2,)).start()",
+    "a process": "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])",
+    "a process group": "import torch.distributed as d; d.init_process_group('gloo', rank=0, world_size=1, "
+    "store=d.HashStore())",
+}
+
+
+def test_leaks_fail_the_test_that_leaves_them(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    bodies = [*LEAKS.values(), "pass"]
+    code = "".join(f"def test_{number}():\n    {body}\n" for number, body in enumerate(bodies))
+    (tmp_path / "test_leaks.py").write_text(code)
+    result = run_tool("pytest", "-p", "no:cacheprovider", "-q", "--rootdir", str(tmp_path), str(tmp_path))
+    reported = re.findall(r"ERROR at teardown of test_(\d) _+\nleaked (.+?):", result.stdout)
+    assert reported == [(str(number), what) for number, what in enumerate(LEAKS)], result.stdout
+    assert f"{len(bodies)} passed, {len(LEAKS)} errors" in result.stdout

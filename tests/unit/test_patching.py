@@ -1,0 +1,505 @@
+"""Patches land, are verified and are undone, on small libraries that each test writes to disk."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import inspect
+import itertools
+import pickle
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu import versions
+from unsloth_multigpu.errors import PatchError, VersionError
+from unsloth_multigpu.patching import Patch, PatchRegistry
+
+SOURCE = '''
+def function(x, scale=1):
+    """Doc."""
+    return x * scale
+
+
+class Call:
+    def __call__(self, x):
+        return x
+
+
+class Base:
+    def inherited(self, x):
+        return ("inherited", x)
+
+
+class Thing(Base):
+    def method(self, x, scale=1):
+        return ("method", x * scale)
+
+    @staticmethod
+    def static(x):
+        return ("static", x)
+
+    @classmethod
+    def build(cls, x):
+        return (cls.__name__, x)
+
+    @property
+    def size(self):
+        return 1
+
+    gets_no_self = Call()
+
+    class Inner:
+        def deep(self):
+            return "deep"
+'''
+
+_numbers = itertools.count()
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the metadata says; a test changes it."""
+    fake = {"lib": "1.2"}
+    monkeypatch.setattr(versions, "installed_version", fake.get)
+    return fake
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> Iterator[Write]:
+    """Writes a package with one module `core`, returns the name of that module, which no other test has used."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(source: str = SOURCE, init: str = "") -> str:
+        package = tmp_path / f"stub_library_{next(_numbers)}"
+        package.mkdir()
+        (package / "__init__.py").write_text(init)
+        (package / "core.py").write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+        return f"{package.name}.core"
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name.startswith("stub_library_"):
+            del sys.modules[name]
+
+
+def tag(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of all tests: says that it was called."""
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return ("ours", original(*args, **kwargs))
+
+    return replacement
+
+
+def registry(*targets: str, **fields: Any) -> PatchRegistry:
+    given = {"supports": "lib>=1,<2", "wrap": tag, "reason": "test", **fields}
+    return PatchRegistry([Patch(target, **given) for target in targets])
+
+
+def states(patches: PatchRegistry) -> list[str]:
+    return [row.state for row in patches.rows()]
+
+
+# What can be a target.
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "plain"),
+    [
+        ("function", lambda m: m.function(2, scale=3), 6),
+        ("Thing.method", lambda m: m.Thing().method(2, scale=3), ("method", 6)),
+        ("Thing.static", lambda m: m.Thing.static(1), ("static", 1)),
+        ("Thing.static", lambda m: m.Thing().static(1), ("static", 1)),
+        ("Thing.build", lambda m: m.Thing.build(1), ("Thing", 1)),
+        ("Thing.build", lambda m: type("Sub", (m.Thing,), {}).build(1), ("Sub", 1)),
+        ("Thing.inherited", lambda m: m.Thing().inherited(1), ("inherited", 1)),
+        ("Thing.Inner.deep", lambda m: m.Thing.Inner().deep(), "deep"),
+    ],
+)
+def test_target_of_each_kind_lands_verifies_and_is_restored(
+    write: Write, path: str, call: Callable[[ModuleType], Any], plain: Any
+) -> None:
+    module = importlib.import_module(write())
+    holder = functools.reduce(getattr, path.split(".")[:-1], module)
+    before = list(vars(holder).items())
+    patches = registry(f"{module.__name__}:{path}")
+    patches.apply()
+    assert states(patches) == ["landed"]
+    assert call(module) == ("ours", plain)
+    patches.verify()
+    patches.undo()
+    assert states(patches) == ["undone"]
+    assert call(module) == plain
+    after = list(vars(holder).items())
+    assert [name for name, _ in before] == [name for name, _ in after]
+    assert all(a is b for (_, a), (_, b) in zip(before, after, strict=True))
+
+
+def test_inherited_target_leaves_the_base_class_alone(write: Write) -> None:
+    module = importlib.import_module(write())
+    registry(f"{module.__name__}:Thing.inherited").apply()
+    assert module.Base().inherited(1) == ("inherited", 1)
+
+
+def test_patched_function_keeps_name_signature_source_and_pickling(write: Write) -> None:
+    module = importlib.import_module(write())
+    original = module.function
+    seen = (original.__name__, original.__qualname__, original.__module__, original.__doc__)
+    signature, source = inspect.signature(original), inspect.getsource(original)
+    registry(f"{module.__name__}:function").apply()
+    patched = module.function
+    assert patched is not original
+    assert (patched.__name__, patched.__qualname__, patched.__module__, patched.__doc__) == seen
+    assert inspect.signature(patched) == signature
+    assert inspect.getsource(patched) == source
+    assert pickle.loads(pickle.dumps(patched)) is patched
+
+
+def test_patched_static_and_class_methods_stay_of_their_kind(write: Write) -> None:
+    module = importlib.import_module(write())
+    registry(f"{module.__name__}:Thing.static", f"{module.__name__}:Thing.build").apply()
+    assert type(vars(module.Thing)["static"]) is staticmethod
+    assert type(vars(module.Thing)["build"]) is classmethod
+    assert str(inspect.signature(module.Thing.build)) == "(x)"
+
+
+@pytest.mark.parametrize("path", ["Thing", "Thing.size", "Thing.gets_no_self"])
+def test_target_that_is_no_function_raises(write: Write, path: str) -> None:
+    module = importlib.import_module(write())
+    with pytest.raises(PatchError, match=f"{path} in lib 1.2: it is no function"):
+        registry(f"{module.__name__}:{path}").apply()
+
+
+def test_target_in_a_lazy_package_is_not_woken(write: Write) -> None:
+    init = "def __getattr__(name):\n    raise RuntimeError('woken')\n"
+    package = importlib.import_module(write(init=init).rpartition(".")[0])
+    with pytest.raises(PatchError, match="no such target"):
+        registry(f"{package.__name__}:Thing.method").apply()
+
+
+# Deferred landing.
+
+
+def test_target_not_yet_imported_lands_at_its_import(write: Write) -> None:
+    name = write()
+    patches = registry(f"{name}:function")
+    patches.apply()
+    assert states(patches) == ["waiting for import"]
+    assert name not in sys.modules
+    assert name.rpartition(".")[0] not in sys.modules
+    patches.verify()
+    assert importlib.import_module(name).function(1) == ("ours", 1)
+    assert states(patches) == ["landed"]
+    patches.verify()
+
+
+def test_target_in_a_module_that_replaces_itself_lands_in_the_replacement(write: Write) -> None:
+    lazy = """
+    import sys, types
+    class Lazy(types.ModuleType):
+        pass
+    new = Lazy(__name__)
+    new.__spec__ = __spec__
+    new.function = lambda x: x
+    sys.modules[__name__] = new
+    """
+    name = write(lazy)
+    patches = registry(f"{name}:function")
+    patches.apply()
+    assert importlib.import_module(name).function(1) == ("ours", 1)
+    patches.verify()
+
+
+def test_undone_before_the_import_never_lands(write: Write) -> None:
+    name = write()
+    patches = registry(f"{name}:function")
+    patches.apply()
+    patches.undo()
+    assert states(patches) == ["undone"]
+    assert importlib.import_module(name).function(1) == 1
+
+
+def test_apply_inside_the_import_of_its_target_raises(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write("import builtins\nbuiltins.stub_callback()\ndef function(x): return x\n")
+    monkeypatch.setattr(builtins, "stub_callback", registry(f"{name}:function").apply, raising=False)
+    with pytest.raises(PatchError, match="just being imported"):
+        importlib.import_module(name)
+
+
+def test_apply_waits_for_another_thread_that_imports_the_target(write: Write) -> None:
+    name = write("import time\ntime.sleep(0.5)\ndef function(x): return x\n")
+    importlib.import_module(name.rpartition(".")[0])
+    thread = threading.Thread(target=importlib.import_module, args=(name,))
+    thread.start()
+    while name not in sys.modules and thread.is_alive():
+        pass
+    patches = registry(f"{name}:function")
+    patches.apply()
+    thread.join(timeout=10)
+    assert sys.modules[name].function(1) == ("ours", 1)
+
+
+# Versions and shapes.
+
+
+def test_version_outside_the_range_raises_and_touches_nothing(write: Write, installed: dict[str, str]) -> None:
+    module = importlib.import_module(write())
+    installed["other"] = "3.0"
+    patches = PatchRegistry(
+        [
+            Patch(f"{module.__name__}:function", "lib>=1,<2", tag, "first"),
+            Patch(f"{module.__name__}:Thing.method", "other>=1,<3", tag, "second"),
+        ]
+    )
+    with pytest.raises(VersionError, match=r"other 3\.0 is installed.*<3,>=1"):
+        patches.apply()
+    assert module.function(1) == 1
+
+
+def test_distribution_that_is_absent_leaves_the_patch_out(installed: dict[str, str]) -> None:
+    patches = registry("no_such_library.core:function", supports="no-such-library>=1")
+    patches.apply()
+    patches.verify()
+    patches.undo()
+    assert states(patches) == ["not installed"]
+
+
+def test_library_without_metadata_is_caught_by_verify(write: Write, installed: dict[str, str]) -> None:
+    name = write()
+    installed.clear()
+    patches = registry(f"{name}:function")
+    patches.apply()
+    importlib.import_module(name)
+    with pytest.raises(PatchError, match=r"the patch of function is not in it \(not installed\)"):
+        patches.verify()
+
+
+def test_module_that_is_gone_from_the_library_raises_at_apply(write: Write) -> None:
+    package = write().rpartition(".")[0]
+    with pytest.raises(PatchError, match=r"moved:function in lib 1\.2: there is no such target"):
+        registry(f"{package}.moved:function").apply()
+    assert package not in sys.modules
+    optional = registry(f"{package}.moved:function", optional=True)
+    optional.apply()
+    assert states(optional) == ["absent"]
+
+
+@pytest.mark.parametrize("path", ["gone", "Thing.gone", "Gone.method"])
+def test_missing_target_raises_unless_optional(write: Write, path: str) -> None:
+    module = importlib.import_module(write())
+    with pytest.raises(PatchError, match=rf"{path} in lib 1\.2: there is no such target"):
+        registry(f"{module.__name__}:{path}").apply()
+    optional = registry(f"{module.__name__}:{path}", optional=True)
+    optional.apply()
+    optional.verify()
+    assert states(optional) == ["absent"]
+
+
+def test_missing_parameter_raises_naming_it(write: Write) -> None:
+    module = importlib.import_module(write())
+    registry(f"{module.__name__}:function", needs=("x", "scale")).apply()
+    with pytest.raises(PatchError, match=r"Thing\.method in lib 1\.2: it has no parameter trial"):
+        registry(f"{module.__name__}:Thing.method", needs=("self", "trial")).apply()
+
+
+# All or nothing.
+
+
+def test_failing_patch_at_apply_undoes_every_module(write: Write) -> None:
+    first, second = importlib.import_module(write()), importlib.import_module(write())
+    original = first.function
+    patches = registry(f"{first.__name__}:function", f"{second.__name__}:gone")
+    with pytest.raises(PatchError, match="no such target"):
+        patches.apply()
+    assert first.function is original
+
+
+def test_failing_patch_makes_every_import_of_the_module_raise(write: Write) -> None:
+    name = write()
+    patches = registry(f"{name}:function", f"{name}:gone")
+    patches.apply()
+    for _ in range(3):
+        with pytest.raises(PatchError, match=r"gone in lib 1\.2: there is no such target"):
+            importlib.import_module(name)
+        assert name not in sys.modules
+        assert states(patches) == ["waiting for import"] * 2
+    patches.undo()
+    assert importlib.import_module(name).function(1) == 1
+
+
+def test_failing_patch_leaves_none_of_its_module_on_and_other_modules_patched(write: Write) -> None:
+    good, bad = write(), write()
+    half_made: list[ModuleType] = []
+
+    def remember(original: Callable[..., Any]) -> Callable[..., Any]:
+        half_made.append(sys.modules[bad])
+        return tag(original)
+
+    targets = (f"{good}:function", f"{bad}:function", f"{bad}:Thing.static", f"{bad}:gone")
+    patches = PatchRegistry([Patch(t, "lib>=1", remember if t == f"{bad}:function" else tag, "test") for t in targets])
+    patches.apply()
+    importlib.import_module(good)
+    with pytest.raises(PatchError):
+        importlib.import_module(bad)
+    assert states(patches) == ["landed"] + ["waiting for import"] * 3
+    assert (half_made[0].function(1), half_made[0].Thing.static(1)) == (1, ("static", 1))
+    assert not hasattr(half_made[0].function, "__wrapped__")
+    assert importlib.import_module(good).function(1) == ("ours", 1)
+    patches.verify()
+
+
+def test_failing_wrap_propagates_and_leaves_nothing_on(write: Write) -> None:
+    module = importlib.import_module(write())
+
+    def broken(original: Callable[..., Any]) -> Callable[..., Any]:
+        raise ZeroDivisionError
+
+    good = Patch(f"{module.__name__}:function", "lib>=1", tag, "good")
+    bad = Patch(f"{module.__name__}:Thing.method", "lib>=1", broken, "bad")
+    with pytest.raises(ZeroDivisionError):
+        PatchRegistry([good, bad]).apply()
+    assert module.function(1) == 1
+
+
+# Others who patch the same place.
+
+
+def wrap_over(holder: Any, name: str) -> None:
+    """What Unsloth does."""
+    found = getattr(holder, name)
+
+    @functools.wraps(found)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ("theirs", found(*args, **kwargs))
+
+    setattr(holder, name, theirs)
+
+
+def test_verify_accepts_wrappers_over_ours(write: Write) -> None:
+    module = importlib.import_module(write())
+    patches = registry(f"{module.__name__}:Thing.method", f"{module.__name__}:Thing.static")
+    patches.apply()
+    wrap_over(module.Thing, "method")
+    wrap_over(module.Thing, "method")
+    static = module.Thing.static
+    module.Thing.static = staticmethod(functools.wraps(static)(lambda x: static(x)))
+    patches.verify()
+
+
+def test_verify_names_what_replaced_ours(write: Write) -> None:
+    module = importlib.import_module(write())
+    patches = registry(f"{module.__name__}:Thing.method")
+    patches.apply()
+    original = module.Thing.method.__wrapped__
+
+    # Rebuilt from the original, as if from its source: the copied dictionary must not pass for ours.
+    @functools.wraps(original)
+    def replaced(self: Any, x: int) -> int:
+        return x
+
+    module.Thing.method = replaced
+    with pytest.raises(PatchError, match=r"Thing\.method was replaced.*Thing\.method \(.*test_patching\.py:\d+\)") as e:
+        patches.verify()
+    assert e.value.hint
+
+
+@pytest.mark.parametrize("action", ["replace the class", "delete the method", "reload the module"])
+def test_verify_notices_any_way_of_losing_ours(write: Write, action: str) -> None:
+    module = importlib.import_module(write())
+    patches = registry(f"{module.__name__}:Thing.method")
+    patches.apply()
+    if action == "replace the class":
+        module.Thing = type("Thing", (), {"method": lambda self, x: x})
+    elif action == "delete the method":
+        del module.Thing.method
+    else:
+        importlib.reload(module)
+    with pytest.raises(PatchError, match=r"Thing\.method was replaced"):
+        patches.verify()
+
+
+def test_verify_notices_a_module_that_came_past_the_import_system(write: Write) -> None:
+    name = write()
+    patches = registry(f"{name}:function")
+    patches.apply()
+    module = ModuleType(name)
+    module.function = lambda x: x  # type: ignore[attr-defined]
+    sys.modules[name] = module
+    with pytest.raises(PatchError, match=r"not in it \(waiting for import\)"):
+        patches.verify()
+
+
+def test_undo_under_a_foreign_wrapper_passes_through(write: Write) -> None:
+    module = importlib.import_module(write())
+    patches = registry(f"{module.__name__}:Thing.method")
+    patches.apply()
+    wrap_over(module.Thing, "method")
+    theirs = module.Thing.method
+    assert module.Thing().method(1) == ("theirs", ("ours", ("method", 1)))
+    patches.undo()
+    assert module.Thing.method is theirs
+    assert module.Thing().method(1) == ("theirs", ("method", 1))
+
+
+def test_undo_makes_copies_on_instances_pass_through(write: Write) -> None:
+    module = importlib.import_module(write())
+    patches = registry(f"{module.__name__}:Thing.method")
+    patches.apply()
+    thing = module.Thing()
+    thing.method = thing.method
+    assert thing.method(1) == ("ours", ("method", 1))
+    patches.undo()
+    assert thing.method(1) == ("method", 1)
+
+
+def test_undo_of_two_patches_on_one_target_restores_the_original(write: Write) -> None:
+    module = importlib.import_module(write())
+    original = module.function
+    patches = registry(f"{module.__name__}:function", f"{module.__name__}:function")
+    patches.apply()
+    assert module.function(1) == ("ours", ("ours", 1))
+    patches.verify()
+    patches.undo()
+    patches.undo()
+    assert module.function is original
+
+
+def test_apply_works_again_after_undo_with_a_new_registry(write: Write) -> None:
+    name = write()
+    for _ in range(2):
+        patches = registry(f"{name}:Thing.method", f"{name}:Thing.inherited")
+        patches.apply()
+        thing = importlib.import_module(name).Thing()
+        assert thing.method(1) == ("ours", ("method", 1))
+        patches.verify()
+        patches.undo()
+        assert thing.method(1) == ("method", 1)
+    with pytest.raises(PatchError, match=r"apply\(\) was called twice"):
+        patches.apply()
+
+
+def test_apply_again_over_a_foreign_wrapper_calls_ours_once(write: Write) -> None:
+    module = importlib.import_module(write())
+    first = registry(f"{module.__name__}:Thing.method")
+    first.apply()
+    wrap_over(module.Thing, "method")
+    theirs = module.Thing.method
+    first.undo()
+    second = registry(f"{module.__name__}:Thing.method")
+    second.apply()
+    second.verify()
+    assert module.Thing().method(1) == ("ours", ("theirs", ("method", 1)))
+    second.undo()
+    assert module.Thing.method is theirs

@@ -1,0 +1,91 @@
+"""The supported ranges, and the comparison with what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from unsloth_multigpu import versions
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+
+FakeInstalled = Callable[[dict[str, str]], None]
+
+
+@pytest.fixture
+def fake_installed(monkeypatch: pytest.MonkeyPatch) -> FakeInstalled:
+    def fake(installed: dict[str, str]) -> None:
+        monkeypatch.setattr(versions, "installed_version", installed.get)
+
+    return fake
+
+
+def test_installed_version_is_that_of_the_metadata() -> None:
+    assert versions.installed_version("packaging") == importlib.metadata.version("packaging")
+
+
+def test_installed_version_of_an_absent_library_is_none() -> None:
+    assert versions.installed_version("no-such-distribution-here") is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "ok"),
+    [
+        ("2.6.0", True),
+        ("2.5.9", False),
+        ("2.13.0+cpu", True),
+        ("2.14.0a0+git1234", True),
+        ("2.15.0.dev1", False),
+        ("2.15.0", False),
+        ("built by hand", False),
+    ],
+)
+def test_check_version_counts_local_and_prerelease_versions(
+    fake_installed: FakeInstalled, installed: str, ok: bool
+) -> None:
+    fake_installed({"torch": installed})
+    row = versions.check_version("torch>=2.6,<2.15")
+    assert (row.name, row.installed, row.ok) == ("torch", installed, ok)
+
+
+def test_check_version_of_an_absent_library_is_not_ok(fake_installed: FakeInstalled) -> None:
+    fake_installed({})
+    assert versions.check_version("torch>=2.6") == versions.VersionRow("torch", None, ">=2.6", ok=False)
+
+
+def test_version_rows_let_only_optional_libraries_be_absent(fake_installed: FakeInstalled) -> None:
+    fake_installed({})
+    rows = versions.version_rows()
+    assert [row.name for row in rows] == list(versions.SUPPORTED)
+    assert {row.name for row in rows if row.ok} == versions.OPTIONAL
+
+
+def test_version_rows_refuse_an_optional_library_outside_its_range(fake_installed: FakeInstalled) -> None:
+    fake_installed({"unsloth": "2024.1.0"})
+    assert {row.name: row.ok for row in versions.version_rows()}["unsloth"] is False
+
+
+def test_pyproject_names_the_ranges_of_the_table() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["unsloth"]]
+    wanted = {canonicalize_name(r.name): r.specifier for r in map(Requirement, lines)}
+    table = {canonicalize_name(name): Requirement(name + s).specifier for name, s in versions.SUPPORTED.items()}
+    assert {name: str(wanted.get(name)) for name in table} == {name: str(s) for name, s in table.items()}
+
+
+def test_versions_imports_none_of_the_libraries() -> None:
+    code = "import sys, unsloth_multigpu.versions as v; v.version_rows(); print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert not set(versions.SUPPORTED) & set(out.stdout.split())

@@ -1,0 +1,88 @@
+"""One line makes a one-GPU fine-tuning script train on every GPU. Importing this package loads nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.config import MultiGPUConfig
+    from unsloth_multigpu.errors import (
+        ConfigError,
+        DistributedError,
+        DivergenceError,
+        LaunchError,
+        MultiGPUError,
+        PatchError,
+        RankTimeoutError,
+        SetupError,
+        VersionError,
+    )
+    from unsloth_multigpu.plugin import (
+        MultiGPUStatus,
+        disable_multi_gpu,
+        enable_multi_gpu,
+        get_active_config,
+        get_multi_gpu_status,
+        is_multi_gpu_enabled,
+    )
+    from unsloth_multigpu.report import RankReport, RunReport
+
+_HOMES = {
+    "plugin": (
+        "MultiGPUStatus",
+        "disable_multi_gpu",
+        "enable_multi_gpu",
+        "get_active_config",
+        "get_multi_gpu_status",
+        "is_multi_gpu_enabled",
+    ),
+    "config": ("MultiGPUConfig",),
+    "errors": (
+        "ConfigError",
+        "DistributedError",
+        "DivergenceError",
+        "LaunchError",
+        "MultiGPUError",
+        "PatchError",
+        "RankTimeoutError",
+        "SetupError",
+        "VersionError",
+    ),
+    "report": ("RankReport", "RunReport"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "ConfigError",
+    "DistributedError",
+    "DivergenceError",
+    "LaunchError",
+    "MultiGPUConfig",
+    "MultiGPUError",
+    "MultiGPUStatus",
+    "PatchError",
+    "RankReport",
+    "RankTimeoutError",
+    "RunReport",
+    "SetupError",
+    "VersionError",
+    "__version__",
+    "disable_multi_gpu",
+    "enable_multi_gpu",
+    "get_active_config",
+    "get_multi_gpu_status",
+    "is_multi_gpu_enabled",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,210 @@
+"""The one configuration: frozen, validated when it is made, and the only reader of UNSLOTH_MULTIGPU_* variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_multigpu.errors import ConfigError
+
+ENV_PREFIX = "UNSLOTH_MULTIGPU_"
+# Variables that the launcher hands to its ranks; they are no options.
+ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
+ENV_SUPERVISOR_PID = ENV_PREFIX + "SUPERVISOR_PID"
+ENV_LOG_DIR_OF_RUN = ENV_PREFIX + "RUN_LOG_DIR"
+ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
+INTERNAL_VARIABLES = frozenset({ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED})
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "global_batch": ("keep", "scale"),
+    "sync": ("ddp",),
+    "balance": ("auto", "off"),
+    "device": ("auto", "cpu", "cuda", "xpu"),
+    "ddp_backend": ("nccl", "gloo", "xccl"),
+}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class MultiGPUConfig:
+    """Every option of a run. `MultiGPUConfig.resolve` makes one from arguments, environment and defaults.
+
+    Args:
+        num_gpus: Ranks on this machine. None = all visible accelerators, or this process alone where there is none.
+        batch_size_per_gpu: Samples of one micro-batch on each rank, in place of `per_device_train_batch_size`.
+            The samples of an optimizer step then grow with the number of ranks. None = leave the script's value.
+        enable_ddp: PyTorch DDP, one process per device.
+        global_batch: "keep" = the samples of an optimizer step are those of the one-process run;
+            "scale" = every rank takes the script's batch, so that a step sees `world_size` times as many samples.
+        sync: How gradients meet.
+        balance: "auto" and "off" deal the samples of a step to the ranks in order.
+        device: "auto" = accelerators if there are any, else the CPU.
+        seed_per_rank: Ranks draw different dropout masks and augmentations. Rank 0 keeps the script's seed.
+        timeout_s: Limit of one collective operation and of one wait for another rank, in seconds.
+        max_restarts: How often the ranks are started again after one of them failed.
+        log_dir: Folder of `rank_N.log`, made if missing.
+        ddp_backend: Process group backend; None = the one that fits the device. (Older plugin.)
+        find_unused_parameters: Given to DDP; None = decided from the model. (Older plugin.)
+        gradient_checkpointing: Given to TrainingArguments; None = leave the script's value. (Older plugin.)
+        memory_optimization: Lets CUDA's allocator use expandable segments. (Older plugin.)
+        debug: This package logs at DEBUG level. (Older plugin.)
+    """
+
+    num_gpus: int | None = None
+    batch_size_per_gpu: int | None = None
+    enable_ddp: bool = True
+    global_batch: str = "keep"
+    sync: str = "ddp"
+    balance: str = "auto"
+    device: str = "auto"
+    seed_per_rank: bool = True
+    timeout_s: float = 1800.0
+    max_restarts: int = 0
+    log_dir: str = "logs"
+    ddp_backend: str | None = None
+    find_unused_parameters: bool | None = None
+    gradient_checkpointing: bool | None = None
+    memory_optimization: bool = False
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name == "ddp_backend"):
+                expected = " or ".join(repr(c) for c in choices)
+                raise ConfigError(f"{name}={value!r}; expected {expected}.", hint=f"Set {name}={choices[0]!r}.")
+        _check_count("num_gpus", self.num_gpus, minimum=1, none_means="all visible accelerators")
+        _check_count("batch_size_per_gpu", self.batch_size_per_gpu, minimum=1, none_means="the script's value")
+        _check_count("max_restarts", self.max_restarts, minimum=0)
+        for name in ("enable_ddp", "seed_per_rank", "memory_optimization", "debug"):
+            _check_boolean(name, getattr(self, name))
+        for name in ("find_unused_parameters", "gradient_checkpointing"):
+            if getattr(self, name) is not None:
+                _check_boolean(name, getattr(self, name))
+        _check_seconds("timeout_s", self.timeout_s)
+        if not isinstance(self.log_dir, str) or not self.log_dir:
+            raise ConfigError(f"log_dir={self.log_dir!r}; expected a folder name.", hint='Set log_dir="logs".')
+        if not self.enable_ddp:
+            raise ConfigError(
+                "enable_ddp=False asks for the serial path of the older plugin, which this version does not have.",
+                hint="Leave enable_ddp out.",
+            )
+        if self.ddp_backend == "nccl" and self.device == "cpu":
+            raise ConfigError(
+                'ddp_backend="nccl" cannot run with device="cpu".', hint='Use ddp_backend="gloo" or leave it out.'
+            )
+
+    @classmethod
+    def resolve(cls, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MultiGPUConfig:
+        """Arguments win over the environment, the environment over the defaults.
+
+        Args:
+            arguments: What the caller gave; a missing name or None means "not given".
+            environment: Variables to read; None = `os.environ`.
+
+        Raises:
+            ConfigError: A value cannot be used, or a variable with our prefix names no option.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        from_environment = _read_environment(os.environ if environment is None else environment)
+        return cls(**{**from_environment, **given})
+
+    @property
+    def keeps_global_batch(self) -> bool:
+        """True if a step sees the samples of the one-process run; `batch_size_per_gpu` asks for another batch."""
+        return self.global_batch == "keep" and self.batch_size_per_gpu is None
+
+
+def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns the older plugin's arguments into today's options, with a DeprecationWarning each.
+
+    Raises:
+        ConfigError: An argument that neither version knows, or a gradient aggregation that DDP does not do.
+    """
+    replacements = {
+        "ddp_backend": ("ddp_backend", "TrainingArguments(ddp_backend=...)"),
+        "enable_memory_optimization": (
+            "memory_optimization",
+            "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ),
+        "enable_gradient_checkpointing": ("gradient_checkpointing", "TrainingArguments(gradient_checkpointing=...)"),
+        "gradient_aggregation": (None, 'nothing: DDP always averages, which is "mean"'),
+        "find_unused_parameters": ("find_unused_parameters", "TrainingArguments(ddp_find_unused_parameters=...)"),
+        "debug": ("debug", 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")'),
+    }
+    translated: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name not in replacements:
+            known = ", ".join(f.name for f in dataclasses.fields(MultiGPUConfig))
+            raise ConfigError(
+                f"enable_multi_gpu() got {name}={value!r}, which it does not know.", hint=f"Options: {known}."
+            )
+        new_name, replacement = replacements[name]
+        # The frames above are this function, enable_multi_gpu and the user's line.
+        warnings.warn(f"{name} is deprecated. Use {replacement}.", DeprecationWarning, stacklevel=3)
+        if new_name is not None:
+            translated[new_name] = value
+        elif value != "mean":
+            raise ConfigError(
+                f"gradient_aggregation={value!r}; DDP averages the gradients of all ranks.",
+                hint="Leave gradient_aggregation out.",
+            )
+    return translated
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    fields = {f.name: f for f in dataclasses.fields(MultiGPUConfig)}
+    values: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENV_PREFIX) or variable in INTERNAL_VARIABLES:
+            continue
+        name = variable[len(ENV_PREFIX) :].lower()
+        if name not in fields:
+            known = ", ".join(sorted(ENV_PREFIX + n.upper() for n in fields))
+            raise ConfigError(f"{variable}={text!r} names no option.", hint=f"Unset it. Variables: {known}.")
+        if text.strip() and text.strip().lower() != "none":
+            values[name] = _parse(variable, text.strip(), str(fields[name].type))
+    return values
+
+
+def _parse(variable: str, text: str, annotation: str) -> Any:
+    kind = annotation.split("|")[0].strip()
+    if kind == "bool":
+        if text.lower() not in _BOOLEANS:
+            raise ConfigError(
+                f"{variable}={text!r}; expected a truth value.", hint=f"Set {variable}=1 or {variable}=0."
+            )
+        return _BOOLEANS[text.lower()]
+    if kind in ("int", "float"):
+        try:
+            return int(text) if kind == "int" else float(text)
+        except ValueError:
+            word = "a whole number" if kind == "int" else "a number"
+            raise ConfigError(f"{variable}={text!r}; expected {word}.", hint=f"Set {variable}=2, say.") from None
+    return text
+
+
+def _check_count(name: str, value: object, *, minimum: int, none_means: str | None = None) -> None:
+    if value is None and none_means is not None:
+        return
+    # bool is an int in Python; num_gpus=True is a mistake and not one GPU.
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        otherwise = f", or None for {none_means}" if none_means else ""
+        raise ConfigError(
+            f"{name}={value!r}; expected a whole number of at least {minimum}{otherwise}.",
+            hint=f"Set {name}={max(minimum, 1)}.",
+        )
+
+
+def _check_boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}; expected True or False.", hint=f"Set {name}=True or {name}=False.")
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={value!r}; expected seconds above 0.", hint=f"Set {name}=1800.0.")

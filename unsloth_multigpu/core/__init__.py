@@ -1,0 +1,1 @@
+"""Who holds the group, and who steers the user's Trainer?"""

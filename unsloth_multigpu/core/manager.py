@@ -1,0 +1,225 @@
+"""DDPManager: this rank's device, the process group, and the few exchanges between ranks that are not gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
+from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+_POLL_S = 0.02
+
+
+class DDPManager:
+    """Holds what a rank needs to meet the others.
+
+    Args:
+        identity: Place of this rank.
+        config: The run's options.
+    """
+
+    def __init__(self, identity: RankIdentity, config: MultiGPUConfig) -> None:
+        self.identity = identity
+        self.config = config
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """Keys and values shared by all ranks, which work before there is a process group and without collectives."""
+        if self._store is None:
+            self._store = _connect_store(self.identity, self.config.timeout_s)
+        return self._store
+
+    def open_group(self) -> None:
+        """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
+        if not dist.is_initialized():
+            timeout = timedelta(seconds=self.config.timeout_s)
+            backend = self.config.ddp_backend or default_backend(local_device(self.identity, self.config).type)
+            dist.init_process_group(backend, timeout=timeout)
+        if dist.get_world_size() != self.identity.world_size or dist.get_rank() != self.identity.rank:
+            raise DivergenceError(
+                f"The process group has rank={dist.get_rank()} world_size={dist.get_world_size()}, the launcher said "
+                f"rank={self.identity.rank} world_size={self.identity.world_size}.",
+                hint="Do not call init_process_group with other values.",
+            )
+
+    def barrier(self, name: str, *, timeout_s: float) -> None:
+        """Waits until every rank has come to `name`.
+
+        Raises:
+            RankTimeoutError: Some ranks did not come within `timeout_s`; it names them.
+        """
+        self.publish(f"barrier/{name}/{self.identity.rank}")
+        deadline = time.monotonic() + timeout_s
+        missing = set(range(self.identity.world_size))
+        while missing := {r for r in missing if not self.store.check([f"barrier/{name}/{r}"])}:
+            if time.monotonic() > deadline:
+                raise RankTimeoutError(
+                    f"barrier {name!r}: ranks {sorted(missing)} did not come within timeout_s={timeout_s:g}.",
+                    hint="Look at the logs of these ranks.",
+                )
+            time.sleep(_POLL_S)
+
+    def publish(self, key: str, value: str = "") -> None:
+        """Lets other ranks see `key`."""
+        # An empty value would be the same as none for some versions of the store.
+        self.store.set(key, "=" + value)
+
+    def is_published(self, key: str) -> bool:
+        """True once some rank has published `key`. Does not wait."""
+        return bool(self.store.check([key]))
+
+    def wait_for(self, key: str, what: str) -> str:
+        """Waits until `key` is published and returns its value.
+
+        Raises:
+            RankTimeoutError: It was not published within the config's `timeout_s`; `what` says what was waited for.
+        """
+        deadline = time.monotonic() + self.config.timeout_s
+        while not self.is_published(key):
+            if time.monotonic() > deadline:
+                raise RankTimeoutError(
+                    f"rank {self.identity.rank} waited timeout_s={self.config.timeout_s:g} seconds for {what}.",
+                    hint="Call it on all ranks, or raise timeout_s where it only takes long.",
+                )
+            time.sleep(_POLL_S)
+        return str(self.store.get(key).decode())[1:]
+
+    def check_same(self, facts: Mapping[str, Any]) -> None:
+        """Compares facts that must be equal on all ranks. Collective.
+
+        Args:
+            facts: Name -> JSON value, the same names on every rank.
+
+        Raises:
+            DivergenceError: On every rank; it names the facts that differ, with the values of two ranks.
+        """
+        names = sorted(facts)
+        texts = [json.dumps(facts[name], sort_keys=True, default=str) for name in names]
+        digest = hashlib.blake2b("\0".join(names + texts).encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_wire_device())
+        all_digests = [torch.empty_like(mine) for _ in range(self.identity.world_size)]
+        dist.all_gather(all_digests, mine)
+        if all(torch.equal(d, all_digests[0]) for d in all_digests):
+            return
+        other = next(r for r, d in enumerate(all_digests) if not torch.equal(d, all_digests[0]))
+        self.publish(f"facts/{self.identity.rank}", json.dumps(dict(zip(names, texts, strict=True))))
+        values = {r: json.loads(self.wait_for(f"facts/{r}", f"the facts of rank {r}")) for r in (0, other)}
+        different = [n for n in {**values[0], **values[other]} if values[0].get(n) != values[other].get(n)]
+        lines = [f"{n}: rank 0 has {values[0].get(n)}, rank {other} has {values[other].get(n)}" for n in different]
+        # Nobody leaves before everyone has read.
+        dist.barrier()
+        raise DivergenceError(
+            "The ranks are about to train different runs. " + "; ".join(lines) + ".",
+            hint="Give shuffles and splits a seed, and do not let the script depend on the rank.",
+        )
+
+    def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Gives every rank rank 0's batches of sample indices. Only rank 0 reads `batches`. Collective."""
+        device = _wire_device()
+        sizes: list[int] = []
+        indices: list[int] = []
+        if self.identity.rank == 0:
+            for batch in batches:
+                sizes.append(len(batch))
+                indices.extend(int(i) for i in batch)
+        counts = torch.tensor([len(sizes), len(indices)], device=device)
+        dist.broadcast(counts, src=0)
+        num_batches, num_indices = (int(c) for c in counts.tolist())
+        flat = torch.tensor([*sizes, *indices], device=device, dtype=torch.int64)
+        if self.identity.rank != 0:
+            flat = torch.empty(num_batches + num_indices, device=device, dtype=torch.int64)
+        dist.broadcast(flat, src=0)
+        flat = flat.cpu()
+        parts = torch.split(flat[num_batches:], flat[:num_batches].tolist())
+        return [part.tolist() for part in parts]
+
+    def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrites `tensors` in place with rank 0's. Collective."""
+        with torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def broadcast_random_state(self) -> None:
+        """Gives every rank rank 0's random state of Python, NumPy and torch on the CPU. Collective."""
+        import numpy
+
+        state: Any = numpy.random.get_state(legacy=True)
+        mine = [random.getstate(), [state[0], state[1].tolist(), *state[2:]], torch.get_rng_state().tolist()]
+        python, numpys, torchs = json.loads(self._broadcast_text(json.dumps(mine)))
+        random.setstate((python[0], tuple(python[1]), python[2]))
+        numpy.random.set_state((numpys[0], numpy.array(numpys[1], dtype=numpy.uint32), *numpys[2:]))
+        torch.set_rng_state(torch.tensor(torchs, dtype=torch.uint8))
+
+    def _broadcast_text(self, text: str) -> str:
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())
+        length = torch.tensor([len(data)], device=data.device)
+        dist.broadcast(length, src=0)
+        if self.identity.rank != 0:
+            data = torch.empty(int(length), dtype=torch.uint8, device=data.device)
+        dist.broadcast(data, src=0)
+        return bytes(data.tolist()).decode()
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's `values`, in the order of ranks. Collective."""
+        mine = torch.tensor(values, dtype=torch.float64, device=_wire_device())
+        gathered = [torch.empty_like(mine) for _ in range(self.identity.world_size)]
+        dist.all_gather(gathered, mine)
+        return [g.tolist() for g in gathered]
+
+
+def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device:
+    """The device of this rank."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, identity.local_rank % torch.accelerator.device_count())
+
+
+def default_backend(device_type: str) -> str:
+    """The process group backend that moves tensors of a device."""
+    return {"cuda": "nccl", "xpu": "xccl"}.get(device_type, "gloo")
+
+
+def _wire_device() -> torch.device:
+    """Where a tensor must lie for the default group to send it."""
+    # A group without a named backend has gloo for the CPU beside the accelerator's own.
+    if str(dist.get_backend()) not in ("nccl", "xccl"):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
+    timeout = timedelta(seconds=timeout_s)
+    # Torch elastic serves a store for the ranks. Elsewhere rank 0 does, and init_process_group joins the same server.
+    is_server = identity.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(
+        identity.master_addr,
+        identity.master_port,
+        is_master=is_server,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"unsloth_multigpu/{attempt}", store)

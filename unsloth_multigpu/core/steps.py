@@ -1,0 +1,175 @@
+"""Feeds a Trainer this rank's share of every optimizer step, by methods put on the one trainer object."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.core.loss import LossScale, find_loss_scale
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.data.plan import check_divisible, equation
+from unsloth_multigpu.data.sampler import Step, StepLoader, StepShape, step_loader
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+
+class StepFeed:
+    """Chooses what the Trainer's loop sees: one loader item per optimizer step, with all its micro-batches.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+    """
+
+    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+        self.trainer = trainer
+        self.manager = manager
+        self.num_accumulated = int(trainer.args.gradient_accumulation_steps)
+        self.num_samples = 0
+        self.num_micro_batches = 0
+        self._scale = LossScale(is_token_normalised=True, is_multiplied=True)
+        self._piece_factor = 1.0
+
+    @contextmanager
+    def on_trainer(self) -> Iterator[None]:
+        """Puts our methods on the trainer instance for the time of the training."""
+        trainer, args = self.trainer, self.trainer.args
+        kept = {n: getattr(args, n) for n in ("gradient_accumulation_steps", "average_tokens_across_devices")}
+        overrides = {
+            "get_train_dataloader": functools.partial(self._train_dataloader, trainer.get_train_dataloader),
+            "get_batch_samples": functools.partial(self._batch_samples, trainer.get_batch_samples),
+            "training_step": functools.partial(self._training_step, trainer.training_step),
+            "compute_loss": functools.partial(self._compute_loss, trainer.compute_loss),
+            # The number that the start of the training prints.
+            "get_total_train_batch_size": lambda _args: trainer._train_batch_size * self.num_accumulated,
+        }
+        with ExitStack() as stack:
+            for name, value in kept.items():
+                stack.callback(setattr, args, name, value)
+            # A mean over each rank's own tokens is not what one process computes.
+            args.average_tokens_across_devices = True
+            for name, override in overrides.items():
+                stack.enter_context(_instance_attribute(trainer, name, override))
+            yield
+
+    def _train_dataloader(self, original: Callable[[], Any]) -> StepLoader:
+        """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps."""
+        trainer = self.trainer
+        # Length-grouped samplers read it, and must see what one process has.
+        trainer.args.gradient_accumulation_steps = self.num_accumulated
+        raw: list[Any] = []
+
+        def keep_raw(loader: Any, *_: Any, **__: Any) -> Any:
+            raw.append(loader)
+            return loader
+
+        with _instance_attribute(trainer.accelerator, "prepare_data_loader", keep_raw):
+            original()
+        if len(raw) != 1:
+            raise SetupError(
+                f"{type(trainer).__name__}.get_train_dataloader() prepared {len(raw)} data loaders; expected one.",
+                hint="Return accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
+            )
+        loader = raw[0]
+        self._scale = find_loss_scale(trainer, functools.partial(_one_sample, trainer, loader))
+        shape = StepShape(
+            rank=self.manager.identity.rank,
+            world_size=self.manager.identity.world_size,
+            num_accumulated=self.num_accumulated,
+            regroup=self._scale.is_token_normalised,
+        )
+        sizes = [trainer._train_batch_size] * self.num_accumulated
+        check_divisible(sum(sizes), shape.world_size)
+        logger.info("samples per step: %s", equation(sizes, shape.world_size, regroup=shape.regroup))
+        steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
+        # From here on the loop sees one item per optimizer step.
+        trainer.args.gradient_accumulation_steps = 1
+        return steps
+
+    def _as_one_process(self, loader: Any) -> Any:
+        from accelerate.data_loader import prepare_data_loader
+
+        accelerator = self.trainer.accelerator
+        return prepare_data_loader(
+            loader,
+            num_processes=1,
+            process_index=0,
+            put_on_device=False,
+            dispatch_batches=False,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+        )
+
+    def _batch_samples(self, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
+        """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""
+        step = next(epoch_iterator, None)
+        if step is None:
+            return [], None
+        inputs = [m.inputs for m in step.micro_batches]
+        _, num_items = original(iter(inputs), len(inputs), device)
+        return [step], num_items
+
+    def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
+        """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
+        losses = []
+        # Read by losses that are means of micro-batches, and by auxiliary losses.
+        self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
+        for i, micro_batch in enumerate(step.micro_batches):
+            is_last = i == len(step.micro_batches) - 1
+            self._piece_factor = self._factor(micro_batch.piece.share, step, num_items)
+            with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
+                losses.append(original(model, micro_batch.inputs, num_items))
+            self.num_micro_batches += 1
+            self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)
+        return torch.stack(losses).sum()
+
+    def _compute_loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
+        result = original(model, inputs, *args, **kwargs)
+        if not model.training or self._piece_factor == 1.0:
+            return result
+        if isinstance(result, tuple):
+            return (result[0] * self._piece_factor, *result[1:])
+        return result * self._piece_factor
+
+    def _factor(self, share: float, step: Step, num_items: Any) -> float:
+        """What a micro-batch's mean loss counts, so that DDP's average over ranks is the one-process gradient."""
+        if self._scale.is_token_normalised:
+            return 1.0
+        is_multiplied = self._scale.is_multiplied and num_items is not None
+        factor = share * (1 if is_multiplied else self.manager.identity.world_size)
+        # transformers divides by this rank's micro-batches, one process would by its own; unless the model is said to
+        # take loss arguments, where it divides by neither.
+        is_divided = num_items is None or not self.trainer.model_accepts_loss_kwargs
+        if is_divided and self.trainer.compute_loss_func is None:
+            factor *= len(step.micro_batches) / step.num_references
+        return factor
+
+
+def _one_sample(trainer: Any, loader: Any) -> Any:
+    row = next(iter(loader.dataset)) if not hasattr(loader.dataset, "__getitem__") else loader.dataset[0]
+    return trainer._prepare_inputs(loader.collate_fn([row]))
+
+
+@contextmanager
+def _instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute on one object, and puts back what the object itself had."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+_MISSING = object()

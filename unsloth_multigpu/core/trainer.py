@@ -1,0 +1,187 @@
+"""DDPTrainer: steers one `Trainer.train()` call. The loop is Hugging Face's; which samples it gets is ours."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.steps import StepFeed
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.report import EventWriter, RankReport, RunReport
+from unsloth_multigpu.sync.strategy import uses_every_parameter
+
+logger = get_logger(__name__)
+
+
+class DDPTrainer:
+    """One training of one Trainer on this rank.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        events: Where the rank's events go, if a supervisor reads them.
+    """
+
+    def __init__(self, trainer: Any, manager: DDPManager, events: EventWriter | None) -> None:
+        self.trainer = trainer
+        self.manager = manager
+        self.config: MultiGPUConfig = manager.config
+        self.report: RunReport | None = None
+        self._events = events
+        self._steps = StepFeed(trainer, manager)
+
+    def run(self, original_train: Callable[[], Any]) -> Any:
+        """Runs `original_train` with this rank's share of every step, and returns what it returns."""
+        if not self._is_plain_ddp():
+            return original_train()
+        self._refuse_what_cannot_work()
+        self.manager.open_group()
+        self.manager.check_same(self._facts())
+        start = time.monotonic()
+        with ExitStack() as stack:
+            self._tell_ddp()
+            stack.enter_context(_own_seed(self.trainer, self.manager, self.config.seed_per_rank))
+            # The ranks' new LoRA weights were drawn from their own random states.
+            self.manager.broadcast_tensors(p for p in self.trainer.model.parameters() if p.requires_grad)
+            if self._deals_steps():
+                stack.enter_context(self._steps.on_trainer())
+            stack.enter_context(self._progress())
+            result = original_train()
+        self._report(time.monotonic() - start)
+        return result
+
+    def _is_plain_ddp(self) -> bool:
+        """False where the script asked for another kind of parallelism, which then has the field to itself."""
+        accelerator = self.trainer.accelerator
+        parallelism = getattr(accelerator, "parallelism_config", None)
+        other = {
+            "FSDP": self.trainer.is_fsdp_enabled,
+            "DeepSpeed": self.trainer.is_deepspeed_enabled,
+            "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
+        }
+        for name, is_on in other.items():
+            if is_on:
+                logger.warning("%s is on: unsloth_multigpu leaves this training to it", name)
+        return not any(other.values())
+
+    def _refuse_what_cannot_work(self) -> None:
+        args = self.trainer.args
+        num_processes = self.trainer.accelerator.num_processes
+        if num_processes != self.manager.identity.world_size:
+            raise SetupError(
+                f"This Trainer was built for {num_processes} process(es), the run has "
+                f"{self.manager.identity.world_size} ranks: each would train for itself.",
+                hint="Call enable_multi_gpu() before `import unsloth` and before TrainingArguments are made.",
+            )
+        if args.auto_find_batch_size:
+            raise SetupError(
+                "auto_find_batch_size=True lets one rank shrink its batch while the others go on.",
+                hint="Set auto_find_batch_size=False and a batch size that fits.",
+            )
+        if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:
+            raise SetupError(
+                "train_sampling_strategy='batch_rebalance' deals samples to ranks itself, and others than one GPU "
+                "would see.",
+                hint="Remove train_sampling_strategy, or set global_batch='scale'.",
+            )
+
+    def _deals_steps(self) -> bool:
+        """True where we choose the samples of a step; trainers that generate their samples do it themselves."""
+        if not self.config.keeps_global_batch:
+            return False
+        owner = next(cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls))
+        if hasattr(self.trainer.args, "steps_per_generation"):
+            return False
+        if owner.__module__.startswith("trl."):
+            raise SetupError(
+                f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
+                hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
+            )
+        return True
+
+    def _facts(self) -> dict[str, Any]:
+        """What must be equal on all ranks for them to be one run."""
+        trainer, args = self.trainer, self.trainer.args
+        names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
+        shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
+        facts: dict[str, Any] = {name: getattr(args, name) for name in names}
+        facts["gradient_accumulation_steps"] = self._steps.num_accumulated
+        facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
+        facts["config"] = self.config
+        if hasattr(trainer.train_dataset, "__len__") and hasattr(trainer.train_dataset, "__getitem__"):
+            length = len(trainer.train_dataset)
+            facts["samples"] = length
+            rows = sorted({0, length // 3, length // 2, length - 1}) if length else []
+            facts["sampled rows"] = {i: _short_hash(trainer.train_dataset[i]) for i in rows}
+        return facts
+
+    def _tell_ddp(self) -> None:
+        args, handler = self.trainer.args, self.trainer.accelerator.ddp_handler
+        if handler is None:
+            return
+        if self.config.find_unused_parameters is not None:
+            handler.find_unused_parameters = self.config.find_unused_parameters
+        elif args.ddp_find_unused_parameters is None and uses_every_parameter(self.trainer.model):
+            handler.find_unused_parameters = False
+
+    @contextmanager
+    def _progress(self) -> Iterator[None]:
+        """Tells the supervisor where this rank is."""
+        callback = _progress_callback(self._events)
+        self.trainer.add_callback(callback)
+        if self._events is not None:
+            self._events.write("training")
+        try:
+            yield
+        except BaseException as error:
+            if self._events is not None:
+                self._events.write("left_training", error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self.trainer.remove_callback(callback)
+        if self._events is not None:
+            self._events.write("trained")
+
+    def _report(self, train_s: float) -> None:
+        mine = [self.trainer.state.global_step, self._steps.num_samples, self._steps.num_micro_batches, train_s]
+        rows = self.manager.gather_floats(mine)
+        self.report = RunReport(
+            tuple(RankReport(rank, int(r[0]), int(r[1]), int(r[2]), r[3]) for rank, r in enumerate(rows))
+        )
+        if self._steps.num_micro_batches:
+            logger.info("%s", self.report.summary())
+
+
+def _short_hash(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def _progress_callback(events: EventWriter | None) -> Any:
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if events is not None:
+                events.mark_step(state.global_step)
+
+    return Progress()
+
+
+@contextmanager
+def _own_seed(trainer: Any, manager: DDPManager, seed_per_rank: bool) -> Iterator[None]:
+    """Ranks above 0 draw from seeds of their own while they train, and go on afterwards with rank 0's.
+
+    The script's code around `train()` runs on every rank and must make the same random choices there.
+    """
+    if seed_per_rank and manager.identity.rank > 0:
+        from transformers import set_seed
+
+        set_seed(trainer.args.seed + manager.identity.rank)
+    yield
+    manager.broadcast_random_state()

@@ -1,0 +1,76 @@
+"""The exception tree. Every error says what happened and what to do next, and has a stable exit code.
+
+`docs/errors.md` lists the codes. An error derives from the builtin that a caller would expect as well, so that
+`except ValueError` around a wrong argument works.
+"""
+
+from __future__ import annotations
+
+
+class MultiGPUError(Exception):
+    """Base of all errors that this package raises.
+
+    Args:
+        message: What happened, the value given, what was expected.
+        hint: The next action.
+    """
+
+    exit_code = 70
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\nHint: {self.hint}"
+
+
+class ConfigError(MultiGPUError, ValueError):
+    """An argument or an UNSLOTH_MULTIGPU_* variable has a value that cannot be used."""
+
+    exit_code = 64
+
+
+class SetupError(MultiGPUError, RuntimeError):
+    """What was asked cannot be done on this machine, or at this place of the script."""
+
+    exit_code = 69
+
+
+class VersionError(MultiGPUError, ImportError):
+    """An installed library is outside the range that this package supports."""
+
+    exit_code = 72
+
+
+class PatchError(MultiGPUError, TypeError):
+    """A function that this package steers has another shape than expected, or was replaced.
+
+    Not a RuntimeError: the lazy imports of transformers turn those into "Could not import module".
+    """
+
+    exit_code = 73
+
+
+class LaunchError(MultiGPUError, RuntimeError):
+    """The ranks could not be started."""
+
+    exit_code = 71
+
+
+class DistributedError(MultiGPUError, RuntimeError):
+    """The ranks do not form one run."""
+
+    exit_code = 76
+
+
+class RankTimeoutError(DistributedError, TimeoutError):
+    """Another rank did not arrive within the limit."""
+
+    exit_code = 124
+
+
+class DivergenceError(DistributedError):
+    """The ranks run with different settings, versions or data."""
+
+    exit_code = 77

@@ -1,0 +1,173 @@
+"""Files are written once: rank 0 saves, the others wait until the file is there and go on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.patching import Patch
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.core.manager import DDPManager
+
+_TRANSFORMERS = "transformers>=4.57,<6"
+_RACE = "All ranks would write one folder at once, and read what another is just writing."
+_ONCE = "All ranks would upload the same files."
+_UNSLOTH_MERGE = "Two ranks that merge into one folder merge the LoRA weights twice, without an error."
+
+_SAVERS = {
+    "transformers.modeling_utils:PreTrainedModel.save_pretrained": _TRANSFORMERS,
+    "transformers.tokenization_utils_base:PreTrainedTokenizerBase.save_pretrained": _TRANSFORMERS,
+    "transformers.tokenization_utils_tokenizers:TokenizersBackend.save_pretrained": _TRANSFORMERS,
+    "transformers.video_processing_utils:BaseVideoProcessor.save_pretrained": _TRANSFORMERS,
+    "transformers.processing_utils:ProcessorMixin.save_pretrained": _TRANSFORMERS,
+    "transformers.image_processing_base:ImageProcessingMixin.save_pretrained": _TRANSFORMERS,
+    "transformers.feature_extraction_utils:FeatureExtractionMixin.save_pretrained": _TRANSFORMERS,
+    "transformers.configuration_utils:PreTrainedConfig.save_pretrained": _TRANSFORMERS,
+    "transformers.generation.configuration_utils:GenerationConfig.save_pretrained": _TRANSFORMERS,
+    "peft.peft_model:PeftModel.save_pretrained": "peft>=0.18",
+    "unsloth_zoo.cpu.loader:save_pretrained_merged": "unsloth_zoo>=2026.10.1",
+    "unsloth_zoo.cpu.loader:save_pretrained_gguf": "unsloth_zoo>=2026.10.1",
+    "matplotlib.figure:Figure.savefig": "matplotlib>=3",
+    "datasets.arrow_dataset:Dataset.save_to_disk": "datasets>=3.4.1,<5",
+}
+_PUSHERS = {
+    "transformers.utils.hub:PushToHubMixin.push_to_hub": _TRANSFORMERS,
+    "unsloth_zoo.cpu.loader:push_to_hub_merged": "unsloth_zoo>=2026.10.1",
+    "datasets.arrow_dataset:Dataset.push_to_hub": "datasets>=3.4.1,<5",
+}
+
+
+def saving_patches(rank: int, get_manager: Callable[[], DDPManager]) -> list[Patch]:
+    """Patches of everything that writes files or uploads.
+
+    Args:
+        rank: This rank.
+        get_manager: Gives the manager, whose store works before there is a process group.
+    """
+    gate = SaveGate(rank, get_manager)
+    patches = [
+        Patch(target=target, supports=supports, wrap=gate.once, reason=reason, optional=True)
+        for table, reason in ((_SAVERS, _RACE), (_PUSHERS, _ONCE))
+        for target, supports in table.items()
+    ]
+    patches.append(
+        Patch(
+            target="transformers.trainer:Trainer.save_model",
+            supports=_TRANSFORMERS,
+            wrap=gate.after_rank_0,
+            reason="The Trainer saves from rank 0 alone and lets the others read a folder that is not there yet.",
+        )
+    )
+    patches.append(
+        Patch(
+            target="unsloth.save:_bind_saving_method",
+            supports="unsloth>=2026.10.1",
+            wrap=functools.partial(_bind_guarded, gate),
+            reason=_UNSLOTH_MERGE,
+            optional=True,
+        )
+    )
+    return patches
+
+
+class SaveGate:
+    """Lets rank 0 write and the other ranks wait for it, by the path that is written.
+
+    Waiting is by the store and not by a barrier: an export may take longer than a collective may, and code that only
+    rank 0 reaches must not wait for the others.
+    """
+
+    def __init__(self, rank: int, get_manager: Callable[[], DDPManager]) -> None:
+        self._rank = rank
+        self._get_manager = get_manager
+        self._counts: Counter[str] = Counter()
+        self._depth = 0
+
+    def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function `(self, path, ...)` that writes `path`: only rank 0 calls it."""
+        return self._gated(original, runs_everywhere=False)
+
+    def after_rank_0(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function that all ranks must call but only rank 0 writes in: the others then wait for rank 0."""
+        return self._gated(original, runs_everywhere=True)
+
+    def _gated(self, original: Callable[..., Any], *, runs_everywhere: bool) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            path = _path_of(args, kwargs)
+            # A file object is the rank's own. Savers call each other; the outermost call stands for all of them.
+            if path is None or (self._depth and (self._rank == 0 or runs_everywhere)):
+                return original(*args, **kwargs)
+            if self._depth:
+                return None
+            name = getattr(original, "__qualname__", "save")
+            self._counts[f"{name} {path}"] += 1
+            key = f"saved/{name} {path}/{self._counts[f'{name} {path}']}"
+            if self._rank == 0:
+                return self._write(key, functools.partial(original, *args, **kwargs))
+            if runs_everywhere:
+                with self._nested():
+                    original(*args, **kwargs)
+            return self._await(key, f"rank 0 in {name}({path!r})")
+
+        return gated
+
+    def _write(self, key: str, save: Callable[[], Any]) -> Any:
+        try:
+            with self._nested():
+                result = save()
+        except BaseException as error:
+            self._get_manager().publish(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+        self._get_manager().publish(key, json.dumps({"result": _plain(result)}))
+        return result
+
+    @contextmanager
+    def _nested(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _await(self, key: str, what: str) -> Any:
+        outcome = json.loads(self._get_manager().wait_for(key, what))
+        if "error" in outcome:
+            raise DistributedError(f"{what} failed: {outcome['error']}", hint="The cause is rank 0's error.")
+        result = outcome["result"]
+        return tuple(result) if isinstance(result, list) else result
+
+
+def _bind_guarded(gate: SaveGate, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Unsloth puts its savers on each model and tokenizer as instance attributes, all through one function."""
+
+    @functools.wraps(original)
+    def bind(func: Callable[..., Any], obj: Any, name: str) -> Any:
+        return original(gate.once(func), obj, name)
+
+    return bind
+
+
+def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What is written: the first argument after `self`, or the keyword that names it. None for file objects."""
+    names = ("save_directory", "output_dir", "fname", "dataset_path", "repo_id")
+    value = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), "")
+    if isinstance(value, (str, os.PathLike)):
+        # A repository's name is no path, but making it absolute does not harm: it is only compared.
+        return os.path.abspath(os.fspath(value))
+    return "" if value is None else None
+
+
+def _plain(result: Any) -> Any:
+    """The result if other ranks can be given it as JSON, else None."""
+    is_plain = isinstance(result, (str, int, float, bool, type(None)))
+    if isinstance(result, (tuple, list)) and all(isinstance(r, str) for r in result):
+        return list(result)
+    return result if is_plain else None

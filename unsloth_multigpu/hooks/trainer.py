@@ -1,0 +1,93 @@
+"""Seams of the Trainer: how a training starts, and what its arguments mean for several ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.patching import Patch
+
+_SUPPORTS = "transformers>=4.57,<6"
+_DEFAULT_DDP_TIMEOUT_S = 1800
+
+
+def trainer_patches(
+    config: MultiGPUConfig, world_size: int, device_type: str, run: Callable[[Any, Callable[[], Any]], Any]
+) -> list[Patch]:
+    """Patches of `transformers.Trainer` and `TrainingArguments`.
+
+    Args:
+        config: The run's options.
+        world_size: Ranks of the run.
+        device_type: "cuda", "xpu" or "cpu".
+        run: Called with the trainer and its bound original `train` in place of `train`.
+    """
+    return [
+        Patch(
+            target="transformers.trainer:Trainer.train",
+            supports=_SUPPORTS,
+            wrap=functools.partial(_steered_train, run),
+            reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
+        ),
+        Patch(
+            target="transformers.training_args:TrainingArguments.__post_init__",
+            supports=_SUPPORTS,
+            wrap=functools.partial(_adjusted_arguments, config, world_size, device_type),
+            reason="Options of the one line that are arguments of the Trainer; batches that TRL checks at once.",
+        ),
+    ]
+
+
+def _steered_train(run: Callable[[Any, Callable[[], Any]], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, functools.partial(original, self, *args, **kwargs))
+
+    return train
+
+
+def _adjusted_arguments(
+    config: MultiGPUConfig, world_size: int, device_type: str, original: Callable[..., None]
+) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        if world_size > 1 and device_type == "cpu":
+            # Without it accelerate sees no device to distribute over, and every rank trains for itself.
+            self.use_cpu = True
+        if config.batch_size_per_gpu is not None:
+            self.per_device_train_batch_size = config.batch_size_per_gpu
+        if config.ddp_backend is not None:
+            self.ddp_backend = config.ddp_backend
+        if config.gradient_checkpointing is not None:
+            self.gradient_checkpointing = config.gradient_checkpointing
+        if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
+            self.ddp_timeout = int(config.timeout_s) or 1
+        if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
+            _divide_generation_batch(self, world_size)
+        original(self)
+
+    return __post_init__
+
+
+def _divide_generation_batch(args: Any, world_size: int) -> None:
+    """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO): they deal it to ranks.
+
+    Raises:
+        ConfigError: Neither the accumulation nor the batch divides by the number of ranks.
+    """
+    steps, batch = args.gradient_accumulation_steps, args.per_device_train_batch_size
+    generation_steps = args.steps_per_generation
+    if steps % world_size == 0 and (generation_steps is None or generation_steps % world_size == 0):
+        args.gradient_accumulation_steps = steps // world_size
+        args.steps_per_generation = None if generation_steps is None else generation_steps // world_size
+    elif batch % world_size == 0:
+        args.per_device_train_batch_size = batch // world_size
+    else:
+        raise ConfigError(
+            f"{type(args).__name__}: per_device_train_batch_size={batch} x gradient_accumulation_steps={steps} cannot "
+            f"be shared evenly by {world_size} ranks.",
+            hint=f"Make one of the two a multiple of {world_size}, or use global_batch='scale'.",
+        )

@@ -1,0 +1,81 @@
+"""Every model is placed on the device of its rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.patching import Patch
+
+_REASON = "A device map that names card 0, or all cards, would put every rank's model there."
+_LOADERS = {
+    "unsloth.models.loader:FastLanguageModel.from_pretrained": "unsloth>=2026.10.1",
+    "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.1",
+    "transformers.modeling_utils:PreTrainedModel.from_pretrained": "transformers>=4.57,<6",
+}
+# Maps that mean "wherever the accelerator is".
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "cuda", "xpu")
+_OFF_DEVICE = ("cpu", "meta", "disk")
+
+
+def placement_patches(device_type: str, local_rank: int) -> list[Patch]:
+    """Patches of the functions that load models; none for CPU ranks.
+
+    Args:
+        device_type: "cuda", "xpu" or "cpu".
+        local_rank: Index of the rank's device.
+    """
+    if device_type == "cpu":
+        return []
+    return [
+        Patch(
+            target=target,
+            supports=supports,
+            wrap=functools.partial(_placed, device_type, local_rank),
+            reason=_REASON,
+            optional=True,
+        )
+        for target, supports in _LOADERS.items()
+    ]
+
+
+def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
+    """Translates the device map of a one-GPU script to the rank's device.
+
+    Args:
+        device_map: As given to `from_pretrained`.
+        device_type: "cuda" or "xpu".
+        local_rank: Index of the rank's device.
+
+    Returns:
+        `{"": local_rank}` for maps of one accelerator, the map itself if it names the CPU.
+
+    Raises:
+        ConfigError: The map spreads one model over several devices.
+    """
+    places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
+    if places <= set(_OFF_DEVICE):
+        return device_map
+    here = {"0", device_type, f"{device_type}:0", str(local_rank), f"{device_type}:{local_rank}", *_AUTOMATIC}
+    if places <= here | set(_OFF_DEVICE) and len(places - set(_OFF_DEVICE)) == 1:
+        return {"": local_rank} if len(places) == 1 else {k: _moved(v, local_rank) for k, v in device_map.items()}
+    raise ConfigError(
+        f"device_map={device_map!r} spreads one model over several devices; each rank has one.",
+        hint="Leave device_map out.",
+    )
+
+
+def _placed(device_type: str, local_rank: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device_map") is not None:
+            kwargs["device_map"] = local_device_map(kwargs["device_map"], device_type, local_rank)
+        return original(*args, **kwargs)
+
+    return from_pretrained
+
+
+def _moved(place: Any, local_rank: int) -> Any:
+    return place if str(place) in _OFF_DEVICE else local_rank

@@ -1,0 +1,120 @@
+"""Which rank failed first, and of what? A pure decision over what the ranks said and how their processes ended."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from unsloth_multigpu.report import Event
+
+# The text that gloo, NCCL and the store give when *another* rank went away: a consequence, never the cause.
+_COMMUNICATION_ERROR = re.compile(
+    r"gloo/transport|Connection (closed|reset|refused)|connectFullMesh|NCCL|DistBackendError|DistNetworkError"
+    r"|DistStoreError|Timed out waiting|Broken pipe|Socket Timeout|RankTimeoutError",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ended.
+
+    Args:
+        rank: The rank that failed first.
+        exit_code: What the whole command exits with, 1..255.
+        message: One sentence.
+        traceback: The exception's text; "" where the process left none.
+    """
+
+    rank: int
+    exit_code: int
+    message: str
+    traceback: str = ""
+
+
+def find_cause(
+    events: Sequence[Event],
+    exit_codes: Mapping[int, int],
+    gone: Collection[int] = (),
+    steps: Mapping[int, int] | None = None,
+) -> Cause:
+    """Orders what is known by blame: errors of a rank's own, early exits, deaths, then broken connections.
+
+    Args:
+        events: All ranks' events of one attempt, oldest first.
+        exit_codes: Exit code of each rank that failed; negative = the number of the signal that ended it.
+        gone: Ranks whose process had ended before the supervisor stopped the others.
+        steps: Last finished optimizer step of each rank.
+    """
+    steps = steps or {}
+    exceptions = [e for e in events if e.kind == "exception"]
+    own = [e for e in exceptions if not _is_communication_error(e)]
+    if own:
+        return _from_exception(own[0])
+    left = find_early_exit(events, {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0})
+    if left is not None:
+        code = exit_codes.get(left.rank, 0)
+        where = _where(steps.get(left.rank, -1))
+        message = f"rank {left.rank} left with exit code {code} {where}, while other ranks were training"
+        return Cause(left.rank, code or 1, message)
+    # SIGTERM is what the supervisor sends to the survivors.
+    deaths = {r: c for r, c in exit_codes.items() if c < 0 and c not in (-signal.SIGTERM, -signal.SIGINT)}
+    for rank, code in sorted(deaths.items()):
+        return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1)))
+    exits = {r: c for r, c in exit_codes.items() if c > 0 and r not in {e.rank for e in exceptions}}
+    for rank, code in sorted(exits.items()):
+        return Cause(rank, code, f"rank {rank} exited with code {code} {_where(steps.get(rank, -1))}")
+    if exceptions:
+        return _from_exception(exceptions[0])
+    if not exit_codes:
+        rank = min(gone, default=0)
+        return Cause(rank, 1, f"rank {rank} ended {_where(steps.get(rank, -1))}")
+    rank, code = min(exit_codes.items())
+    return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1)))
+
+
+def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
+    """The last word of a rank that is gone without an error while another rank is inside `train()`.
+
+    Training is collective: whoever is missing makes the others wait for ever.
+
+    Args:
+        events: All ranks' events of one attempt, oldest first.
+        gone: Ranks whose process has ended.
+    """
+    last: dict[int, Event] = {}
+    for event in events:
+        if not (event.kind == "exiting" and event.rank in last and last[event.rank].kind == "left_training"):
+            last[event.rank] = event
+    waits = {r for r, e in last.items() if e.kind == "training" or _is_communication_error(e)}
+    for event in sorted(last.values(), key=lambda e: e.time_s):
+        has_left = event.kind == "left_training" or (event.rank in gone and event.kind != "exception")
+        if has_left and not _is_communication_error(event) and waits - {event.rank}:
+            return event
+    return None
+
+
+def _is_communication_error(event: Event) -> bool:
+    return bool(_COMMUNICATION_ERROR.search(str(event.facts.get("error", ""))))
+
+
+def _from_exception(event: Event) -> Cause:
+    first_line = str(event.facts["error"]).strip().split("\n")[0]
+    message = f"rank {event.rank} failed {_where(event.step)}: {first_line}"
+    return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]))
+
+
+def _death_message(rank: int, code: int, step: int) -> str:
+    name = signal.Signals(-code).name
+    likely = ""
+    if code == -signal.SIGKILL:
+        likely = "; the usual cause is that the machine ran out of memory (see dmesg)"
+    elif code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
+        likely = "; a native library crashed, its stack is in the rank's log"
+    return f"rank {rank} was killed by {name} {_where(step)}{likely}"
+
+
+def _where(step: int) -> str:
+    return f"after step {step}" if step >= 0 else "before the first step"

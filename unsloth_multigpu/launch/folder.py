@@ -1,0 +1,59 @@
+"""The folders of a run: a private one for its own files, and the one for logs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch.watch import is_alive
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+_RUN_DIR_PREFIX = "unsloth_multigpu_"
+
+
+@contextmanager
+def private_dir() -> Iterator[Path]:
+    """A folder that only this user can read, removed at the end; those of killed supervisors are swept first."""
+    for old in Path(tempfile.gettempdir()).glob(f"{_RUN_DIR_PREFIX}*"):
+        pid = old.name.removeprefix(_RUN_DIR_PREFIX).split("_")[0]
+        if pid.isdigit() and not is_alive(int(pid)) and old.stat().st_uid == os.getuid():
+            shutil.rmtree(old, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}_"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
+    """Makes `log_dir` with empty logs readable by this user only; a second job at once gets a folder of its own."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(log_dir / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log_dir = log_dir / f"job_{os.getpid()}"
+                log_dir.mkdir()
+                logger.warning("log_dir is in use by another job, logs=%s", log_dir)
+            for rank in range(1, num_ranks):
+                os.close(os.open(log_dir / f"rank_{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600))
+            yield log_dir.resolve()
+        finally:
+            os.close(lock)
+    except OSError as error:
+        if error.filename is None or log_dir.name not in str(error.filename):
+            raise
+        raise LaunchError(
+            f"log_dir={str(log_dir)!r} cannot be written: {error.strerror}.", hint="Set log_dir to another folder."
+        ) from error

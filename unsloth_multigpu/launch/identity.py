@@ -1,0 +1,176 @@
+"""Who am I? Reads the variables that launchers set: torchrun and ours, accelerate, SLURM's srun, Open MPI's mpirun."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unsloth_multigpu.config import ENV_RUN_DIR
+from unsloth_multigpu.errors import LaunchError
+
+DEFAULT_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """The place of this process among all ranks of the run.
+
+    Args:
+        rank: 0 .. world_size - 1 over all nodes.
+        local_rank: 0 .. local_world_size - 1 on this node; also the index of its device.
+        launcher: "unsloth_multigpu", "torchrun" (also accelerate), "slurm", "openmpi", or "none" for a single process.
+        master_addr: Host of rank 0.
+        master_port: TCP port of the store of rank 0.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launcher: str
+    master_addr: str = "127.0.0.1"
+    master_port: int = DEFAULT_MASTER_PORT
+
+    @property
+    def is_single_node(self) -> bool:
+        """True if all ranks run on this machine."""
+        return self.world_size == self.local_world_size
+
+    def variables(self) -> dict[str, str]:
+        """The variables by which torch, accelerate and Unsloth know the rank."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+SINGLE_PROCESS = RankIdentity(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="none")
+
+
+def read_identity(environment: Mapping[str, str]) -> RankIdentity | None:
+    """Finds out whether a launcher started this process as one of its ranks.
+
+    Args:
+        environment: The variables of the process.
+
+    Returns:
+        The rank's place, or None if no launcher started this process.
+
+    Raises:
+        LaunchError: The variables contradict each other or are incomplete.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _from_torchrun(environment)
+    # Inside a batch script, but outside srun, SLURM sets SLURM_NTASKS and no step size: that process is no rank.
+    if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _from_slurm(environment)
+    if _number(environment, "OMPI_COMM_WORLD_SIZE", 1) > 1:
+        return _from_openmpi(environment)
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a SLURM node list: "gpu[03-05,09],cpu1" -> "gpu03"."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodelist)
+    if match is None:
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST={nodelist!r} names no host.", hint="Set MASTER_ADDR to the host of rank 0."
+        )
+    return match.group(1) + (match.group(2) or "")
+
+
+def _from_torchrun(env: Mapping[str, str]) -> RankIdentity:
+    world_size = _number(env, "WORLD_SIZE")
+    missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if world_size > 1 and missing:
+        raise LaunchError(
+            f"RANK and WORLD_SIZE={world_size} are set, but {', '.join(missing)} is not.",
+            hint="Start with torchrun, or unset RANK and WORLD_SIZE so that unsloth_multigpu starts the ranks.",
+        )
+    return _checked(
+        RankIdentity(
+            rank=_number(env, "RANK"),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            world_size=world_size,
+            local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+            launcher="unsloth_multigpu" if ENV_RUN_DIR in env else "torchrun",
+            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
+        )
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> RankIdentity:
+    # "2(x3),1" = three nodes with two tasks, then one with one.
+    tasks_per_node: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        tasks_per_node += [int(count)] * int(repeat or 1)
+    node = _number(env, "SLURM_NODEID", 0)
+    world_size = _number(env, "SLURM_STEP_NUM_TASKS")
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
+    # Two jobs of one user on one host must not meet at one port: SLURM's job ids differ.
+    port = 15000 + _number(env, "SLURM_JOB_ID", 0) % 10000
+    return _checked(
+        RankIdentity(
+            rank=_number(env, "SLURM_PROCID"),
+            local_rank=_number(env, "SLURM_LOCALID"),
+            world_size=world_size,
+            local_world_size=tasks_per_node[node] if node < len(tasks_per_node) else world_size,
+            launcher="slurm",
+            master_addr=env.get("MASTER_ADDR") or first_host(nodelist),
+            master_port=_number(env, "MASTER_PORT", port),
+        )
+    )
+
+
+def _from_openmpi(env: Mapping[str, str]) -> RankIdentity:
+    world_size = _number(env, "OMPI_COMM_WORLD_SIZE")
+    local_world_size = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size)
+    if local_world_size < world_size and "MASTER_ADDR" not in env:
+        raise LaunchError(
+            f"mpirun started {world_size} ranks on several hosts, but MASTER_ADDR is not set.",
+            hint="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+        )
+    return _checked(
+        RankIdentity(
+            rank=_number(env, "OMPI_COMM_WORLD_RANK"),
+            local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            world_size=world_size,
+            local_world_size=local_world_size,
+            launcher="openmpi",
+            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
+        )
+    )
+
+
+def _checked(identity: RankIdentity) -> RankIdentity:
+    if not (
+        0 <= identity.rank < identity.world_size
+        and 0 <= identity.local_rank < identity.local_world_size <= identity.world_size
+    ):
+        raise LaunchError(
+            f"The launcher's variables contradict each other: rank={identity.rank} world_size={identity.world_size} "
+            f"local_rank={identity.local_rank} local_world_size={identity.local_world_size}.",
+            hint="Unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, or start with torchrun.",
+        )
+    return identity
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise LaunchError(
+                f"{name} is not set.", hint="Start the ranks with one launcher: torchrun, srun or mpirun."
+            )
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(f"{name}={text!r}; expected a whole number.", hint=f"Unset {name}.") from None

@@ -1,0 +1,146 @@
+"""DDPLauncher: turns this process into the supervisor of N ranks of one command. Torch elastic is the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RUN_DIR, ENV_RUN_SEED, ENV_SUPERVISOR_PID, MultiGPUConfig
+from unsloth_multigpu.launch.cause import Cause, find_cause
+from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.launch.watch import POLL_S, Watch
+from unsloth_multigpu.report import read_steps
+
+SHUTDOWN_LIMIT_S = 30
+# Rank 0 keeps the terminal; the others write to their log and read nothing. `exec` keeps the process id.
+_RANK_SHELL = (
+    f'if [ "$LOCAL_RANK" = 0 ]; then exec "$@"; fi; exec "$@" </dev/null >>"${ENV_LOG_DIR_OF_RUN}/rank_$RANK.log" 2>&1'
+)
+
+
+@dataclass(frozen=True)
+class DDPLauncher:
+    """Starts the ranks of one node and watches over them until the last one has ended.
+
+    Args:
+        command: What every rank executes.
+        num_ranks: Ranks to start; rank r drives device r.
+        config: The run's options.
+    """
+
+    command: Sequence[str]
+    num_ranks: int
+    config: MultiGPUConfig
+
+    def run(self) -> int:
+        """Blocks until all ranks have ended.
+
+        Returns:
+            The exit code of the rank that failed first, 128 + n where signal n ended it, 0 if all went well;
+            -n where signal n was sent to this process, which should then end by it.
+
+        Raises:
+            LaunchError: The log folder cannot be written.
+        """
+        # The engine writes a log of its own about what is told better below.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        with ExitStack() as stack:
+            run_dir = stack.enter_context(private_dir())
+            log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
+            os.environ.update(rank_environment(self.num_ranks, run_dir, log_dir, os.environ))
+            watch = stack.enter_context(Watch(run_dir, _tell_restart))
+            try:
+                self._run_elastic(run_dir)
+            except ChildFailedError as failed:
+                exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+                watch.close()
+                cause = find_cause(watch.events(), exit_codes, watch.gone, read_steps(run_dir))
+                _tell(cause, log_dir, self.num_ranks, sys.stderr)
+                return cause.exit_code
+            except SignalException as stopped:
+                sys.stderr.write(f"\nunsloth_multigpu: stopped by {stopped.sigval.name}, all ranks have ended.\n")
+                return -int(stopped.sigval)
+            return 0
+
+    def _run_elastic(self, run_dir: Path) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        from unsloth_multigpu.launch.rendezvous import BACKEND, LoopbackRendezvous
+
+        rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
+        launch_config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self.num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=BACKEND,
+            rdzv_endpoint="127.0.0.1:0",
+            max_restarts=self.config.max_restarts,
+            monitor_interval=POLL_S,
+            shutdown_timeout=SHUTDOWN_LIMIT_S,
+            logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
+        )
+        # Elastic fills in templates such as ${local_rank}; a dollar of the user's must arrive as it was.
+        arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *self.command)]
+        elastic_launch(launch_config, "/bin/sh")(*arguments)
+
+
+def rank_environment(num_ranks: int, run_dir: Path, log_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that all ranks get beside those of torch elastic; what the user has set stays.
+
+    Threads are shared out: without a limit every rank would start one thread for each core.
+    """
+    run_seed = str(random.SystemRandom().randrange(2**32))
+    defaults = {
+        # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.
+        "PYTHONHASHSEED": run_seed,
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    return {
+        **{name: value for name, value in defaults.items() if name not in environment},
+        ENV_RUN_DIR: str(run_dir),
+        ENV_RUN_SEED: run_seed,
+        ENV_LOG_DIR_OF_RUN: str(log_dir),
+        ENV_SUPERVISOR_PID: str(os.getpid()),
+    }
+
+
+def exit_like(code: int) -> None:
+    """Ends this process as `DDPLauncher.run` says: with an exit code, or by the signal -code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    # The script must not go on in the supervisor, not even in an `except SystemExit` around the user's line.
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _tell(cause: Cause, log_dir: Path, num_ranks: int, out: TextIO) -> None:
+    out.write("\n" + cause.traceback)
+    out.write(f"unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
+    if not cause.traceback and cause.rank > 0:
+        tail = (log_dir / f"rank_{cause.rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        out.write("".join(f"  [rank {cause.rank}] {line}\n" for line in tail))
+    if num_ranks > 1:
+        out.write(f"unsloth_multigpu: logs of ranks 1..{num_ranks - 1}: {log_dir}/rank_N.log\n")
+
+
+def _tell_restart(cause: Cause, attempt: int) -> None:
+    sys.stderr.write(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. Starting all ranks again ({attempt}).\n")

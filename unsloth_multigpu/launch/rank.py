@@ -1,0 +1,107 @@
+"""What a process does first when it is a rank: die with its supervisor, report its end, be quiet beside rank 0."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from types import TracebackType
+
+from unsloth_multigpu.config import ENV_RUN_DIR, ENV_RUN_SEED, ENV_SUPERVISOR_PID
+from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
+from unsloth_multigpu.report import EventWriter
+
+_PR_SET_PDEATHSIG = 1
+
+
+def enter_rank(identity: RankIdentity) -> EventWriter | None:
+    """Prepares this process as a rank.
+
+    Returns:
+        Where the rank's events go; None if another launcher started it, which then reports its end.
+
+    Raises:
+        SetupError: A process that a rank started itself; it must not act as that rank.
+    """
+    _quiet_side_effects(identity)
+    run_dir = os.environ.get(ENV_RUN_DIR)
+    if run_dir is None:
+        os.environ.update(identity.variables())
+        return None
+    _same_random_choices(int(os.environ[ENV_RUN_SEED]))
+    _die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
+    faulthandler.enable()
+    events = EventWriter(run_dir, identity.rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    events.write("started", pid=os.getpid())
+    _report_exception(identity, events)
+    return events
+
+
+def _quiet_side_effects(identity: RankIdentity) -> None:
+    if identity.rank > 0:
+        # Trackers and windows that the script itself opens; Hugging Face's callbacks are guarded already.
+        os.environ.setdefault("WANDB_MODE", "disabled")
+        os.environ.setdefault("MPLBACKEND", "agg")
+
+
+def _same_random_choices(run_seed: int) -> None:
+    """An unseeded shuffle or split must give every rank the same data; the seed differs from run to run as always."""
+    import numpy
+
+    random.seed(run_seed)
+    numpy.random.seed(run_seed)
+
+
+def _die_with_supervisor(supervisor_pid: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() == supervisor_pid:
+        return
+    # Either the supervisor died before the line above took effect, or this is no rank but a rank's child.
+    try:
+        os.kill(supervisor_pid, 0)
+    except ProcessLookupError:
+        os._exit(128 + signal.SIGKILL)
+    raise SetupError(
+        "enable_multi_gpu() was called in a process that a rank started, with that rank's environment.",
+        hint="Start such a process without RANK, LOCAL_RANK and WORLD_SIZE in its environment.",
+    )
+
+
+def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
+    def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return  # The supervisor says it once for all ranks.
+        text = "".join(traceback.format_exception(kind, error, tb))
+        exit_code = error.exit_code if isinstance(error, MultiGPUError) else 1
+        threading.Thread(target=_exit_after, args=(TEARDOWN_LIMIT_S, exit_code), daemon=True).start()
+        try:
+            events.write("exception", error=f"{kind.__name__}: {error}", traceback=text, exit_code=exit_code)
+        except OSError as full:
+            sys.stderr.write(f"{text}(not reported to the supervisor: {full})\n")
+        else:
+            # Rank 0 owns the terminal, where the supervisor prints the first failure's text once and first.
+            if identity.rank > 0:
+                sys.stderr.write(text)
+
+    def exiting() -> None:
+        # The run's folder is gone once the supervisor has ended, and nobody reads the event then.
+        if os.path.isdir(os.environ[ENV_RUN_DIR]):
+            events.write("exiting")
+
+    sys.excepthook = report
+    atexit.register(exiting)
+
+
+def _exit_after(limit_s: float, exit_code: int) -> None:
+    threading.Event().wait(limit_s)
+    os._exit(exit_code)

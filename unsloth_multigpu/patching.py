@@ -1,0 +1,284 @@
+"""The one patching mechanism. A patch is data; it lands when its target is imported, is verified, and is undone.
+
+Nothing here imports a target's module: a patch waits for the user's import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal
+
+from wrapt import register_post_import_hook
+
+from unsloth_multigpu.errors import PatchError, VersionError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.versions import check_version
+
+State = Literal["landed", "waiting for import", "absent", "not installed", "undone"]
+
+_log = get_logger(__name__)
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of another library that we steer.
+
+    Attributes:
+        target: `module:attribute.path`, such as `transformers.trainer:Trainer.train`; the module that holds the name
+            itself, not a package that hands it on lazily.
+        supports: Requirement on the distribution that holds the target, such as `transformers>=4.57,<6`.
+        wrap: Takes the original as a plain function (`self` or `cls` is its first parameter where it has one) and
+            returns the replacement, called the same way.
+        reason: Why the target is touched, in one sentence, for `doctor --seams`.
+        needs: Parameters of the original that `wrap` relies on.
+        optional: The target may be missing in a part of the supported range.
+    """
+
+    target: str
+    supports: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    reason: str
+    needs: tuple[str, ...] = ()
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class PatchRow:
+    """What `doctor --seams` prints of one patch."""
+
+    target: str
+    supports: str
+    reason: str
+    state: State
+
+
+class PatchRegistry:
+    """Applies, verifies and undoes patches, once: after `undo()` a new registry is made."""
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self._seams = [_Seam(patch) for patch in patches]
+        self._is_applied = False
+
+    def apply(self) -> None:
+        """Lands every patch: at once where its module is imported, else when it will be.
+
+        Versions and the existence of the modules are checked first, so that an error leaves everything untouched.
+        A patch that fails in a later import makes that import raise, this time and every time.
+
+        Raises:
+            VersionError: A distribution is installed in a version outside its range.
+            PatchError: A target is missing or has another shape, or this registry was applied before.
+        """
+        if self._is_applied:
+            raise PatchError("apply() was called twice on one PatchRegistry.", hint="Make a new PatchRegistry.")
+        self._is_applied = True
+        for seam in self._seams:
+            seam.check_installed()
+        try:
+            for name in dict.fromkeys(seam.module for seam in self._seams if seam.state == "waiting for import"):
+                self._land_when_imported(name)
+        except BaseException:
+            self.undo()
+            raise
+
+    def verify(self) -> None:
+        """Checks that each target still leads to our function, alone or in the `__wrapped__` chain of another one.
+
+        Costs a few dictionary look-ups per patch. A wrapper that names ours in `__wrapped__` is trusted to call it.
+
+        Raises:
+            PatchError: A target was replaced, or its module is imported without the patch.
+        """
+        for seam in self._seams:
+            seam.verify()
+
+    def undo(self) -> None:
+        """Takes the patches off in reverse order; those still waiting never land. Harmless when called again.
+
+        Where somebody wrapped over ours, or kept a copy of it, ours stays and only passes calls through.
+        """
+        for seam in reversed(self._seams):
+            seam.remove("undone")
+
+    def rows(self) -> list[PatchRow]:
+        """Returns one row per patch in the order given; states are meaningful after `apply()`."""
+        return [PatchRow(s.patch.target, s.patch.supports, s.patch.reason, s.state) for s in self._seams]
+
+    def _land_when_imported(self, name: str) -> None:
+        module = _whole_module(name)
+        if module is not None:
+            self._land(name, module)
+            return
+
+        def hook(_module: ModuleType) -> None:
+            try:
+                # Not the argument: a lazy package puts another object into sys.modules while it is executed.
+                self._land(name, sys.modules[name])
+            except BaseException:
+                # wrapt forgets a hook before it calls it, and many libraries catch errors of imports and try again:
+                # the next try would pass without the patches. importlib drops a module whose import failed, so
+                # dropping it here changes nothing but lets the hook be registered again.
+                sys.modules.pop(name, None)
+                register_post_import_hook(hook, name)
+                raise
+
+        register_post_import_hook(hook, name)
+
+    def _land(self, name: str, module: ModuleType) -> None:
+        """Lands all patches of one module or none. Other modules keep theirs, so that `verify()` is still reached."""
+        seams = [seam for seam in self._seams if seam.module == name and seam.state == "waiting for import"]
+        try:
+            for seam in seams:
+                seam.land(module)
+        except BaseException:
+            for seam in reversed(seams):
+                seam.remove("waiting for import")
+            raise
+
+
+class _Seam:
+    """One patch with its place: what stood in `vars(holder)[name]` before, and what we put there."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch = patch
+        self.module, _, self.path = patch.target.partition(":")
+        self.state: State = "waiting for import"
+        self.holder: Any = None
+        self.name = self.path.rpartition(".")[2]
+        self.before: Any = None
+        self.installed: Any = None
+        self.function: Any = None  # `installed` without its staticmethod or classmethod.
+
+    def check_installed(self) -> None:
+        row = check_version(self.patch.supports)
+        if row.installed is None:
+            self.state = "not installed"
+        elif not row.ok:
+            raise VersionError(
+                f"{row.name} {row.installed} is installed, but {self.patch.target} is known for {row.supported}.",
+                hint=f'Install a version in that range: pip install "{self.patch.supports}".',
+            )
+        elif self.module not in sys.modules and _find_spec(self.module) is None:
+            self._record_absence()
+
+    def land(self, module: ModuleType) -> None:
+        self.holder, raw = _locate(module, self.path)
+        if raw is _MISSING:
+            self._record_absence()
+            return
+        is_wrapped = isinstance(raw, (staticmethod, classmethod))
+        original = raw.__func__ if is_wrapped else raw
+        # A class gives no `self` to a callable that is no descriptor; to a function in its place it would.
+        is_bindable = not isinstance(self.holder, type) or hasattr(type(raw), "__get__")
+        if not callable(original) or isinstance(original, type) or not is_bindable:
+            raise self._misfit(f"it is no function but {type(raw).__name__}")
+        if missing := [name for name in self.patch.needs if name not in inspect.signature(original).parameters]:
+            raise self._misfit(f"it has no parameter {', '.join(missing)}")
+        self.function = self._switch(original, self.patch.wrap(original))
+        self.installed = type(raw)(self.function) if is_wrapped else self.function
+        self.before = vars(self.holder).get(self.name, _MISSING)  # Missing where `raw` is inherited.
+        setattr(self.holder, self.name, self.installed)
+        self.state = "landed"
+        _log.debug("patch=%s state=landed", self.patch.target)
+
+    def remove(self, state: State) -> None:
+        # Only what we put there: over somebody's wrapper a restore would take theirs off, too.
+        if self.state == "landed" and vars(self.holder).get(self.name) is self.installed:
+            if self.before is _MISSING:
+                delattr(self.holder, self.name)
+            else:
+                setattr(self.holder, self.name, self.before)
+        if self.state in ("landed", "waiting for import"):
+            self.state = state
+
+    def verify(self) -> None:
+        module = sys.modules.get(self.module)
+        if module is None or _is_initializing(module) or self.state in ("absent", "undone"):
+            return
+        raw = _locate(module, self.path)[1]
+        if self.state != "landed":
+            raise PatchError(
+                f"{self.module} is imported, but the patch of {self.path} is not in it ({self.state}).",
+                hint="Import it in the ordinary way, from an installed distribution, after enable_multi_gpu().",
+            )
+        if inspect.unwrap(raw, stop=lambda link: link is self.function) is not self.function:
+            raise PatchError(
+                f"{self.patch.target} was replaced after it was patched: {_describe(raw)} stands there now.",
+                hint="Whatever put it there must call the function that it found. Load it before enable_multi_gpu(), "
+                "or leave it out.",
+            )
+
+    def _record_absence(self) -> None:
+        if not self.patch.optional:
+            raise self._misfit("there is no such target")
+        self.state = "absent"
+
+    def _misfit(self, what: str) -> PatchError:
+        row = check_version(self.patch.supports)
+        return PatchError(
+            f"{self.patch.target} in {row.name} {row.installed}: {what}.",
+            hint=f"Install another {row.name} within {row.supported}, and report this version.",
+        )
+
+    def _switch(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+        # `wraps` keeps name and dictionary, and by `__wrapped__` the signature and the source that Unsloth reads.
+        # The state is asked at each call since copies (on instances, in others' wrappers) outlive undo().
+        @functools.wraps(original)
+        def switch(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if self.state == "landed" else original)(*args, **kwargs)
+
+        return switch
+
+
+def _whole_module(name: str) -> ModuleType | None:
+    """Returns the imported module, None where it is not. Waits for another thread that is importing it."""
+    module = sys.modules.get(name)
+    if module is None or not _is_initializing(module):
+        return module
+    module = importlib.import_module(name)
+    if _is_initializing(module):  # This very thread is in the middle of it, and its import cannot be waited for.
+        raise PatchError(f"{name} is just being imported.", hint="Call enable_multi_gpu() before that import.")
+    return module
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(vars(module).get("__spec__"), "_initializing", False))
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    """Finds a module on disk. Unlike importlib's, which imports the parents of a submodule, this imports nothing."""
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return find_spec(name)
+    if parent in sys.modules:
+        locations = getattr(sys.modules[parent], "__path__", None)
+    else:
+        locations = getattr(_find_spec(parent), "submodule_search_locations", None)
+    return PathFinder.find_spec(name, locations) if locations else None
+
+
+def _locate(module: ModuleType, path: str) -> tuple[Any, Any]:
+    """Returns (holder, raw descriptor or _MISSING). Binds nothing and wakes no lazy attribute."""
+    holder, raw = None, module
+    for name in path.split("."):
+        holder, raw = raw, inspect.getattr_static(raw, name, _MISSING)
+    return holder, raw
+
+
+def _describe(raw: Any) -> str:
+    # The code knows where it was written; `functools.wraps` makes name and module lie.
+    if raw is _MISSING:
+        return "nothing"
+    function = getattr(raw, "__func__", raw)
+    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    code = getattr(function, "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

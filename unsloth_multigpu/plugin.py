@@ -1,0 +1,163 @@
+"""The one line, and the one Session that it opens."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, MultiGPUConfig, translate_legacy
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
+from unsloth_multigpu.patching import PatchRow
+from unsloth_multigpu.report import RunReport
+from unsloth_multigpu.session import Session, open_session
+from unsloth_multigpu.start import ranks_to_start, start_this_command
+
+
+@dataclass(frozen=True)
+class MultiGPUStatus:
+    """Where this process stands.
+
+    Args:
+        is_enabled: `enable_multi_gpu` is in effect.
+        launcher: Who started the ranks: "unsloth_multigpu", "torchrun", "slurm", "openmpi" or "none".
+        log_dir: Folder with the logs of ranks above 0; None where another launcher keeps them.
+        patches: Every function of another library that is steered, and whether it is.
+        report: Figures of the last training; None before the first, or with one rank.
+    """
+
+    is_enabled: bool
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    launcher: str = "none"
+    log_dir: str | None = None
+    config: MultiGPUConfig | None = None
+    patches: tuple[PatchRow, ...] = ()
+    report: RunReport | None = None
+
+
+_session: Session | None = None
+
+
+def enable_multi_gpu(
+    num_gpus: int | None = None,
+    batch_size_per_gpu: int | None = None,
+    enable_ddp: bool | None = None,
+    *,
+    global_batch: str | None = None,
+    sync: str | None = None,
+    balance: str | None = None,
+    device: str | None = None,
+    seed_per_rank: bool | None = None,
+    timeout_s: float | None = None,
+    max_restarts: int | None = None,
+    log_dir: str | None = None,
+    **legacy: Any,
+) -> None:
+    """Makes this script train on every GPU. Call it first, before `import unsloth`.
+
+    In a script that you started as `python train.py`, this process becomes the supervisor of `num_gpus` ranks of the
+    same command; the call does not return there, and the process ends with the ranks' exit code. In a rank, and with
+    one device, it returns. Under torchrun, accelerate launch, srun or mpirun it joins the ranks that these started.
+
+    What is left out comes from the variable UNSLOTH_MULTIGPU_<NAME>, then from the default in brackets.
+
+    Args:
+        num_gpus: Ranks on this machine [all visible accelerators; where there is none, this process alone].
+        batch_size_per_gpu: Samples of one micro-batch per rank [the script's]. The step's samples grow with the ranks.
+        enable_ddp: PyTorch DDP [True].
+        global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
+        sync: How gradients meet ["ddp"].
+        balance: How a step's samples are dealt ["auto"].
+        device: "auto", "cpu", "cuda" or "xpu" ["auto"].
+        seed_per_rank: Each rank draws its own dropout masks and augmentations [True].
+        timeout_s: Limit of a collective and of a wait for another rank, in seconds [1800].
+        max_restarts: Times that all ranks are started again after one failed [0].
+        log_dir: Folder of rank_N.log ["logs"].
+        legacy: Arguments of the older plugin, each with a DeprecationWarning that names the replacement.
+
+    Raises:
+        ConfigError: A value that cannot be used, or a second call with other values.
+        SetupError: This machine or this place cannot do what was asked.
+        VersionError: A library outside the supported range.
+    """
+    global _session
+    arguments = {
+        "num_gpus": num_gpus,
+        "batch_size_per_gpu": batch_size_per_gpu,
+        "enable_ddp": enable_ddp,
+        "global_batch": global_batch,
+        "sync": sync,
+        "balance": balance,
+        "device": device,
+        "seed_per_rank": seed_per_rank,
+        "timeout_s": timeout_s,
+        "max_restarts": max_restarts,
+        "log_dir": log_dir,
+        **translate_legacy(legacy),
+    }
+    config = MultiGPUConfig.resolve(arguments)
+    if _session is not None:
+        _check_same_call(_session.config, config)
+        return
+    if multiprocessing.parent_process() is not None:
+        # A helper process (data loading, say) that imports the script again. It is no rank and starts none.
+        return
+    identity = read_identity(os.environ)
+    if identity is None:
+        num_ranks = ranks_to_start(config)
+        if num_ranks > 1:
+            start_this_command(config, num_ranks)
+        identity = SINGLE_PROCESS
+    _session = open_session(config, identity)
+
+
+def disable_multi_gpu() -> None:
+    """Takes every patch out again. The process stays the rank that it is; without a session nothing happens."""
+    global _session
+    if _session is None:
+        return
+    session, _session = _session, None
+    session.registry.undo()
+    if session.console is not None:
+        logging.getLogger("unsloth_multigpu").removeHandler(session.console)
+
+
+def is_multi_gpu_enabled() -> bool:
+    """True between `enable_multi_gpu` and `disable_multi_gpu`."""
+    return _session is not None
+
+
+def get_active_config() -> MultiGPUConfig | None:
+    """The options in effect, or None if not enabled."""
+    return None if _session is None else _session.config
+
+
+def get_multi_gpu_status() -> MultiGPUStatus:
+    """Where this process stands; see `MultiGPUStatus`."""
+    if _session is None:
+        return MultiGPUStatus(is_enabled=False)
+    identity = _session.identity
+    return MultiGPUStatus(
+        is_enabled=True,
+        rank=identity.rank,
+        local_rank=identity.local_rank,
+        world_size=identity.world_size,
+        launcher=identity.launcher,
+        log_dir=os.environ.get(ENV_LOG_DIR_OF_RUN),
+        config=_session.config,
+        patches=tuple(_session.registry.rows()),
+        report=_session.report,
+    )
+
+
+def _check_same_call(active: MultiGPUConfig, wanted: MultiGPUConfig) -> None:
+    if active != wanted:
+        raise ConfigError(
+            f"enable_multi_gpu() is in effect with {active}; this call asks for {wanted}.",
+            hint="Call it once, or disable_multi_gpu() first.",
+        )

@@ -1,0 +1,133 @@
+"""What `enable_multi_gpu` opens in a rank: configuration, place, patches and what they need."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.patching import Patch, PatchRegistry
+from unsloth_multigpu.report import EventWriter, RunReport
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.core.manager import DDPManager
+
+logger = get_logger(__name__)
+
+_OTHER_PARALLELISM = ("UNSLOTH_FSDP2", "UNSLOTH_TP_SIZE")
+
+
+@dataclass
+class Session:
+    """What `enable_multi_gpu` opened in this process: the one mutable state of the package, held by `plugin`."""
+
+    config: MultiGPUConfig
+    identity: RankIdentity
+    events: EventWriter | None = None
+    registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
+    console: logging.Handler | None = None
+    report: RunReport | None = None
+    _manager: DDPManager | None = None
+
+    def manager(self) -> DDPManager:
+        """This rank's manager, made when it is first needed."""
+        if self._manager is None:
+            from unsloth_multigpu.core.manager import DDPManager
+
+            self._manager = DDPManager(self.identity, self.config)
+        return self._manager
+
+    def run_training(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
+        """Stands in for `Trainer.train`."""
+        self.registry.verify()
+        if self.identity.world_size == 1:
+            return original_train()
+        from unsloth_multigpu.core.trainer import DDPTrainer
+
+        steered = DDPTrainer(trainer, self.manager(), self.events)
+        result = steered.run(original_train)
+        self.report = steered.report
+        return result
+
+
+def open_session(config: MultiGPUConfig, identity: RankIdentity) -> Session:
+    """Makes this process the rank that `identity` says, and applies the patches.
+
+    Raises:
+        SetupError: Another launcher started another number of ranks than `num_gpus`.
+        VersionError: A library outside the supported range.
+    """
+    session = Session(config, identity)
+    if config.num_gpus is not None and config.num_gpus != identity.local_world_size:
+        raise SetupError(
+            f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
+            hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
+        )
+    session.console = _console(config)
+    if identity.launcher != "none":
+        from unsloth_multigpu.launch.rank import enter_rank
+
+        session.events = enter_rank(identity)
+    session.registry = PatchRegistry(_patches(session))
+    session.registry.apply()
+    return session
+
+
+def _patches(session: Session) -> list[Patch]:
+    from unsloth_multigpu.hooks.datasets import dataset_patches
+    from unsloth_multigpu.hooks.saving import saving_patches
+    from unsloth_multigpu.hooks.trainer import trainer_patches
+    from unsloth_multigpu.hooks.unsloth import placement_patches
+
+    config, identity = session.config, session.identity
+    device_type = _claim_device(session)
+    patches = trainer_patches(config, identity.world_size, device_type, session.run_training)
+    if identity.world_size == 1:
+        return patches
+    others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]
+    if others:
+        logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
+        return []
+    return [
+        *patches,
+        *placement_patches(device_type, identity.local_rank),
+        *saving_patches(identity.rank, session.manager),
+        *dataset_patches(os.environ.get(ENV_RUN_DIR), session.manager),
+    ]
+
+
+def _claim_device(session: Session) -> str:
+    """Makes the rank's card the current one, so that "cuda" means it; returns the kind of device."""
+    if session.identity.world_size == 1:
+        return "any"
+    import torch
+
+    from unsloth_multigpu.core.manager import local_device
+
+    device = local_device(session.identity, session.config)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    return device.type
+
+
+def _console(config: MultiGPUConfig) -> logging.Handler | None:
+    """Shows this package's facts on stderr where the application has configured no logging of its own."""
+    package = logging.getLogger("unsloth_multigpu")
+    if config.debug:
+        package.setLevel(logging.DEBUG)
+    elif package.level == logging.NOTSET:
+        package.setLevel(logging.INFO)
+    if package.hasHandlers():
+        return None
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("unsloth_multigpu: %(message)s"))
+    package.addHandler(handler)
+    return handler

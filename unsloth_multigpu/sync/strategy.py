@@ -1,0 +1,47 @@
+"""What DDP is told about a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+# Attributes of a model's config that mean: some steps leave some parameters without a gradient.
+_CONDITIONAL_PARTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "vision_config",
+    "audio_config",
+    "speech_config",
+)
+_DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def uses_every_parameter(model: nn.Module) -> bool:
+    """True if each trainable parameter surely gets a gradient in every step, so that DDP need not search the graph.
+
+    Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Mixtures
+    of experts, towers for images or sound, dropped layers and models without a config are not.
+    """
+    # PEFT models pass attribute reads on to the base model; its config is the architecture's.
+    config: Any = getattr(model, "config", None)
+    if config is None or isinstance(config, dict):
+        return False
+    if any(getattr(config, name, None) for name in (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)):
+        return False
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    has_adapter = hasattr(model, "peft_config")
+    if has_adapter:
+        # Prompt and prefix tuning, or several adapters of which one is active, have parameters of other kinds.
+        adapters = {_adapter_of(name) for name in trainable if ".lora_" in name}
+        return len(adapters) == 1 and all(".lora_" in n or ".modules_to_save." in n for n in trainable)
+    # Full training; a pooler that a language model's loss does not read would be without a gradient.
+    return bool(trainable) and not any("pooler" in name for name in trainable)
+
+
+def _adapter_of(name: str) -> str:
+    parts = name.split(".")
+    position = next(i for i, part in enumerate(parts) if part.startswith("lora_"))
+    return parts[position + 1] if len(parts) > position + 1 else ""
