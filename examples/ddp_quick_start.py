@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -23,8 +25,8 @@ OUTPUT = Path("outputs/quick_start")
 ONE_PROCESS, MULTI_GPU = OUTPUT / "one_process", OUTPUT / "multi_gpu"
 # Set where there is a one-process run to compare with; the ranks inherit it.
 COMPARE = "QUICK_START_COMPARE"
-# Largest relative difference that rounding explains, by accelerate's name of the precision.
-BOUNDS = {"no": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+# Largest relative difference that rounding explains.
+BOUNDS = {"fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def main() -> None:
         agrees = compare()
     generate(model, tokenizer)
     if not agrees:
-        sys.exit("The runs do not agree: the difference is larger than rounding explains. See the table above.")
+        sys.exit("The gradients or adapters differ by more than rounding explains; see the table above.")
 
 
 def train(options: argparse.Namespace, output: Path):
@@ -59,7 +61,7 @@ def train(options: argparse.Namespace, output: Path):
     model, tokenizer = FastLanguageModel.from_pretrained(
         options.model or build_tiny(OUTPUT / "tiny_model", hidden_size=192, num_layers=3),
         max_seq_length=512,
-        dtype=None if torch.cuda.is_available() else torch.float32,
+        dtype=None if torch.accelerator.is_available() else torch.float32,
         load_in_4bit=False,
     )
     model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=16, lora_dropout=0.0, random_state=3407)
@@ -76,7 +78,7 @@ def train(options: argparse.Namespace, output: Path):
             per_device_train_batch_size=options.batch_size,
             max_steps=options.steps,
             max_length=512,
-            learning_rate=2e-4,
+            learning_rate=2e-4 if options.model else 5e-3,  # Random weights bear larger steps.
             warmup_steps=2,
             bf16=False,  # fp32 on a CPU; on a GPU Unsloth turns bf16 or fp16 on by itself.
             seed=3407,
@@ -90,16 +92,7 @@ def train(options: argparse.Namespace, output: Path):
     trainer.train()
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    if trainer.is_world_process_zero():
-        metrics = {
-            "grad_norms": [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row],
-            # The first step warms up.
-            "step_s": (times[-1] - times[0]) / (len(times) - 1),
-            "world_size": trainer.args.world_size,
-            "threads": torch.get_num_threads(),
-            "precision": trainer.accelerator.mixed_precision,
-        }
-        (output / "metrics.json").write_text(json.dumps(metrics))
+    save_metrics(trainer, times, output)
     return trainer, model, tokenizer
 
 
@@ -121,6 +114,21 @@ def log_steps(trainer) -> list[float]:
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(StepLog())
     return times
+
+
+def save_metrics(trainer, times: list[float], output: Path) -> None:
+    import torch
+
+    precision = trainer.accelerator.mixed_precision
+    metrics = {
+        "grad_norms": [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row],
+        "step_s": statistics.median(end - start for start, end in itertools.pairwise(times)),
+        "world_size": trainer.args.world_size,
+        "threads": torch.get_num_threads(),
+        "precision": "fp32" if precision == "no" else precision,
+    }
+    if trainer.is_world_process_zero():
+        (output / "metrics.json").write_text(json.dumps(metrics))
 
 
 def load_rows(name: str):
@@ -157,29 +165,30 @@ def compare() -> bool:
 
     one, many = (json.loads((run / "metrics.json").read_text()) for run in (ONE_PROCESS, MULTI_GPU))
     norms = list(zip(one["grad_norms"], many["grad_norms"], strict=True))
-    grad_norm_error = max(abs(a - b) / a for a, b in norms)
-    adapters = [load_file(run / "adapter_model.safetensors") for run in (ONE_PROCESS, MULTI_GPU)]
-    adapter_error = max(float((a - adapters[1][n]).norm() / a.norm()) for n, a in adapters[0].items())
-    precision = {"no": "fp32"}.get(many["precision"], many["precision"])
+    norm_errors = [abs(a - b) / a for a, b in norms]
+    adapter, other = (load_file(run / "adapter_model.safetensors") for run in (ONE_PROCESS, MULTI_GPU))
+    adapter_errors = [float((a - other[name]).norm() / a.norm()) for name, a in adapter.items()]
     bound = BOUNDS[many["precision"]]
-    many_ranks = f"{many['world_size']} ranks"
+    agrees = all(error <= bound for error in norm_errors + adapter_errors)  # False for NaN, unlike max().
+    speed = one["step_s"] / many["step_s"]
+    verdict = "The runs agree" if agrees else "THE RUNS DO NOT AGREE"
     print(f"""
-                                  1 process  {many_ranks:>10}
-  threads per process           {one["threads"]:11}{many["threads"]:12}
-  seconds per optimizer step    {one["step_s"]:11.3f}{many["step_s"]:12.3f}   {one["step_s"] / many["step_s"]:.2f} times as fast
-  gradient norm, last step      {norms[-1][0]:11.6f}{norms[-1][1]:12.6f}
-  largest relative difference of a step's gradient norm:  {grad_norm_error:.1e}
-  largest relative difference of an adapter weight:       {adapter_error:.1e}
-  allowed in {precision}:                                      {bound:.1e}
+                                     1 process  {many["world_size"]:5} ranks
+  CPU threads of each process     {one["threads"]:12}{many["threads"]:13}
+  seconds per step (median)       {one["step_s"]:12.3f}{many["step_s"]:13.3f}    {speed:.2f} times as fast
+  gradient norm of the last step  {norms[-1][0]:12.6f}{norms[-1][1]:13.6f}
+  largest relative difference:  gradient norm of a step {max(norm_errors):.1e}, adapter matrix {max(adapter_errors):.1e}
+  {verdict}: rounding explains up to {bound:.0e} in {many["precision"]}.
+  Output of the other ranks: {ump.get_multi_gpu_status().log_dir}/rank_N.log
 """)
-    return grad_norm_error <= bound and adapter_error <= bound
+    return agrees
 
 
 def generate(model, tokenizer) -> None:
     from unsloth import FastLanguageModel
 
     FastLanguageModel.for_inference(model)
-    inputs = tokenizer("The \"if\" statement is", return_tensors="pt").to(model.device)
+    inputs = tokenizer('The "if" statement is', return_tensors="pt").to(model.device)
     tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     print("Generated:", tokenizer.decode(tokens[0], skip_special_tokens=True))
 
@@ -194,7 +203,7 @@ def be_brief() -> None:
 def num_devices() -> int:
     import torch
 
-    return torch.cuda.device_count() or 2
+    return torch.accelerator.device_count() or 2
 
 
 def parse_options() -> argparse.Namespace:
@@ -206,7 +215,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="samples of an optimizer step [8]")
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="train once, with the plugin only")
     parser.add_argument("--one-process", action="store_true", help="train once, without the plugin")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: the time of a step needs 2 or more")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Preference training (DPO) with Unsloth and TRL: every GPU, or 2 CPU ranks where there is none.
 
-    python examples/dpo.py
+python examples/dpo.py
 """
 
 import random
@@ -42,8 +42,8 @@ trainer = DPOTrainer(
     args=DPOConfig(
         output_dir="outputs/dpo",
         per_device_train_batch_size=8,
-        num_train_epochs=1,
-        learning_rate=5e-3,
+        num_train_epochs=2,
+        learning_rate=2e-2,
         max_length=256,
         logging_steps=2,
         save_strategy="no",
@@ -53,5 +53,7 @@ trainer = DPOTrainer(
 trainer.train()
 model.save_pretrained("outputs/dpo/adapter")
 
-rewards = [row["rewards/accuracies"] for row in trainer.state.log_history if "rewards/accuracies" in row]
-print(f"{trainer.args.world_size} ranks preferred the right order in {rewards[0]:.0%} of pairs at first, {rewards[-1]:.0%} at last")
+margins = [row["rewards/margins"] for row in trainer.state.log_history if "rewards/margins" in row]
+print(
+    f"{trainer.args.world_size} ranks. Margin of the right order: {margins[0]:.3f} at first, {margins[-1]:.3f} at last"
+)

@@ -1,6 +1,6 @@
 """The Trainer of transformers with PEFT, no Unsloth: every GPU, or 2 CPU ranks where there is none.
 
-    python examples/plain_transformers.py
+python examples/plain_transformers.py
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -12,6 +13,7 @@ from pydoc_data.topics import topics as python_help
 
 BOS, EOS, PAD = "<|begin_of_text|>", "<|eot_id|>", "<|pad|>"
 HEADER, END_HEADER = "<|start_header_id|>", "<|end_header_id|>"
+SPECIAL_TOKENS = [BOS, EOS, PAD, HEADER, END_HEADER]
 # Llama 3's format, so that scripts which expect it find its markers.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -21,22 +23,27 @@ CHAT_TEMPLATE = (
 
 
 def build_tiny(
-    directory: str | os.PathLike[str], *, hidden_size: int = 64, num_layers: int = 2, vocab_size: int = 1500, seed: int = 0
+    directory: str | os.PathLike[str],
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    vocab_size: int = 1500,
+    seed: int = 0,
 ) -> str:
-    """Saves a Llama with random fp32 weights and a tokenizer, and returns the folder; keeps what is there already.
+    """Makes a Llama with random fp32 weights and a tokenizer, and returns the folder; keeps what is there already.
 
-    Two processes may call it at once: each builds in a folder of its own, and the first rename wins.
+    Several processes may call it at once: each builds in a folder of its own, and the first rename wins. It writes the
+    files itself, because `save_pretrained` is the business of rank 0 alone where the plugin is on.
     """
     directory = Path(directory)
     if (directory / "config.json").exists():
         return str(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}_")
+    draft = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}_"))
     try:
-        tokenizer = _train_tokenizer(vocab_size)
-        tokenizer.save_pretrained(draft)
-        _random_llama(tokenizer, hidden_size, num_layers, seed).save_pretrained(draft)
-        os.rename(draft, directory)
+        _write_tokenizer(draft, vocab_size)
+        _write_model(draft, hidden_size, num_layers, vocab_size, seed)
+        draft.rename(directory)
     except OSError:
         if not (directory / "config.json").exists():
             raise
@@ -60,45 +67,55 @@ def topics(n: int, *, min_words: int = 8, max_words: int = 160, seed: int = 0) -
     return pieces
 
 
-def _train_tokenizer(vocab_size: int):
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS, EOS, PAD, HEADER, END_HEADER],
+        special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(python_help.values(), trainer)
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=2048
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    bpe.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 2048,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def _random_llama(tokenizer, hidden_size: int, num_layers: int, seed: int):
+def _write_model(directory: Path, hidden_size: int, num_layers: int, vocab_size: int, seed: int) -> None:
     import torch
+    from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        architectures=["LlamaForCausalLM"],
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=SPECIAL_TOKENS.index(BOS),
+        eos_token_id=SPECIAL_TOKENS.index(EOS),
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
+        dtype="float32",
     )
     # The caller's own random numbers stay as they were.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config).float()
+        model = LlamaForCausalLM(config).float()
+    save_file(model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
+    config.to_json_file(directory / "config.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.patching import PatchRow
 from unsloth_multigpu.report import RunReport
-from unsloth_multigpu.session import Session, open_session
+from unsloth_multigpu.session import Session, close_console, open_console, open_session
 from unsloth_multigpu.start import ranks_to_start, start_this_command
 
 
@@ -107,13 +106,14 @@ def enable_multi_gpu(
     if multiprocessing.parent_process() is not None:
         # A helper process (data loading, say) that imports the script again. It is no rank and starts none.
         return
+    console = open_console(config)
     identity = read_identity(os.environ)
     if identity is None:
         num_ranks = ranks_to_start(config)
         if num_ranks > 1:
             start_this_command(config, num_ranks)
         identity = SINGLE_PROCESS
-    _session = open_session(config, identity)
+    _session = open_session(config, identity, console)
 
 
 def disable_multi_gpu() -> None:
@@ -124,7 +124,7 @@ def disable_multi_gpu() -> None:
     session, _session = _session, None
     session.registry.undo()
     if session.console is not None:
-        logging.getLogger("unsloth_multigpu").removeHandler(session.console)
+        close_console(session.console)
 
 
 def is_multi_gpu_enabled() -> bool:

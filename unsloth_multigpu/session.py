@@ -56,20 +56,19 @@ class Session:
         return result
 
 
-def open_session(config: MultiGPUConfig, identity: RankIdentity) -> Session:
+def open_session(config: MultiGPUConfig, identity: RankIdentity, console: logging.Handler | None) -> Session:
     """Makes this process the rank that `identity` says, and applies the patches.
 
     Raises:
         SetupError: Another launcher started another number of ranks than `num_gpus`.
         VersionError: A library outside the supported range.
     """
-    session = Session(config, identity)
+    session = Session(config, identity, console=console)
     if config.num_gpus is not None and config.num_gpus != identity.local_world_size:
         raise SetupError(
             f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
             hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
         )
-    session.console = _console(config)
     if identity.launcher != "none":
         from unsloth_multigpu.launch.rank import enter_rank
 
@@ -118,8 +117,11 @@ def _claim_device(session: Session) -> str:
     return device.type
 
 
-def _console(config: MultiGPUConfig) -> logging.Handler | None:
-    """Shows this package's facts on stderr where the application has configured no logging of its own."""
+def open_console(config: MultiGPUConfig) -> logging.Handler | None:
+    """Shows this package's facts on stderr, unless the application has configured logging before.
+
+    While the handler is there records go no further: libraries put handlers of their own on the root logger.
+    """
     package = logging.getLogger("unsloth_multigpu")
     if config.debug:
         package.setLevel(logging.DEBUG)
@@ -130,4 +132,12 @@ def _console(config: MultiGPUConfig) -> logging.Handler | None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("unsloth_multigpu: %(message)s"))
     package.addHandler(handler)
+    package.propagate = False
     return handler
+
+
+def close_console(handler: logging.Handler) -> None:
+    """Undoes `open_console`."""
+    package = logging.getLogger("unsloth_multigpu")
+    package.removeHandler(handler)
+    package.propagate = True

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
@@ -90,7 +89,8 @@ def _warn_of_early_work(num_ranks: int) -> None:
             held_bytes / 2**30,
         )
     heavy = [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
-    seconds = time.time() - _process_start_time_s()
+    # Of this process alone: waiting for a child, or for somebody to type, is no work that ranks do again.
+    seconds = time.process_time()
     if heavy or seconds > _EARLY_WORK_S:
         logger.warning(
             "enable_multi_gpu() comes after %.0f s of work%s, which each of the %d ranks does again. "
@@ -99,10 +99,3 @@ def _warn_of_early_work(num_ranks: int) -> None:
             f" (imported: {', '.join(heavy)})" if heavy else "",
             num_ranks,
         )
-
-
-def _process_start_time_s() -> float:
-    """When this process started, in seconds since the epoch."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")

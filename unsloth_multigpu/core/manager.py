@@ -176,6 +176,16 @@ class DDPManager:
         dist.broadcast(data, src=0)
         return bytes(data.tolist()).decode()
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Every rank's `text`, in the order of ranks. Collective."""
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())
+        lengths = [int(row[0]) for row in self.gather_floats([len(data)])]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
+        padded[: len(data)] = data
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded)
+        return [bytes(g[:n].tolist()).decode() for g, n in zip(gathered, lengths, strict=True)]
+
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, in the order of ranks. Collective."""
         mine = torch.tensor(values, dtype=torch.float64, device=_wire_device())

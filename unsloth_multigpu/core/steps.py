@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -36,6 +37,7 @@ class StepFeed:
         self.num_micro_batches = 0
         self._scale = LossScale(is_token_normalised=True, is_multiplied=True)
         self._piece_factor = 1.0
+        self._in_loss = False
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
@@ -47,6 +49,7 @@ class StepFeed:
             "get_batch_samples": functools.partial(self._batch_samples, trainer.get_batch_samples),
             "training_step": functools.partial(self._training_step, trainer.training_step),
             "compute_loss": functools.partial(self._compute_loss, trainer.compute_loss),
+            "log": functools.partial(self._log, trainer.log),
             # The number that the start of the training prints.
             "get_total_train_batch_size": lambda _args: trainer._train_batch_size * self.num_accumulated,
         }
@@ -57,6 +60,9 @@ class StepFeed:
             args.average_tokens_across_devices = True
             for name, override in overrides.items():
                 stack.enter_context(_instance_attribute(trainer, name, override))
+            for name in ("gather", "gather_for_metrics", "reduce"):
+                alone = functools.partial(self._unless_in_loss, getattr(trainer.accelerator, name))
+                stack.enter_context(_instance_attribute(trainer.accelerator, name, alone))
             yield
 
     def _train_dataloader(self, original: Callable[[], Any]) -> StepLoader:
@@ -132,12 +138,39 @@ class StepFeed:
 
     def _compute_loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
-        result = original(model, inputs, *args, **kwargs)
+        self._in_loss = model.training
+        try:
+            result = original(model, inputs, *args, **kwargs)
+        finally:
+            self._in_loss = False
         if not model.training or self._piece_factor == 1.0:
             return result
         if isinstance(result, tuple):
             return (result[0] * self._piece_factor, *result[1:])
         return result * self._piece_factor
+
+    def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.gather` and its like, which TRL's losses call for metrics (and KTO's for its estimate of KL).
+
+        Inside a loss a micro-batch is by itself, as in one process: ranks differ in its rows and in how many there are.
+        """
+        if not self._in_loss:
+            return exchange(tensor, *args, **kwargs)
+        return tensor[None] if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 else tensor
+
+    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """`Trainer.log`: TRL's training metrics, which each rank has collected for its own samples, put together."""
+        collected = getattr(self.trainer, "_metrics", None)
+        if self.trainer.model.training and collected is not None and "train" in collected:
+            mine = collected["train"]
+            totals = {name: [float(sum(values)), len(values)] for name, values in mine.items() if values}
+            ranks = [json.loads(text) for text in self.manager.gather_texts(json.dumps(totals))]
+            for name in {name for rank in ranks for name in rank}:
+                parts = [rank[name] for rank in ranks if name in rank]
+                # The one running count among them; the others are means over micro-batches.
+                count = 1 if name == "num_tokens" else sum(n for _, n in parts)
+                mine[name] = [sum(total for total, _ in parts) / count]
+        original(logs, *args, **kwargs)
 
     def _factor(self, share: float, step: Step, num_items: Any) -> float:
         """What a micro-batch's mean loss counts, so that DDP's average over ranks is the one-process gradient."""

@@ -141,7 +141,8 @@ class DDPTrainer:
             yield
         except BaseException as error:
             if self._events is not None:
-                self._events.write("left_training", error=f"{type(error).__name__}: {error}")
+                facts = {"exit_code": _exit_code(error)} if isinstance(error, SystemExit) else {}
+                self._events.write("left_training", error=f"{type(error).__name__}: {error}", **facts)
             raise
         finally:
             self.trainer.remove_callback(callback)
@@ -156,6 +157,11 @@ class DDPTrainer:
         )
         if self._steps.num_micro_batches:
             logger.info("%s", self.report.summary())
+
+
+def _exit_code(error: SystemExit) -> int:
+    """What Python ends with: the number given, 0 for None, 1 for a text."""
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _short_hash(value: object) -> str:

@@ -16,6 +16,9 @@ _COMMUNICATION_ERROR = re.compile(
     re.IGNORECASE,
 )
 
+# After these a rank has said why it ends.
+_ENDS = ("left_training", "exception")
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -55,7 +58,7 @@ def find_cause(
         return _from_exception(own[0])
     left = find_early_exit(events, {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0})
     if left is not None:
-        code = exit_codes.get(left.rank, 0)
+        code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
         where = _where(steps.get(left.rank, -1))
         message = f"rank {left.rank} left with exit code {code} {where}, while other ranks were training"
         return Cause(left.rank, code or 1, message)
@@ -86,7 +89,8 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
     """
     last: dict[int, Event] = {}
     for event in events:
-        if not (event.kind == "exiting" and event.rank in last and last[event.rank].kind == "left_training"):
+        is_repeated = event.kind == "exiting" and event.rank in last and last[event.rank].kind in _ENDS
+        if not is_repeated:
             last[event.rank] = event
     waits = {r for r, e in last.items() if e.kind == "training" or _is_communication_error(e)}
     for event in sorted(last.values(), key=lambda e: e.time_s):

@@ -18,7 +18,10 @@ from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RUN_DIR, ENV_RUN_SEE
 from unsloth_multigpu.launch.cause import Cause, find_cause
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.watch import POLL_S, Watch
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.report import read_steps
+
+logger = get_logger(__name__)
 
 SHUTDOWN_LIMIT_S = 30
 # Rank 0 keeps the terminal; the others write to their log and read nothing. `exec` keeps the process id.
@@ -60,6 +63,7 @@ class DDPLauncher:
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
             os.environ.update(rank_environment(self.num_ranks, run_dir, log_dir, os.environ))
+            logger.info("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)
             watch = stack.enter_context(Watch(run_dir, _tell_restart))
             try:
                 self._run_elastic(run_dir)
@@ -133,11 +137,10 @@ def exit_like(code: int) -> None:
 
 
 def _tell(cause: Cause, log_dir: Path, num_ranks: int, out: TextIO) -> None:
-    out.write("\n" + cause.traceback)
-    out.write(f"unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
+    out.write(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
     if not cause.traceback and cause.rank > 0:
         tail = (log_dir / f"rank_{cause.rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        out.write("".join(f"  [rank {cause.rank}] {line}\n" for line in tail))
+        out.write("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in tail))
     if num_ranks > 1:
         out.write(f"unsloth_multigpu: logs of ranks 1..{num_ranks - 1}: {log_dir}/rank_N.log\n")
 

@@ -1,0 +1,209 @@
+"""Trains several kinds of Trainers in one process group and writes what each saw and did, for comparison.
+
+Usage: parity.py --num-gpus N --jobs trainer_peft:26x3x3,broken_trainer_peft:26x3x3 --model DIR --out DIR
+A job is a kind with rows x batch size x accumulation; "broken_" normalises by each rank's own tokens.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+from collections import Counter, defaultdict
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-gpus", type=int, required=True)
+parser.add_argument("--jobs", required=True)
+parser.add_argument("--model", required=True)
+parser.add_argument("--out", required=True)
+args = parser.parse_args()
+
+ump.enable_multi_gpu(num_gpus=args.num_gpus)
+
+import torch  # noqa: E402
+import unsloth  # noqa: E402, F401  (first, as in a user's script)
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from unsloth import FastLanguageModel  # noqa: E402
+
+from unsloth_multigpu.core.steps import StepFeed  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from tiny_model import topics  # noqa: E402
+
+rank = int(os.environ.get("RANK", "0"))
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+COMMON = {
+    "num_train_epochs": 2,
+    "learning_rate": 2e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "seed": 7,
+    "disable_tqdm": True,
+    "bf16": False,
+    "fp16": False,
+    "optim": "adamw_torch",
+}
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+folder = str(Path(args.out) / "checkpoints")
+
+
+def causal_lm():
+    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+
+
+def fast_lora(checkpointing=False):
+    model, _ = FastLanguageModel.from_pretrained(
+        args.model, max_seq_length=128, load_in_4bit=False, dtype=torch.float32
+    )
+    return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=checkpointing, random_state=7, **LORA)
+
+
+def move_off_zero(model):
+    # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def tokenized(texts):
+    rows = Dataset.from_dict({"text": texts})
+    return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
+
+
+def trainer_peft(texts, common):
+    model = move_off_zero(get_peft_model(causal_lm(), LoraConfig(**LORA)))
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    return Trainer(
+        model=model, args=TrainingArguments(folder, **common), train_dataset=tokenized(texts), data_collator=collator
+    )
+
+
+def sft_lora(texts, common):
+    rows = Dataset.from_dict({"text": texts})
+    config = SFTConfig(folder, max_length=64, dataset_text_field="text", **common)
+    return SFTTrainer(model=move_off_zero(fast_lora(True)), args=config, train_dataset=rows, processing_class=tokenizer)
+
+
+def sft_full(texts, common):
+    model, _ = FastLanguageModel.from_pretrained(
+        args.model, max_seq_length=128, load_in_4bit=False, dtype=torch.float32, full_finetuning=True
+    )
+    rows = Dataset.from_dict({"text": texts})
+    config = SFTConfig(folder, max_length=64, dataset_text_field="text", **common)
+    return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+
+
+def preference_rows(texts):
+    return Dataset.from_dict({"prompt": texts, "chosen": [t[::-1] for t in texts], "rejected": texts[::-1]})
+
+
+def dpo(texts, common):
+    config = DPOConfig(folder, max_length=96, **common)
+    model = move_off_zero(fast_lora(True))
+    return DPOTrainer(model=model, args=config, train_dataset=preference_rows(texts), processing_class=tokenizer)
+
+
+def classifier(texts, common):
+    # Its loss is a mean over rows although the model takes loss arguments.
+    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=3, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.score.weight, std=0.05)
+    rows = tokenized(texts).add_column("labels", [len(t) % 3 for t in texts])
+    collator = DataCollatorWithPadding(tokenizer)
+    return Trainer(model=model, args=TrainingArguments(folder, **common), train_dataset=rows, data_collator=collator)
+
+
+def grpo(texts, common):
+    config = GRPOConfig(folder, num_generations=4, max_completion_length=8, temperature=1.0, max_steps=2, **common)
+    return GRPOTrainer(
+        model=fast_lora(True),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+        reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
+        processing_class=tokenizer,
+    )
+
+
+def record_samples(trainer):
+    """Notes, for each optimizer step, the rows that went through the model with a label, as hashes of their tokens."""
+    seen = defaultdict(Counter)
+
+    def note(module, positional, named):
+        ids, mask, labels = named.get("input_ids"), named.get("attention_mask"), named.get("labels")
+        if not module.training or ids is None or not torch.is_grad_enabled():
+            return
+        for i, row in enumerate(ids):
+            if labels is not None and labels.dim() > 1 and bool((labels[i] == -100).all()):
+                continue
+            tokens = row if mask is None else row[mask[i].bool()]
+            seen[trainer.state.global_step][hashlib.md5(str(tokens.tolist()).encode()).hexdigest()[:12]] += 1
+
+    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+@contextmanager
+def own_tokens_only():
+    original = StepFeed._batch_samples
+
+    def broken(self, get, iterator, count, device):
+        step, _ = original(self, get, iterator, count, device)
+        own = sum(int((m.inputs["labels"][:, 1:] != -100).sum()) for m in step[0].micro_batches)
+        return step, torch.tensor(own * self.manager.identity.world_size)
+
+    StepFeed._batch_samples = broken
+    yield
+    StepFeed._batch_samples = original
+
+
+def run(job):
+    kind, _, shape = job.partition(":")
+    rows, batch_size, accumulation = map(int, shape.split("x"))
+    common = {**COMMON, "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    torch.manual_seed(3)
+    trainer = globals()[kind.removeprefix("broken_")](topics(rows, max_words=40), common)
+    seen = record_samples(trainer)
+    with own_tokens_only() if kind.startswith("broken_") else nullcontext():
+        trainer.train()
+    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
+    facts = {
+        "loss": [h["loss"] for h in steps],
+        "grad_norm": [h["grad_norm"] for h in steps],
+        "seen": {step: dict(rows) for step, rows in seen.items()},
+        "logged": steps[-1],
+        "find_unused_parameters": trainer.accelerator.ddp_handler.find_unused_parameters,
+        "accumulation_after": trainer.args.gradient_accumulation_steps,
+        "attributes_after": sorted(set(vars(trainer)) & {"train", "training_step", "compute_loss", "log"}),
+        "random_after": [random.random(), float(torch.rand(()))],
+    }
+    name = f"{job.replace(':', '_')}_{rank}"
+    (out / f"{name}.json").write_text(json.dumps(facts))
+    weights = {n: p.detach().contiguous() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    save_file(weights, str(out / f"{name}.safetensors"))
+
+
+out = Path(args.out)
+out.mkdir(parents=True, exist_ok=True)
+for job in args.jobs.split(","):
+    run(job)

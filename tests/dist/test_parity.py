@@ -1,0 +1,139 @@
+"""The same training: samples, gradient norms and weights of two and three ranks against one process.
+
+Shapes are rows x batch size x accumulation. 24x4x2 divides evenly; in 26x3x3 neither the step of nine samples nor the
+epoch's last step of eight does, nor its last micro-batch of two; in 19x3x3 the last step has one sample for all ranks.
+"""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.run import ROOT, run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "parity.py"
+JOBS = [
+    f"{kind}:{shape}"
+    for shape in ("24x4x2", "26x3x3", "19x3x3")
+    for kind in ("trainer_peft", "sft_lora", "sft_full", "dpo", "classifier")
+    if shape == "26x3x3" or kind in ("trainer_peft", "sft_lora", "dpo")
+]
+BROKEN = "broken_trainer_peft:26x3x3"
+GRPO = "grpo:24x4x2"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job did on each rank."""
+
+    facts: list[dict]
+    weights: list[dict]
+
+    @property
+    def seen(self):
+        steps = {}
+        for rank in self.facts:
+            for step, rows in rank["seen"].items():
+                steps[step] = steps.get(step, Counter()) + Counter(rows)
+        return steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from tiny_model import build_tiny
+    finally:
+        sys.path.pop(0)
+    path = tmp_path_factory.mktemp("parity")
+    build_tiny(path / "model")
+    for num_ranks, jobs in ((1, JOBS), (2, [*JOBS, GRPO, BROKEN]), (3, JOBS)):
+        out = path / str(num_ranks)
+        arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(jobs), "--model", path / "model", "--out", out]
+        run = run_python([SCRIPT, *map(str, arguments)], cwd=path)
+        assert run.code == 0, run.err
+        (out / "stderr.txt").write_text(run.err)
+    return path
+
+
+def outcome(folder, num_ranks, job):
+    paths = [folder / str(num_ranks) / f"{job.replace(':', '_')}_{rank}" for rank in range(num_ranks)]
+    return Outcome(
+        [json.loads(p.with_suffix(".json").read_text()) for p in paths],
+        [load_file(p.with_suffix(".safetensors")) for p in paths],
+    )
+
+
+def largest_difference(first, second):
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(first, second, strict=True))
+
+
+def weight_difference(first, second):
+    distance = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
+    return distance / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("job", JOBS)
+def test_ranks_train_as_one_process(folder, job, num_ranks):
+    one, many = outcome(folder, 1, job), outcome(folder, num_ranks, job)
+    assert one.seen
+    assert many.seen == one.seen
+    assert largest_difference(one.facts[0]["grad_norm"], many.facts[0]["grad_norm"]) < 1e-5
+    assert largest_difference(one.facts[0]["loss"], many.facts[0]["loss"]) < 1e-4
+    assert weight_difference(one.weights[0], many.weights[0]) < 1e-5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_end_with_equal_weights(folder, num_ranks):
+    for job in [*JOBS, *([GRPO] if num_ranks == 2 else [])]:
+        weights = outcome(folder, num_ranks, job).weights
+        assert all(weight_difference(weights[0], other) == 0 for other in weights[1:]), job
+
+
+def test_missing_token_weighting_is_seen(folder):
+    one, broken = outcome(folder, 1, BROKEN.removeprefix("broken_")), outcome(folder, 2, BROKEN)
+    assert largest_difference(one.facts[0]["grad_norm"], broken.facts[0]["grad_norm"]) > 1e-2
+    assert weight_difference(one.weights[0], broken.weights[0]) > 1e-4
+
+
+def test_equation_is_printed(folder):
+    two, three = ((folder / n / "stderr.txt").read_text() for n in ("2", "3"))
+    assert "samples per step: 8 = 2 ranks x 4 samples x 1 accumulation" in two
+    assert "samples per step: 9 = 4 + 5 samples on 2 ranks" in two
+    assert "samples per step: 9 = 3 ranks x 3 samples x 1 accumulation" in three
+
+
+def test_unused_parameters_are_not_searched(folder):
+    assert not any(
+        outcome(folder, 2, job).facts[0]["find_unused_parameters"] for job in JOBS if "classifier" not in job
+    )
+
+
+def test_trainer_is_left_as_it_was(folder):
+    one, two = outcome(folder, 1, JOBS[0]).facts[0], outcome(folder, 2, JOBS[0]).facts[0]
+    assert two["accumulation_after"] == one["accumulation_after"]
+    assert two["attributes_after"] == one["attributes_after"]
+
+
+def test_random_choices_after_training_are_equal(folder):
+    first, second = outcome(folder, 2, JOBS[0]).facts
+    assert first["random_after"] == second["random_after"]
+
+
+def test_logged_metrics_are_those_of_all_ranks(folder):
+    one, two = (outcome(folder, n, "sft_lora:24x4x2").facts[0]["logged"] for n in (1, 2))
+    assert two["num_tokens"] == one["num_tokens"]
+    one, two = (outcome(folder, n, "dpo:24x4x2").facts[0]["logged"] for n in (1, 2))
+    for name in ("logps/chosen", "logps/rejected", "rewards/margins"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4)
+
+
+def test_grpo_trains_on_two_ranks(folder):
+    facts = outcome(folder, 2, GRPO).facts[0]
+    assert len(facts["grad_norm"]) == 2
+    assert all(norm > 0 for norm in facts["grad_norm"])

@@ -1,0 +1,127 @@
+"""Unsloth's GPU code, with its own trainers, savers and compile cache, on two ranks (see tests/helpers/gpu_path.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.run import ROOT, finish, start
+from tests.helpers.tiny import build_tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 400.0
+LORA_SCALE = 8 / 4  # lora_alpha / r of the script.
+TOLERANCE = 1e-4  # Measured: 2e-7 in gradient norms, 1e-7 in weights.
+
+
+@dataclass(frozen=True)
+class Run:
+    out: Path
+    ranks: list[dict[str, Any]]
+
+    @property
+    def adapter(self) -> dict[str, torch.Tensor]:
+        return load_file(self.out / "adapter" / "adapter_model.safetensors")
+
+
+def start_script(name: str, model: Path, folder: Path, *options: str) -> subprocess.Popen:
+    folder.mkdir()
+    # Unsloth's compile cache and our logs go to the working directory.
+    return start([SCRIPTS / name, model, folder, *options], cwd=folder, env={"PYTHONPATH": str(ROOT)})
+
+
+def finish_script(process: subprocess.Popen, folder: Path, *, num_ranks: int) -> Run:
+    finished = finish(process, TIMEOUT_S)
+    assert finished.code == 0, f"exit code {finished.code}\n{finished.out[-2000:]}\n{finished.err[-4000:]}"
+    return Run(folder, [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu_path") / "model"
+    # The kernels run in an interpreter: each row of each layer costs milliseconds.
+    return Path(build_tiny(folder, hidden_size=32, num_layers=1, vocab_size=300))
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path) -> tuple[Run, Run]:
+    """The same script in one process and, with the plugin, on two ranks."""
+    one, two = model.parent / "one", model.parent / "two"
+    with (
+        start_script("gpu_path_sft.py", model, one, "--plain") as one_process,
+        start_script("gpu_path_sft.py", model, two) as two_ranks,
+    ):
+        return finish_script(one_process, one, num_ranks=1), finish_script(two_ranks, two, num_ranks=2)
+
+
+def test_sft_runs_unsloths_own_trainer(runs: tuple[Run, Run]) -> None:
+    for run in runs:
+        assert {rank["trainer"] for rank in run.ranks} == {"UnslothSFTTrainer"}
+    # An adapter uses all its parameters: looking for unused ones costs a walk over the graph in each step.
+    assert not any(rank["find_unused_parameters"] for rank in runs[1].ranks)
+
+
+def test_sft_ranks_share_the_samples_of_each_step(runs: tuple[Run, Run]) -> None:
+    one, two = runs
+    of_ranks = [first + second for first, second in zip(*(rank["samples"] for rank in two.ranks), strict=True)]
+    assert [len(step) for step in one.ranks[0]["samples"]] == [4, 3, 4, 3]  # Odd steps do not divide by two.
+    assert [sorted(step) for step in of_ranks] == [sorted(step) for step in one.ranks[0]["samples"]]
+
+
+def test_sft_equals_one_process(runs: tuple[Run, Run]) -> None:
+    one, two = runs
+    first, second = two.ranks
+    assert first["adapter_hash"] == second["adapter_hash"]
+    for rank in two.ranks:
+        for what in ("grad_norms", "losses", "learning_rates"):
+            assert rank[what] == pytest.approx(one.ranks[0][what], rel=TOLERANCE), what
+    assert two.adapter.keys() == one.adapter.keys()
+    for name, weight in one.adapter.items():
+        assert torch.linalg.norm(two.adapter[name] - weight) <= TOLERANCE * torch.linalg.norm(weight), name
+
+
+def test_sft_writes_files_from_rank_0_alone(runs: tuple[Run, Run]) -> None:
+    first, second = runs[1].ranks
+    assert second["written"] == []
+    assert {"adapter/adapter_config.json", "merged/config.json", "merged/model.safetensors"} <= {*first["written"]}
+    assert first["reload_is_equal"]
+    assert second["reload_is_equal"]
+
+
+def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None:
+    two = runs[1]
+    base, merged = load_file(model / "model.safetensors"), load_file(two.out / "merged" / "model.safetensors")
+    assert merged.keys() == base.keys()
+    num_merged = 0
+    for name, weight in base.items():
+        lora = f"base_model.model.{name.removesuffix('.weight')}"
+        update = torch.zeros_like(weight)
+        if f"{lora}.lora_A.weight" in two.adapter:
+            update = LORA_SCALE * two.adapter[f"{lora}.lora_B.weight"] @ two.adapter[f"{lora}.lora_A.weight"]
+            # Large enough that a second merge, or none, is seen through the rounding to 16 bits.
+            assert update.abs().max() > 0.05 * weight.abs().max()
+            num_merged += 1
+        rounding = torch.finfo(merged[name].dtype).eps * weight.abs().max().item() + 1e-7
+        torch.testing.assert_close(merged[name].float(), weight + update, rtol=0, atol=rounding, msg=name)
+    assert num_merged == 3  # q_proj, v_proj and down_proj of the one layer.
+
+
+def test_dpo_trains_on_two_ranks(model: Path) -> None:
+    folder = model.parent / "dpo"
+    with start_script("gpu_path_dpo.py", model, folder) as process:
+        first, second = finish_script(process, folder, num_ranks=2).ranks
+    assert first["trainer"] == "UnslothDPOTrainer"
+    assert first["adapter_hash"] == second["adapter_hash"]
+    assert first["grad_norms"] == second["grad_norms"]
+    assert len(first["grad_norms"]) == 2
+    assert all(norm > 0 for norm in first["grad_norms"])
+    assert first["losses"][1] < first["losses"][0]

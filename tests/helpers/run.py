@@ -1,0 +1,77 @@
+"""Runs a script as a user does, and looks for what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended: its exit code (negative = signal), what it printed, and for how long it ran."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def start(
+    arguments: Sequence[str | os.PathLike[str]], cwd: Path, env: Mapping[str, str] | None = None, **options
+) -> subprocess.Popen:
+    """Starts `python arguments...` in `cwd` with one thread for each rank, and without what this process was told."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
+    environment = {**own, **QUIET, "OMP_NUM_THREADS": "1", **(env or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=cwd, env=environment, **{**pipes, **options})
+
+
+def finish(process: subprocess.Popen, timeout_s: float = 200.0) -> Finished:
+    """Waits for the end. One that does not come within the limit is a failure, not a hang of the test."""
+    begin = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"not finished within {timeout_s} s\n{out}\n{err}") from None
+    return Finished(process.returncode, out or "", err or "", time.monotonic() - begin)
+
+
+def run_python(
+    arguments: Sequence[str | os.PathLike[str]], cwd: Path, env: Mapping[str, str] | None = None
+) -> Finished:
+    """Starts and waits."""
+    return finish(start(arguments, cwd, env))
+
+
+def orphans(marker: str) -> list[int]:
+    """Living processes whose command line has `marker`: what a run must not leave behind."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marker in command and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def wait_until(condition, timeout_s: float, what: str) -> float:
+    """Polls until `condition()`; returns the seconds it took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_s, f"{what} not within {timeout_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - begin

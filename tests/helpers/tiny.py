@@ -1,0 +1,35 @@
+"""The tiny model and text of the examples, and data set rows made from that text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from examples.tiny_model import BOS, CHAT_TEMPLATE, EOS, PAD, build_tiny, topics
+
+__all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "PAD", "build_tiny", "chat_rows", "preference_rows", "text_rows", "topics"]
+
+
+def text_rows(n: int, *, max_words: int = 40, seed: int = 0) -> list[dict[str, str]]:
+    """`{"text": ...}` rows of ragged lengths."""
+    return [{"text": text} for text in topics(n, max_words=max_words, seed=seed)]
+
+
+def chat_rows(n: int, *, max_words: int = 40, seed: int = 0) -> list[dict[str, list[dict[str, str]]]]:
+    """`{"messages": [user, assistant]}` rows: the assistant continues what the user began."""
+    return [
+        {"messages": [{"role": "user", "content": start}, {"role": "assistant", "content": rest}]}
+        for start, rest in _halves(topics(n, max_words=max_words, seed=seed))
+    ]
+
+
+def preference_rows(n: int, *, max_words: int = 40, seed: int = 0) -> list[dict[str, str]]:
+    """`{"prompt", "chosen", "rejected"}` rows: the continuation, and the same backwards with its last word left out."""
+    return [
+        {"prompt": start, "chosen": f" {rest}", "rejected": " " + " ".join(rest.split()[::-1][1:])}
+        for start, rest in _halves(topics(n, max_words=max_words, seed=seed))
+    ]
+
+
+def _halves(texts: Sequence[str]) -> list[tuple[str, str]]:
+    words = [text.split() for text in texts]
+    return [(" ".join(w[: len(w) // 2]), " ".join(w[len(w) // 2 :])) for w in words]

@@ -1,0 +1,118 @@
+"""Probe: ranks started as for a training add up a tensor, and compare the sum with what it must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_CPU_RANKS = 2
+_ELEMENT_BYTES = 4
+_GPU_ELEMENTS = 256 * 2**20 // _ELEMENT_BYTES
+_CPU_ELEMENTS = 16 * 2**20 // _ELEMENT_BYTES
+_NUM_ROUNDS = 5
+# Below 2^16, so that the sum over up to 254 ranks stays within 32 bits.
+_MODULUS = 65521
+_FILE_VARIABLE = "DOCTOR_OUTCOME"
+
+
+def time_all_reduce(num_elements: int, device: torch.device) -> tuple[int, float]:
+    """Adds up a tensor of 32-bit integers over all ranks, several times. Collective.
+
+    Returns:
+        Elements of this rank that were wrong in any round, and the median seconds of a round.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    pattern = torch.arange(num_elements, dtype=torch.int32, device=device) % _MODULUS
+    expected = pattern * (world_size * (world_size + 1) // 2)
+    num_wrong, seconds = 0, []
+    for _ in range(1 + _NUM_ROUNDS):
+        tensor = pattern * (rank + 1)
+        dist.barrier()
+        _wait(device)
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+        num_wrong = max(num_wrong, int((tensor != expected).sum()))
+    # The first round opens the connections.
+    return num_wrong, statistics.median(seconds[1:])
+
+
+def _measure_in_rank() -> None:
+    import torch.distributed as dist
+
+    from unsloth_multigpu.core.manager import DDPManager, local_device
+    from unsloth_multigpu.plugin import enable_multi_gpu
+
+    enable_multi_gpu()
+    config, identity = MultiGPUConfig.resolve({}), read_identity(os.environ) or SINGLE_PROCESS
+    manager = DDPManager(identity, config)
+    manager.open_group()
+    device = local_device(identity, config)
+    num_elements = _CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS
+    mine = time_all_reduce(num_elements, device)
+    # By the store: the network that is tested must not carry the verdict on it.
+    manager.publish(f"doctor/{identity.rank}", json.dumps(mine))
+    if identity.rank == 0:
+        verdicts = [json.loads(manager.wait_for(f"doctor/{r}", f"rank {r}")) for r in range(identity.world_size)]
+        num_bytes, slowest_s = num_elements * _ELEMENT_BYTES, max(seconds for _, seconds in verdicts)
+        outcome = {
+            "num_ranks": identity.world_size,
+            "backend": str(dist.get_backend()),
+            "device": device.type,
+            "num_bytes": num_bytes,
+            "seconds": slowest_s,
+            "algorithm_gb_per_s": num_bytes / slowest_s / 1e9,
+            "num_wrong_by_rank": [wrong for wrong, _ in verdicts],
+        }
+        Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps(outcome), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _supervise_ranks() -> dict[str, Any]:
+    """Starts the ranks; returns only by an error, else this process ends with their exit code."""
+    from unsloth_multigpu.start import ranks_to_start, supervise, visible_accelerators
+
+    config = MultiGPUConfig.resolve({})
+    if config.num_gpus is None and (config.device == "cpu" or visible_accelerators()[1] == 0):
+        config = dataclasses.replace(config, num_gpus=DEFAULT_CPU_RANKS)
+    num_ranks = ranks_to_start(config)
+    os.environ[_FILE_VARIABLE] = sys.argv[1]
+    supervise([sys.executable, "-m", "unsloth_multigpu.cli.allreduce", "rank"], config, num_ranks)
+    return {}
+
+
+def main() -> None:
+    """`python -m unsloth_multigpu.cli.allreduce OUTCOME.json`; the ranks have `rank` in place of the file."""
+    from unsloth_multigpu.cli.probe import leave_outcome
+
+    if sys.argv[1] == "rank":
+        _measure_in_rank()
+    else:
+        leave_outcome(_supervise_ranks)
+
+
+def _wait(device: torch.device) -> None:
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

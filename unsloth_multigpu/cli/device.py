@@ -1,0 +1,139 @@
+"""Probe: the accelerators that torch sees, and whether data copied from one to another arrives unchanged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+COPY_BYTES = 64 * 2**20
+_NUM_COPIES = 3
+
+
+@dataclass(frozen=True)
+class PairCopy:
+    """One ordered pair of devices.
+
+    Args:
+        source: Index of the device that was copied from.
+        target: Index of the device that was copied to.
+        num_bytes: Bytes of one copy.
+        num_wrong_bytes: Most bytes that differed from the source after one of the copies.
+        gb_per_s: Speed of the fastest copy, in 10^9 bytes per second.
+        has_peer_access: The driver lets the two devices reach each other's memory; None = not known.
+    """
+
+    source: int
+    target: int
+    num_bytes: int
+    num_wrong_bytes: int
+    gb_per_s: float
+    has_peer_access: bool | None
+
+
+def check_copies(
+    devices: Sequence[torch.device],
+    num_bytes: int = COPY_BYTES,
+    copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+) -> list[PairCopy]:
+    """Copies random bytes between every ordered pair of devices, and compares what arrives through the host.
+
+    Some consumer cards and some settings of the IOMMU deliver garbage without an error.
+
+    Args:
+        devices: Where the data goes; the CPU may stand for a device, more than once.
+        num_bytes: Size of one copy.
+        copy: Called with target and source; None = torch's own copy, which is direct where the driver allows it.
+    """
+    pairs = [(s, t) for s in range(len(devices)) for t in range(len(devices)) if s != t]
+    return [_check_pair(devices, source, target, num_bytes, copy or _copy) for source, target in pairs]
+
+
+def _check_pair(
+    devices: Sequence[torch.device],
+    source: int,
+    target: int,
+    num_bytes: int,
+    copy: Callable[[torch.Tensor, torch.Tensor], object],
+) -> PairCopy:
+    import torch
+
+    here, there = devices[source], devices[target]
+    # Other bytes for each pair, so that what an earlier pair left in memory cannot pass for this one's.
+    generator = torch.Generator().manual_seed(1000 * source + target)
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    original = data.to(here)
+    arrived = torch.empty_like(data, device=there)
+    most_wrong, seconds = 0, float("inf")
+    for _ in range(_NUM_COPIES):
+        # Every byte is wrong until it is delivered.
+        arrived.copy_(~data)
+        _wait(here, there)
+        start = time.perf_counter()
+        copy(arrived, original)
+        _wait(here, there)
+        seconds = min(seconds, time.perf_counter() - start)
+        most_wrong = max(most_wrong, int((arrived.cpu() != data).sum()))
+    return PairCopy(source, target, num_bytes, most_wrong, num_bytes / seconds / 1e9, _has_peer_access(here, there))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _wait(*devices: torch.device) -> None:
+    import torch
+
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+
+def _has_peer_access(source: torch.device, target: torch.device) -> bool | None:
+    import torch
+
+    if source.type != "cuda" or target.type != "cuda":
+        return None
+    # The copy is done by the card that is written to or by the one that is read; torch asks for both ways as well.
+    return torch.cuda.can_device_access_peer(target, source)
+
+
+def _describe(kind: str, index: int) -> dict[str, Any]:
+    import torch
+
+    module = getattr(torch, kind)
+    free_bytes, total_bytes = module.mem_get_info(index)
+    name = module.get_device_properties(index).name
+    return {"name": name, "free_bytes": free_bytes, "total_bytes": total_bytes}
+
+
+def _measure() -> dict[str, Any]:
+    import torch
+
+    from unsloth_multigpu.start import visible_accelerators
+
+    kind, count = visible_accelerators()
+    devices = [torch.device(kind, index) for index in range(count)]
+    return {
+        "kind": kind,
+        # What torch was built for; None in a build for the CPU.
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "devices": [_describe(kind, index) for index in range(count)],
+        "copies": [asdict(pair) for pair in check_copies(devices)],
+    }
+
+
+def main() -> None:
+    """`python -m unsloth_multigpu.cli.device OUTCOME.json`."""
+    from unsloth_multigpu.cli.probe import leave_outcome
+
+    leave_outcome(_measure)
+
+
+if __name__ == "__main__":
+    main()

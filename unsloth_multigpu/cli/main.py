@@ -1,0 +1,154 @@
+"""The command `unsloth-multigpu`: starts scripts that have no line of their own, and checks the machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
+from unsloth_multigpu.errors import ConfigError, MultiGPUError
+from unsloth_multigpu.launch.identity import read_identity
+from unsloth_multigpu.versions import installed_version
+
+RANK_MODULE = "unsloth_multigpu.launch.script"
+# The options of enable_multi_gpu(), with the type of their value.
+RUN_OPTIONS: dict[str, tuple[type, str]] = {
+    "num_gpus": (int, "ranks on this machine [all visible GPUs; where there is none, one process]"),
+    "batch_size_per_gpu": (int, "samples of one micro-batch per rank [the script's]"),
+    "enable_ddp": (bool, "PyTorch DDP [on]"),
+    "global_batch": (str, '"keep" the samples of an optimizer step, or "scale" them with the ranks [keep]'),
+    "sync": (str, "how gradients meet [ddp]"),
+    "balance": (str, "how the samples of a step are dealt [auto]"),
+    "device": (str, '"auto", "cpu", "cuda" or "xpu" [auto]'),
+    "seed_per_rank": (bool, "each rank draws its own dropout masks and augmentations [on]"),
+    "timeout_s": (float, "limit of a collective and of a wait for another rank, in seconds [1800]"),
+    "max_restarts": (int, "times that all ranks are started again after one failed [0]"),
+    "log_dir": (str, "folder of rank_N.log [logs]"),
+}
+_RUN_USAGE = """unsloth-multigpu run [options] [--] train.py [arguments of train.py ...]
+       unsloth-multigpu run [options] -m package.module [arguments of the module ...]"""
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    """Runs one command line and returns its exit code; `run` does not return.
+
+    Args:
+        argv: Arguments without the program's name; None = `sys.argv[1:]`.
+    """
+    own, program = split_program(list(sys.argv[1:] if argv is None else argv))
+    parser = _parser()
+    options = parser.parse_args(own)
+    try:
+        if options.command == "doctor":
+            return _doctor(options)
+        _run(options, program)
+    except MultiGPUError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Parts the options of `run` from the program: everything from the script's name on belongs to the script.
+
+    Not left to argparse, which takes `-h` and `--` out of the script's arguments in some versions of Python.
+    """
+    if list(arguments[:1]) != ["run"]:
+        return list(arguments), []
+    take_value = {_flag(name) for name, (kind, _) in RUN_OPTIONS.items() if kind is not bool}
+    i = 1
+    while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
+        i += 2 if arguments[i] in take_value else 1
+    program = list(arguments[i:])
+    return list(arguments[:i]), program[1:] if program[:1] == ["--"] else program
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends a wrong command line as this package ends a wrong argument: with the exit code of ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ConfigError.exit_code, f"error: {message}\nHint: {self.prog} --help lists what there is.\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.", allow_abbrev=False)
+    version = installed_version("unsloth-multigpu") or "(not installed)"
+    parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,doctor}")
+    run = commands.add_parser(
+        "run",
+        help="run a script that has no line of its own on every GPU",
+        usage=_RUN_USAGE,
+        description="Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable "
+        "UNSLOTH_MULTIGPU_<NAME>.",
+        allow_abbrev=False,
+    )
+    for name, (kind, text) in RUN_OPTIONS.items():
+        if kind is bool:
+            run.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
+        else:
+            run.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check versions, devices, copies between GPUs, an all-reduce and the patches",
+        description="Checks this machine; exit code 0 = ready to train, 1 = something failed.",
+        allow_abbrev=False,
+    )
+    output = doctor.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument("--seams", action="store_true", help="print only the table of patches, as Markdown")
+    doctor.add_argument("--num-gpus", type=int, metavar="INT", help="ranks of the all-reduce [all; 2 without a GPU]")
+    doctor.add_argument("--timeout-s", type=float, metavar="FLOAT", default=120.0, help="limit of each check [120]")
+    return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from unsloth_multigpu.cli.doctor import run_doctor
+    from unsloth_multigpu.cli.seam import seams_markdown
+
+    if options.seams:
+        print(seams_markdown(), end="")
+        return 0
+    # The same rules as for the options of a run.
+    MultiGPUConfig.resolve({"num_gpus": options.num_gpus, "timeout_s": options.timeout_s}, {})
+    return run_doctor(options.num_gpus, as_json=options.json, limit_s=options.timeout_s)
+
+
+def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
+    from unsloth_multigpu.start import ranks_to_start, supervise
+
+    given: dict[str, Any] = {name: getattr(options, name) for name in RUN_OPTIONS}
+    config = MultiGPUConfig.resolve(given)
+    _check_program(program)
+    # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
+    os.environ.update({ENV_PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None})
+    command = [sys.executable, "-m", RANK_MODULE, *program]
+    is_started = read_identity(os.environ) is not None  # By torchrun or srun: this process is one of the ranks.
+    # Counting the devices takes an import of torch, so it is left to the rank where there can only be one.
+    num_ranks = 1 if is_started or config.num_gpus == 1 else ranks_to_start(config)
+    if num_ranks > 1:
+        supervise(command, config, num_ranks)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
+
+
+def _check_program(program: Sequence[str]) -> None:
+    usage = f"usage: {_RUN_USAGE}"
+    if not program or (program[0] == "-m" and len(program) == 1):
+        what = "module" if program else "script"
+        raise ConfigError(f"run: no {what} was given.", hint=f"Name it after the options.\n{usage}")
+    if program[0] != "-m" and not Path(program[0]).exists():
+        raise ConfigError(f"run: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

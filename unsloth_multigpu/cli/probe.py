@@ -1,0 +1,104 @@
+"""A check in a process of its own: what crashes, hangs or prints there becomes one fact here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from unsloth_multigpu.errors import MultiGPUError
+
+_TERMINATE_LIMIT_S = 10.0
+_LOG_LINES = 15
+
+
+class Probe:
+    """Runs `python -m unsloth_multigpu.cli.<name> FILE`, which leaves its outcome as JSON in FILE.
+
+    Args:
+        name: The module.
+        folder: Where its outcome and its output go; it also works there, since libraries leave caches behind.
+        limit_s: It is ended so many seconds after its start.
+        environment: Variables in addition to this process's.
+    """
+
+    def __init__(self, name: str, folder: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
+        self._name = name
+        self._outcome = folder / f"{name}.json"
+        self._log = folder / f"{name}.log"
+        self._limit_s = limit_s
+        self._environment = {**os.environ, **(environment or {})}
+
+    def __enter__(self) -> Probe:
+        self._deadline = time.monotonic() + self._limit_s
+        command = [sys.executable, "-m", f"unsloth_multigpu.cli.{self._name}", str(self._outcome)]
+        with self._log.open("wb") as log:
+            self._process = _start(command, log, self._environment)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def outcome(self) -> dict[str, Any]:
+        """Waits for the end and returns what the check found; `error`, `hint` and `log` where it found nothing."""
+        try:
+            self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._end()
+            return self._failure(f"no result within {self._limit_s:g} s")
+        try:
+            outcome: dict[str, Any] = json.loads(self._outcome.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return self._failure(f"ended with exit code {self._process.returncode}")
+        return outcome
+
+    def _failure(self, what: str) -> dict[str, Any]:
+        lines = [line.rstrip() for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        lines = [line for line in lines if line]
+        # The launcher names the rank that failed first; elsewhere the last line is the exception.
+        named = [line for line in lines if re.match(r"unsloth_multigpu: rank \d", line)]
+        reason = (named or lines[-1:] or ["it printed nothing"])[0]
+        return {"error": f"{what}: {reason}", "log": lines[-_LOG_LINES:]}
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            # The launcher ends its ranks on SIGTERM; they also die with it.
+            os.killpg(self._process.pid, signal.SIGTERM)
+            try:
+                self._process.wait(_TERMINATE_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+def leave_outcome(measure: Callable[[], Mapping[str, Any]]) -> None:
+    """The main function of a probe: writes what `measure` returns, or its error, to the file named on the command."""
+    file = Path(sys.argv[1])
+    os.chdir(file.parent)
+    try:
+        outcome = measure()
+    except MultiGPUError as error:
+        outcome = {"error": str(error.args[0]), "hint": error.hint}
+    # Renamed when it is whole: a process that is ended while it writes leaves nothing.
+    partial = file.with_suffix(".part")
+    partial.write_text(json.dumps(outcome), encoding="utf-8")
+    partial.replace(file)
+
+
+def _start(command: list[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # A group of its own: Ctrl-C reaches this process, which then ends the probe and what the probe started.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )

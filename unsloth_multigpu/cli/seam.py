@@ -1,0 +1,173 @@
+"""Probe: every function of another library that this package steers, and whether each patch lands."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.patching import Patch, PatchRegistry
+from unsloth_multigpu.versions import check_version
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.core.manager import DDPManager
+
+# In the order of a user's script: Unsloth changes the others and asks to be imported first.
+_LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")
+# These load at once what they use on this kind of machine. Their other modules are for another kind, and would change
+# the libraries around them for it.
+_EAGER = ("unsloth", "unsloth_zoo")
+# What imports of large libraries end with; a crash of the whole probe is told by its parent.
+_IMPORT_ERRORS = (
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    NameError,
+    OSError,
+    SyntaxError,
+)
+
+
+def all_patches() -> list[Patch]:
+    """Every patch of a rank on a GPU, whatever this machine has; they are meant to land and not to be called."""
+    from unsloth_multigpu.hooks.datasets import dataset_patches
+    from unsloth_multigpu.hooks.saving import saving_patches
+    from unsloth_multigpu.hooks.trainer import trainer_patches
+    from unsloth_multigpu.hooks.unsloth import placement_patches
+
+    return [
+        *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run),
+        *placement_patches("cuda", 0),
+        *saving_patches(0, _not_in_a_run),
+        *dataset_patches(None, _not_in_a_run),
+    ]
+
+
+def seams_markdown() -> str:
+    """The page `docs/seams.md`. The same on every machine."""
+    lines = [
+        "<!-- Generated: unsloth-multigpu doctor --seams > docs/seams.md -->",
+        "# Seams",
+        "",
+        "Every function of another library that this package steers. `unsloth-multigpu doctor` tells whether each patch",
+        "lands on your machine. Required: where the function is missing, the script ends with an error; the others are",
+        "passed over, since some of the supported versions do not have them.",
+        "",
+        "| Target | Supported | Required | Reason |",
+        "|---|---|---|---|",
+    ]
+    for patch in all_patches():
+        required = "no" if patch.optional else "yes"
+        lines.append(f"| `{patch.target}` | `{patch.supports}` | {required} | {patch.reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:
+    """Applies the patches and imports what they aim at, as a user's script does.
+
+    Args:
+        patches: Each is also tried alone first, so that one that cannot be applied does not hide the others.
+        libraries: Imported first, in this order, where they are installed.
+
+    Returns:
+        `imports` = library -> "" or its error; `seams` = one dictionary per patch with its `state`, `error` and
+        `hint`; `verify` = "" or the error of the check that stands before each training.
+    """
+    refused = {patch.target: error for patch in patches if (error := _refusal(patch))}
+    registry = PatchRegistry(patch for patch in patches if patch.target not in refused)
+    registry.apply()
+    installed = [name for name in libraries if check_version(name).installed is not None]
+    imports = _import_all(installed)
+    modules = _import_all(_modules_to_import(registry))
+    states = {row.target: row.state for row in registry.rows()}
+    seams = []
+    for patch in patches:
+        error = refused.get(patch.target)
+        if states.get(patch.target) == "waiting for import":
+            error = modules.get(patch.target.partition(":")[0])
+        seams.append(
+            {
+                "target": patch.target,
+                "supports": patch.supports,
+                "reason": patch.reason,
+                "optional": patch.optional,
+                "state": states.get(patch.target, "refused"),
+                "is_misfit": isinstance(error, MultiGPUError),
+                **_told(error),
+            }
+        )
+    return {
+        "imports": {name: _told(error)["error"] for name, error in imports.items()},
+        "seams": seams,
+        "verify": _told(_verify(registry))["error"],
+    }
+
+
+def main() -> None:
+    """`python -m unsloth_multigpu.cli.seam OUTCOME.json`."""
+    from unsloth_multigpu.cli.probe import leave_outcome
+
+    leave_outcome(lambda: try_seams(all_patches()))
+
+
+def _not_in_a_run(*args: Any) -> DDPManager:
+    raise SetupError("A patch that was only tried out was called.", hint="Start a training with enable_multi_gpu().")
+
+
+def _refusal(patch: Patch) -> MultiGPUError | None:
+    alone = PatchRegistry([patch])
+    try:
+        alone.apply()
+    except MultiGPUError as error:
+        return error
+    alone.undo()
+    return None
+
+
+def _modules_to_import(registry: PatchRegistry) -> list[str]:
+    waiting = [row.target.partition(":")[0] for row in registry.rows() if row.state == "waiting for import"]
+    return [name for name in dict.fromkeys(waiting) if name.partition(".")[0] not in _EAGER]
+
+
+def _import_all(modules: Iterable[str]) -> dict[str, BaseException | None]:
+    errors: dict[str, BaseException | None] = {}
+    for name in modules:
+        try:
+            importlib.import_module(name)
+            errors[name] = None
+        except _IMPORT_ERRORS as error:
+            errors[name] = _root_of(error)
+    return errors
+
+
+def _root_of(error: BaseException) -> BaseException:
+    """Our own error where it is behind another one: lazy packages turn what happens inside into an ImportError."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, MultiGPUError):
+        link = link.__cause__ or link.__context__
+    return link or error
+
+
+def _verify(registry: PatchRegistry) -> MultiGPUError | None:
+    try:
+        registry.verify()
+    except MultiGPUError as error:
+        return error
+    return None
+
+
+def _told(error: BaseException | None) -> dict[str, str]:
+    if error is None:
+        return {"error": "", "hint": ""}
+    if isinstance(error, MultiGPUError):
+        return {"error": str(error.args[0]), "hint": error.hint}
+    return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "hint": ""}
+
+
+if __name__ == "__main__":
+    main()
