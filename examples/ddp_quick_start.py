@@ -179,7 +179,6 @@ def compare() -> bool:
   gradient norm of the last step  {norms[-1][0]:12.6f}{norms[-1][1]:13.6f}
   largest relative difference:  gradient norm of a step {max(norm_errors):.1e}, adapter matrix {max(adapter_errors):.1e}
   {verdict}: rounding explains up to {bound:.0e} in {many["precision"]}.
-  Output of the other ranks: {ump.get_multi_gpu_status().log_dir}/rank_N.log
 """)
     return agrees
 

@@ -54,6 +54,4 @@ trainer.train()
 model.save_pretrained("outputs/dpo/adapter")
 
 margins = [row["rewards/margins"] for row in trainer.state.log_history if "rewards/margins" in row]
-print(
-    f"{trainer.args.world_size} ranks. Margin of the right order: {margins[0]:.3f} at first, {margins[-1]:.3f} at last"
-)
+print(f"{trainer.args.world_size} ranks. Margin of right order: {margins[0]:.3f} at first, {margins[-1]:.3f} at last")

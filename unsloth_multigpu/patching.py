@@ -158,6 +158,11 @@ class _Seam:
         self.installed: Any = None
         self.function: Any = None  # `installed` without its staticmethod or classmethod.
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `datasets` hashes what a mapped function holds, down to methods of a tokenizer that we wrap. Seen from there
+        # a patch is its name: the hash must neither fail nor differ from rank to rank.
+        return str, (self.patch.target,)
+
     def check_installed(self) -> None:
         row = check_version(self.patch.supports)
         if row.installed is None:

@@ -114,6 +114,8 @@ def _claim_device(session: Session) -> str:
         torch.accelerator.set_device_index(device.index)
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
+        # accelerate would call the device "cpu:0", a place to which torch.load cannot restore a checkpoint.
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     return device.type
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,25 @@ def test_too_few_samples_for_the_ranks_is_an_error_with_a_hint(tmp_path):
     assert run.code == 64
     assert "An optimizer step of 1 sample(s) cannot be shared by 2 ranks." in run.err
     assert "Hint: Raise per_device_train_batch_size" in run.err
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no right to mount a small file system")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_full_disk_while_saving_ends_the_run(tmp_path, small_disk):
+    run = finish(train(tmp_path, "--save-in", small_disk))
+    assert run.code == 1
+    assert "No space left on device" in run.err
+    assert "unsloth_multigpu: rank 0 failed" in run.err
+    assert_nothing_is_left(tmp_path)
 
 
 def test_two_jobs_at_once_do_not_meet(tmp_path):

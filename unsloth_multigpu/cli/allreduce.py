@@ -24,7 +24,6 @@ _CPU_ELEMENTS = 16 * 2**20 // _ELEMENT_BYTES
 _NUM_ROUNDS = 5
 # Below 2^16, so that the sum over up to 254 ranks stays within 32 bits.
 _MODULUS = 65521
-_FILE_VARIABLE = "DOCTOR_OUTCOME"
 
 
 def time_all_reduce(num_elements: int, device: torch.device) -> tuple[int, float]:
@@ -54,16 +53,20 @@ def time_all_reduce(num_elements: int, device: torch.device) -> tuple[int, float
 
 
 def _measure_in_rank() -> None:
+    import torch
     import torch.distributed as dist
 
     from unsloth_multigpu.core.manager import DDPManager, local_device
-    from unsloth_multigpu.plugin import enable_multi_gpu
+    from unsloth_multigpu.launch.rank import enter_rank
 
-    enable_multi_gpu()
+    # Not enable_multi_gpu(): a library in a wrong version is another row, and says nothing about the network.
     config, identity = MultiGPUConfig.resolve({}), read_identity(os.environ) or SINGLE_PROCESS
+    enter_rank(identity)
+    device = local_device(identity, config)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
     manager = DDPManager(identity, config)
     manager.open_group()
-    device = local_device(identity, config)
     num_elements = _CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS
     mine = time_all_reduce(num_elements, device)
     # By the store: the network that is tested must not carry the verdict on it.
@@ -80,7 +83,7 @@ def _measure_in_rank() -> None:
             "algorithm_gb_per_s": num_bytes / slowest_s / 1e9,
             "num_wrong_by_rank": [wrong for wrong, _ in verdicts],
         }
-        Path(os.environ[_FILE_VARIABLE]).write_text(json.dumps(outcome), encoding="utf-8")
+        Path(sys.argv[1]).write_text(json.dumps(outcome), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -92,16 +95,15 @@ def _supervise_ranks() -> dict[str, Any]:
     if config.num_gpus is None and (config.device == "cpu" or visible_accelerators()[1] == 0):
         config = dataclasses.replace(config, num_gpus=DEFAULT_CPU_RANKS)
     num_ranks = ranks_to_start(config)
-    os.environ[_FILE_VARIABLE] = sys.argv[1]
-    supervise([sys.executable, "-m", "unsloth_multigpu.cli.allreduce", "rank"], config, num_ranks)
+    supervise([sys.executable, "-m", "unsloth_multigpu.cli.allreduce", sys.argv[1], "rank"], config, num_ranks)
     return {}
 
 
 def main() -> None:
-    """`python -m unsloth_multigpu.cli.allreduce OUTCOME.json`; the ranks have `rank` in place of the file."""
+    """`python -m unsloth_multigpu.cli.allreduce OUTCOME.json`; the ranks have `rank` as a second argument."""
     from unsloth_multigpu.cli.probe import leave_outcome
 
-    if sys.argv[1] == "rank":
+    if sys.argv[2:] == ["rank"]:
         _measure_in_rank()
     else:
         leave_outcome(_supervise_ranks)

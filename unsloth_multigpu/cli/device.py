@@ -98,8 +98,8 @@ def _has_peer_access(source: torch.device, target: torch.device) -> bool | None:
 
     if source.type != "cuda" or target.type != "cuda":
         return None
-    # The copy is done by the card that is written to or by the one that is read; torch asks for both ways as well.
-    return torch.cuda.can_device_access_peer(target, source)
+    # In the order in which torch asks before it copies.
+    return torch.cuda.can_device_access_peer(source, target)
 
 
 def _describe(kind: str, index: int) -> dict[str, Any]:

@@ -20,25 +20,25 @@ _LOG_LINES = 15
 
 
 class Probe:
-    """Runs `python -m unsloth_multigpu.cli.<name> FILE`, which leaves its outcome as JSON in FILE.
+    """Runs `python -m <module> FILE`, which leaves its outcome as JSON in FILE.
 
     Args:
-        name: The module.
+        module: A module whose main function is `leave_outcome`.
         folder: Where its outcome and its output go; it also works there, since libraries leave caches behind.
         limit_s: It is ended so many seconds after its start.
         environment: Variables in addition to this process's.
     """
 
-    def __init__(self, name: str, folder: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
-        self._name = name
-        self._outcome = folder / f"{name}.json"
-        self._log = folder / f"{name}.log"
+    def __init__(self, module: str, folder: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
+        self._module = module
+        self._outcome = folder / f"{module}.json"
+        self._log = folder / f"{module}.log"
         self._limit_s = limit_s
         self._environment = {**os.environ, **(environment or {})}
 
     def __enter__(self) -> Probe:
         self._deadline = time.monotonic() + self._limit_s
-        command = [sys.executable, "-m", f"unsloth_multigpu.cli.{self._name}", str(self._outcome)]
+        command = [sys.executable, "-m", self._module, str(self._outcome)]
         with self._log.open("wb") as log:
             self._process = _start(command, log, self._environment)
         return self
@@ -53,10 +53,10 @@ class Probe:
         except subprocess.TimeoutExpired:
             self._end()
             return self._failure(f"no result within {self._limit_s:g} s")
-        try:
-            outcome: dict[str, Any] = json.loads(self._outcome.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+        # One that crashes after its result has a fault as well.
+        if self._process.returncode != 0 or not self._outcome.exists():
             return self._failure(f"ended with exit code {self._process.returncode}")
+        outcome: dict[str, Any] = json.loads(self._outcome.read_text(encoding="utf-8"))
         return outcome
 
     def _failure(self, what: str) -> dict[str, Any]:

@@ -54,9 +54,9 @@ def seams_markdown() -> str:
         "<!-- Generated: unsloth-multigpu doctor --seams > docs/seams.md -->",
         "# Seams",
         "",
-        "Every function of another library that this package steers. `unsloth-multigpu doctor` tells whether each patch",
-        "lands on your machine. Required: where the function is missing, the script ends with an error; the others are",
-        "passed over, since some of the supported versions do not have them.",
+        "Every function of another library that this package steers. `unsloth-multigpu doctor` tells whether each",
+        "patch lands on your machine. Where a required function is missing, the script ends with an error; the others",
+        "are passed over, since some of the supported versions do not have them.",
         "",
         "| Target | Supported | Required | Reason |",
         "|---|---|---|---|",
@@ -81,29 +81,20 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
     refused = {patch.target: error for patch in patches if (error := _refusal(patch))}
     registry = PatchRegistry(patch for patch in patches if patch.target not in refused)
     registry.apply()
-    installed = [name for name in libraries if check_version(name).installed is not None]
-    imports = _import_all(installed)
+    imports = _import_all(name for name in libraries if check_version(name).installed is not None)
     modules = _import_all(_modules_to_import(registry))
     states = {row.target: row.state for row in registry.rows()}
-    seams = []
-    for patch in patches:
-        error = refused.get(patch.target)
-        if states.get(patch.target) == "waiting for import":
-            error = modules.get(patch.target.partition(":")[0])
-        seams.append(
-            {
-                "target": patch.target,
-                "supports": patch.supports,
-                "reason": patch.reason,
-                "optional": patch.optional,
-                "state": states.get(patch.target, "refused"),
-                "is_misfit": isinstance(error, MultiGPUError),
-                **_told(error),
-            }
-        )
+
+    def describe(patch: Patch) -> dict[str, Any]:
+        state = states.get(patch.target, "refused")
+        in_import = modules.get(patch.target.partition(":")[0]) if state == "waiting for import" else None
+        error = refused.get(patch.target) or in_import
+        shown = {name: getattr(patch, name) for name in ("target", "supports", "reason", "optional")}
+        return {**shown, "state": state, "is_misfit": isinstance(error, MultiGPUError), **_told(error)}
+
     return {
         "imports": {name: _told(error)["error"] for name, error in imports.items()},
-        "seams": seams,
+        "seams": [describe(patch) for patch in patches],
         "verify": _told(_verify(registry))["error"],
     }
 

@@ -98,7 +98,8 @@ class DDPTrainer:
         owner = next(cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls))
         if hasattr(self.trainer.args, "steps_per_generation"):
             return False
-        if owner.__module__.startswith("trl."):
+        # Unsloth writes TRL's trainers anew, in modules of their names.
+        if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
@@ -171,7 +172,7 @@ def _short_hash(value: object) -> str:
 def _progress_callback(events: EventWriter | None) -> Any:
     from transformers import TrainerCallback
 
-    class Progress(TrainerCallback):  # type: ignore[misc]
+    class Progress(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if events is not None:
                 events.mark_step(state.global_step)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import RankTimeoutError
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
+
+logger = get_logger(__name__)
 
 _POLL_S = 0.02
 
@@ -64,9 +68,9 @@ class _MapOrder:
             return original(dataset, *args, **kwargs)
         identity = self._get_manager().identity
         node = f"map/{identity.rank // identity.local_world_size}"
-        key = f"{node}/done/{_call_hash(dataset, function, args, kwargs)}"
-        kwargs = self._with_cache_file(dataset, key, args, kwargs)
         self._num_calls += 1
+        key = f"{node}/done/{_call_hash(dataset, function, args, kwargs) or f'{identity.rank} {self._num_calls}'}"
+        kwargs = self._with_cache_file(dataset, key, args, kwargs)
         if identity.local_rank > 0:
             self._await(key, f"{node}/calls", self._num_calls)
             return original(dataset, *args, **kwargs)
@@ -106,10 +110,15 @@ class _MapOrder:
             time.sleep(_POLL_S)
 
 
-def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _call_hash(dataset: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Equal on all ranks for the same call; None where something in it cannot be hashed."""
     from datasets.fingerprint import Hasher
 
     # The number of processes and the progress bar's text change nothing in the result.
     what = {k: v for k, v in kwargs.items() if k not in ("num_proc", "desc", "function")}
-    parts = (dataset._fingerprint, Hasher.hash(function), Hasher.hash(args[1:]), Hasher.hash(what))
+    try:
+        parts = (dataset._fingerprint, Hasher.hash(function), Hasher.hash(args[1:]), Hasher.hash(what))
+    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+        logger.info("Dataset.map: each rank does its own work, the function cannot be hashed (%s)", error)
+        return None
     return hashlib.blake2b("/".join(parts).encode(), digest_size=16).hexdigest()

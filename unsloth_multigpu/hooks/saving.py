@@ -90,6 +90,10 @@ class SaveGate:
         self._counts: Counter[str] = Counter()
         self._depth = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Unsloth puts guarded savers on the tokenizer, which mapped functions hold and `datasets` hashes.
+        return str, (type(self).__name__,)
+
     def once(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function `(self, path, ...)` that writes `path`: only rank 0 calls it."""
         return self._gated(original, runs_everywhere=False)

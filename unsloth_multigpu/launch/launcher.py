@@ -117,7 +117,7 @@ def rank_environment(num_ranks: int, run_dir: Path, log_dir: Path, environment: 
         "NCCL_SOCKET_IFNAME": "lo",
     }
     return {
-        **{name: value for name, value in defaults.items() if name not in environment},
+        **{name: value for name, value in defaults.items() if not environment.get(name)},
         ENV_RUN_DIR: str(run_dir),
         ENV_RUN_SEED: run_seed,
         ENV_LOG_DIR_OF_RUN: str(log_dir),

@@ -86,14 +86,20 @@ def main() -> None:
     from unsloth_multigpu.plugin import enable_multi_gpu
 
     enable_multi_gpu()
-    if is_module or is_archive:
-        # What the interpreter itself calls for -m; it runs the module in sys.modules["__main__"].
-        run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
-        run_as_main(sys.argv[0] if is_module else "__main__", alter_argv=is_module)
-    else:
-        loader = SourceFileLoader("__main__", path)
-        vars(program).update(__file__=path, __loader__=loader)
-        exec(loader.source_to_code(loader.get_data(path), path), vars(program))
+    try:
+        if is_module or is_archive:
+            # What the interpreter itself calls for -m; it runs the module in sys.modules["__main__"].
+            run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined]
+            run_as_main(sys.argv[0] if is_module else "__main__", alter_argv=is_module)
+        else:
+            loader = SourceFileLoader("__main__", path)
+            vars(program).update(__file__=path, __loader__=loader)
+            exec(loader.source_to_code(loader.get_data(path), path), vars(program))
+    except Exception as error:
+        # As the interpreter ends a program, without the frames below the program's own.
+        traceback = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

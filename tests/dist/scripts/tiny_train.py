@@ -17,6 +17,7 @@ parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accumulation", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--fault", default="", help="kind@rank:step")
+parser.add_argument("--save-in", default="", help="folder for a checkpoint after every step")
 parser.add_argument("--out", default="")
 args = parser.parse_args()
 
@@ -88,12 +89,13 @@ model = LlamaForCausalLM(
 trainer = Trainer(
     model=model,
     args=TrainingArguments(
-        "checkpoints",
+        args.save_in or "checkpoints",
         per_device_train_batch_size=args.batch_size,
         gradient_accumulation_steps=args.accumulation,
         num_train_epochs=args.epochs,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if args.save_in else "no",
+        save_steps=1,
         learning_rate=1e-3,
         report_to=[],
         remove_unused_columns=False,

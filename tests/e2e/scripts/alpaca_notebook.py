@@ -83,6 +83,7 @@ trainer = SFTTrainer(
         seed=3407,
         output_dir="outputs",
         save_steps=4,
+        bf16=False,
         report_to="none",
     ),
 )

@@ -1,0 +1,133 @@
+"""Feeds a plain Trainer from every kind of data source and writes which samples each step saw. Usage: data.py N OUT"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
+
+import datasets  # noqa: E402
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+rank = int(os.environ.get("RANK", "0"))
+out = Path(sys.argv[2])
+ROWS = [{"input_ids": [1 + i, *range(2, 3 + i * 7 % 13)]} for i in range(22)]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+
+def collate(rows):
+    length = max(len(r["input_ids"]) for r in rows)
+    ids = torch.tensor([r["input_ids"] + [0] * (length - len(r["input_ids"])) for r in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+class OwnLoader(Trainer):
+    """A user's trainer with a sampler of its own that draws from the global random state."""
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SubsetRandomSampler(range(len(ROWS)))
+
+
+class MeanLoss(Trainer):
+    """A user's trainer whose loss is a mean over rows, although the model takes loss arguments."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        mask = inputs["attention_mask"]
+        loss = ((logits.float().logsumexp(-1) * mask).sum(1) / mask.sum(1)).mean()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class OwnTokenLoss(Trainer):
+    """A user's trainer that changes the inputs and leaves the loss to the Trainer."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = {**inputs, "labels": inputs["labels"].clone()}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Record(TrainerCallback):
+    def __init__(self, trainer):
+        self.steps = {}
+        trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
+        self.trainer = trainer
+
+    def note(self, module, positional, named):
+        if module.training and torch.is_grad_enabled():
+            ids = named["input_ids"]
+            labels = named.get("labels", ids)
+            real = [int(row[0]) for row, label in zip(ids, labels, strict=True) if not bool((label == -100).all())]
+            self.steps.setdefault(self.trainer.state.global_step, []).extend(real)
+
+
+def small_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+
+
+def build(name, kind=Trainer, data=None, **settings):
+    settings = {"num_train_epochs": 2, "save_strategy": "no", **settings}
+    args = TrainingArguments(
+        str(out / name),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        **settings,
+    )
+    return kind(model=small_model(), args=args, train_dataset=Rows() if data is None else data, data_collator=collate)
+
+
+def train(name, trainer, **options):
+    record = Record(trainer)
+    trainer.train(**options)
+    log = [h for h in trainer.state.log_history if "grad_norm" in h]
+    facts = {
+        "steps": record.steps,
+        "grad_norm": [h["grad_norm"] for h in log],
+        "loss": [h["loss"] for h in log],
+        "tokens_seen": trainer.state.num_input_tokens_seen,
+        "flos": trainer.state.total_flos,
+        "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],
+    }
+    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
+
+
+train("plain", build("plain", include_num_input_tokens_seen="all"))
+train("seeded", build("seeded", data_seed=5, seed=11))
+train("workers", build("workers", dataloader_num_workers=2, dataloader_prefetch_factor=2))
+train("grouped", build("grouped", train_sampling_strategy="group_by_length"))
+train("sequential", build("sequential", train_sampling_strategy="sequential"))
+train("drop_last", build("drop_last", dataloader_drop_last=True))
+train("own_sampler", build("own_sampler", OwnLoader))
+train("mean_loss", build("mean_loss", MeanLoss))
+train("own_token_loss", build("own_token_loss", OwnTokenLoss))
+train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))
+train("streaming", build("streaming", data=Stream(), max_steps=6))
+hf_stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=3, buffer_size=8)
+train("hf_streaming", build("hf_streaming", data=hf_stream, max_steps=6))
+train("whole", build("whole", save_strategy="steps", save_steps=3))
+train(
+    "resumed",
+    build("whole", save_strategy="steps", save_steps=3),
+    resume_from_checkpoint=str(out / "whole/checkpoint-3"),
+)

@@ -1,0 +1,91 @@
+"""Saves, reads back, maps and plots on every rank, and writes what each rank saw. Usage: once.py MODEL OUT"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu(num_gpus=2)
+
+import datasets  # noqa: E402
+import torch  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments  # noqa: E402
+
+model_dir, out = sys.argv[1], Path(sys.argv[2])
+rank = int(os.environ["RANK"])
+facts = {}
+calls = []
+
+
+def note(name, value):
+    facts[name] = value
+
+
+# Before there is a process group.
+tokenizer = AutoTokenizer.from_pretrained(model_dir)
+note("tokenizer_files", [Path(f).name for f in tokenizer.save_pretrained("early")])
+note("tokenizer_reads_back", AutoTokenizer.from_pretrained("early").vocab_size)
+
+
+def slow_length(row):
+    calls.append(row["text"])
+    return {"length": len(row["text"])}
+
+
+memory = datasets.Dataset.from_dict({"text": ["a" * i for i in range(50)]}).map(slow_length)
+note("in_memory_calls", len(calls))
+note("in_memory_lengths", memory["length"][:5])
+calls.clear()
+datasets.Dataset.from_dict({"text": ["b" * i for i in range(40)]}).save_to_disk("on_disk")
+stored = datasets.load_from_disk("on_disk").map(slow_length)
+note("on_disk_calls", len(calls))
+note("filtered", len(stored.filter(lambda row: row["length"] % 2 == 0)))
+calls.clear()
+# A call that only rank 0 makes, and then one that all make.
+if rank == 0:
+    memory.map(lambda row: {"only": 0})
+note("after_lonely_call", memory.map(lambda row: {"twice": row["length"] * 2})["twice"][:4])
+
+torch.manual_seed(100 + rank)  # New LoRA weights that differ per rank.
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), LoraConfig(r=4, target_modules=["q_proj"]))
+rows = [{"input_ids": torch.arange(3, 12), "labels": torch.arange(3, 12)} for _ in range(8)]
+args = TrainingArguments(
+    "checkpoints", per_device_train_batch_size=4, max_steps=2, save_steps=1, report_to=[], disable_tqdm=True
+)
+trainer = Trainer(model=model, args=args, train_dataset=rows)
+dropout_masks = []
+model.register_forward_hook(lambda *_: dropout_masks.append(float(torch.rand(()))))
+trainer.train()
+note("drawn_while_training", dropout_masks)
+note("weights", sum(float(p.double().sum()) for p in model.parameters() if p.requires_grad))
+
+model.save_pretrained("adapter")
+note("adapter_files", sorted(os.listdir("adapter")))
+note("adapter_config", json.loads(Path("adapter/adapter_config.json").read_text())["r"])
+trainer.save_model("final")
+note("final_files", sorted(os.listdir("final")))
+again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), "final")
+note("reloaded", sum(float(p.double().sum()) for n, p in again.named_parameters() if "lora_" in n))
+model.merge_and_unload().save_pretrained("merged")
+note("merged_parameters", AutoModelForCausalLM.from_pretrained("merged").num_parameters())
+note("checkpoint_files", sorted(os.listdir("checkpoints/checkpoint-2")))
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+plt.plot([1, 2])
+plt.savefig("loss.png")
+note("plot_bytes", Path("loss.png").stat().st_size > 0)
+note("status", [ump.get_multi_gpu_status().rank, ump.get_multi_gpu_status().report.num_samples])
+note("not_landed", [r.target for r in ump.get_multi_gpu_status().patches if r.state != "landed"])
+note("wandb_mode", os.environ.get("WANDB_MODE"))
+
+patched = (vars(Trainer)["train"], vars(PeftModel)["save_pretrained"])
+ump.disable_multi_gpu()
+note(
+    "disabled",
+    [vars(Trainer)["train"] is patched[0].__wrapped__, vars(PeftModel)["save_pretrained"] is patched[1].__wrapped__],
+)
+(out / f"once_{rank}.json").write_text(json.dumps(facts))

@@ -1,0 +1,31 @@
+"""Says who it is after the line, and adds up the ranks over the process group. Usage: whoami.py OUT [arguments]"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+status = ump.get_multi_gpu_status()
+total = torch.tensor([float(status.rank + 1)])
+if status.world_size > 1:
+    dist.init_process_group("gloo")
+    dist.all_reduce(total)
+facts = {
+    "rank": status.rank,
+    "local_rank": status.local_rank,
+    "world_size": status.world_size,
+    "launcher": status.launcher,
+    "total": float(total),
+    "arguments": sys.argv[2:],
+    "name": __name__,
+    "flags": [sys.flags.dev_mode, sys.flags.optimize],
+    "threads": os.environ.get("OMP_NUM_THREADS"),
+}
+(Path(sys.argv[1]) / f"rank_{status.rank}.json").write_text(json.dumps(facts))

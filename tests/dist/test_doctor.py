@@ -1,0 +1,108 @@
+"""`unsloth-multigpu doctor` on this machine, as it is and with planted faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.helpers.run import finish, orphans, run_python, start, wait_until
+from unsloth_multigpu.cli.probe import Probe
+from unsloth_multigpu.versions import SUPPORTED
+
+DOCTOR = ["-m", "unsloth_multigpu.cli.main", "doctor"]
+# Read by every Python that starts with this folder in PYTHONPATH.
+FAULT = """
+import os, time
+from wrapt import register_post_import_hook
+
+def plant(dist):
+    original = dist.all_reduce
+    def all_reduce(tensor, *args, **kwargs):
+        if FAULT == "stuck":
+            time.sleep(600)
+        original(tensor, *args, **kwargs)
+        tensor[7] += 1
+    dist.all_reduce = all_reduce
+
+if os.environ.get("RANK") == "1":
+    register_post_import_hook(plant, "torch.distributed")
+"""
+
+
+def plant_fault(folder, fault) -> dict[str, str]:
+    """Variables under which rank 1 of the all-reduce has the fault."""
+    (folder / "sitecustomize.py").write_text(f"FAULT = {fault!r}\n{FAULT}")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@pytest.mark.slow
+def test_doctor_finds_this_machine_ready(tmp_path):
+    run = run_python([*DOCTOR, "--json"], tmp_path)
+    result = json.loads(run.out)
+    assert [row for row in result["rows"] if row["state"] == "FAIL"] == []
+    assert result["ok"] is True
+    assert run.code == 0
+    assert run.err == ""
+    rows = {(row["section"], row["name"]): row for row in result["rows"]}
+    assert all(("versions", name) in rows for name in SUPPORTED)
+    (reduced,) = (row["facts"] for row in result["rows"] if row["section"] == "all-reduce")
+    assert set(reduced["num_wrong_by_rank"]) == {0}
+    assert reduced["algorithm_gb_per_s"] > 0
+    if reduced["device"] == "cpu":
+        assert (reduced["num_ranks"], reduced["backend"]) == (2, "gloo")
+    assert rows["imports", "transformers"]["state"] == "ok"
+    assert rows["seams", "transformers.trainer:Trainer.train"]["text"] == "landed (transformers>=4.57,<6)"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_doctor_finds_every_planted_fault(tmp_path):
+    variables = plant_fault(tmp_path, "wrong sum")
+    old = tmp_path / "peft-0.1.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.1.0\n")
+    run = run_python([*DOCTOR, "--num-gpus", "2"], tmp_path, {**variables, "UNSLOTH_MULTIGPU_DEVICE": "cpu"})
+    assert run.code == 1, run.out
+    failed = [line.strip() for line in run.out.splitlines() if line.startswith("  FAIL")]
+    assert any(line.startswith("FAIL  peft  ") and "0.1.0 (>=0.18)" in line for line in failed), run.out
+    assert any("wrong sums, by rank [0, 1]" in line for line in failed), run.out
+    assert any("peft.peft_model:PeftModel.save_pretrained" in line and "is known for >=0.18" in line for line in failed)
+    assert run.out.count("Hint: ") >= len(failed)
+    assert f"{len(failed)} failed" in run.out.splitlines()[-1]
+    assert "ok    transformers.trainer:Trainer.train" in run.out
+
+
+def test_stuck_all_reduce_names_its_rank(tmp_path):
+    options = {"LOG_DIR": str(tmp_path / "logs"), "TIMEOUT_S": "3", "NUM_GPUS": "2", "DEVICE": "cpu"}
+    variables = {**plant_fault(tmp_path, "stuck"), **{f"UNSLOTH_MULTIGPU_{n}": v for n, v in options.items()}}
+    with Probe("unsloth_multigpu.cli.allreduce", tmp_path, 120.0, variables) as probe:
+        outcome = probe.outcome()
+    # Rank 0, which waits for rank 1, is the one that notices.
+    assert "unsloth_multigpu: rank 0 failed before the first step: RuntimeError: " in outcome["error"], outcome
+    assert "imed out" in outcome["error"], outcome
+    assert orphans(str(tmp_path)) == []
+
+
+def test_ended_all_reduce_leaves_no_rank(tmp_path):
+    variables = {**plant_fault(tmp_path, "stuck"), "UNSLOTH_MULTIGPU_LOG_DIR": str(tmp_path / "logs")}
+    began = time.monotonic()
+    with Probe("unsloth_multigpu.cli.allreduce", tmp_path, 20.0, variables) as probe:
+        outcome = probe.outcome()
+    assert outcome["error"].startswith("no result within 20 s")
+    assert time.monotonic() - began < 35
+    assert orphans(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_stopped_doctor_leaves_no_process(tmp_path, number, code):
+    process = start(DOCTOR, tmp_path, {"TMPDIR": str(tmp_path)})
+    wait_until(lambda: len(orphans(str(tmp_path))) >= 2, 60, "two probes")
+    process.send_signal(number)
+    run = finish(process, 30)
+    assert (run.code, run.out, run.err) == (code, "", "")
+    assert orphans(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []

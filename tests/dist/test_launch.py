@@ -1,0 +1,146 @@
+"""Every way to start: our own from each form of the command, and joining ranks that another launcher started."""
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import finish, run_python, start
+
+SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
+ARGUMENTS = ["--n", "two words", "$HOME", "${local_rank}", "a'b\"c"]
+
+
+def facts(folder, num_ranks=2):
+    found = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)]
+    assert [f["rank"] for f in found] == list(range(num_ranks))
+    assert all(f["total"] == sum(range(1, num_ranks + 1)) for f in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        [SCRIPT],
+        ["-X", "dev", "-W", "ignore", "-O", SCRIPT],
+        ["-m", "whoami"],
+        ["-c", "import runpy, sys; sys.argv[0] = 'whoami.py'; runpy.run_path('whoami.py', run_name='__main__')"],
+    ],
+    ids=["script", "interpreter_options", "module", "command"],
+)
+def test_command_is_started_again_as_it_was(tmp_path, form):
+    shutil.copy(SCRIPT, tmp_path)
+    run = run_python([*form, tmp_path, *ARGUMENTS], cwd=tmp_path, env={"UNSLOTH_MULTIGPU_NUM_GPUS": "2"})
+    assert run.code == 0, run.err
+    for rank in facts(tmp_path):
+        assert rank["arguments"] == ARGUMENTS
+        assert rank["name"] == "__main__"
+        assert rank["launcher"] == "unsloth_multigpu"
+        assert rank["flags"] == ([True, 1] if "-X" in form else [False, 0])
+
+
+def test_threads_are_shared_out(tmp_path):
+    run = finish(start([SCRIPT, tmp_path], tmp_path, {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", "OMP_NUM_THREADS": ""}))
+    assert run.code == 0, run.err
+    expected = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert [f["threads"] for f in facts(tmp_path)] == [expected] * 2
+
+
+def test_script_from_standard_input_is_refused(tmp_path):
+    text = "import unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\n"
+    (tmp_path / "piped").write_text(text)
+    with (tmp_path / "piped").open() as piped:
+        run = finish(start(["-"], tmp_path, stdin=piped))
+    assert run.code == 1
+    assert "cannot start this program again: it was typed at a prompt or piped into Python" in run.err
+
+
+def test_one_process_without_accelerators_runs_here(tmp_path):
+    run = run_python([SCRIPT, tmp_path], cwd=tmp_path)
+    assert run.code == 0, run.err
+    assert facts(tmp_path, 1)[0]["launcher"] == "none"
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("program", ["torchrun", "accelerate"])
+def test_ranks_of_torchrun_are_joined(tmp_path, program):
+    module = {
+        "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
+        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
+    }[program]
+    run = run_python(["-m", *module, SCRIPT, tmp_path], cwd=tmp_path)
+    assert run.code == 0, run.err
+    assert {f["launcher"] for f in facts(tmp_path)} == {"torchrun"}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def slurm(rank, port):
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def openmpi(rank, port):
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    sizes = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return {**dict.fromkeys(names, str(rank)), **dict.fromkeys(sizes, "2"), "MASTER_PORT": str(port)}
+
+
+@pytest.mark.parametrize(("launcher", "variables"), [("slurm", slurm), ("openmpi", openmpi)])
+def test_ranks_of_other_launchers_are_joined(tmp_path, launcher, variables):
+    port = free_port()
+    processes = [start([SCRIPT, tmp_path], tmp_path, variables(rank, port)) for rank in (0, 1)]
+    runs = [finish(p) for p in processes]
+    assert [r.code for r in runs] == [0, 0], runs[0].err + runs[1].err
+    assert {f["launcher"] for f in facts(tmp_path)} == {launcher}
+
+
+def test_other_number_of_ranks_than_asked_is_refused(tmp_path):
+    variables = {**slurm(0, free_port()), "UNSLOTH_MULTIGPU_NUM_GPUS": "4"}
+    run = run_python([SCRIPT, tmp_path], cwd=tmp_path, env=variables)
+    assert run.code == 1
+    assert "num_gpus=4, but slurm started 2 rank(s) here." in run.err
+
+
+def test_work_before_the_line_is_named(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text("import transformers\nimport unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\n")
+    run = run_python([script], cwd=tmp_path)
+    assert run.code == 0, run.err
+    assert "of work (imported: transformers), which each of the 2 ranks does again" in run.err
+
+
+def test_exit_code_of_all_ranks_is_passed_on(tmp_path):
+    script = tmp_path / "three.py"
+    script.write_text("import sys\nimport unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\nsys.exit(3)\n")
+    run = run_python([script], cwd=tmp_path)
+    assert run.code == 3
+    assert "exited with code 3" in run.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "num_steps"),
+    [("GLOBAL_BATCH", "scale", 3), ("BATCH_SIZE_PER_GPU", "3", 4), ("SEED_PER_RANK", "0", 6)],
+)
+def test_batch_options_change_the_number_of_steps(tmp_path, option, value, num_steps):
+    # 24 rows in batches of 4: six steps of one process.
+    script = Path(__file__).parent / "scripts" / "tiny_train.py"
+    run = run_python([script, "--out", "log.json"], cwd=tmp_path, env={f"UNSLOTH_MULTIGPU_{option}": value})
+    assert run.code == 0, run.err
+    log = json.loads((tmp_path / "log.json").read_text())["log"]
+    assert log[-1]["step"] == num_steps

@@ -1,0 +1,79 @@
+"""Side effects happen once: files, data sets, plots; and what every rank must have alike."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import ROOT, run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "once.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from tiny_model import build_tiny
+    finally:
+        sys.path.pop(0)
+    path = tmp_path_factory.mktemp("once")
+    build_tiny(path / "model")
+    run = run_python([SCRIPT, path / "model", path], cwd=path)
+    assert run.code == 0, run.err
+    return [json.loads((path / f"once_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        "tokenizer_files",
+        "tokenizer_reads_back",
+        "adapter_files",
+        "adapter_config",
+        "final_files",
+        "reloaded",
+        "merged_parameters",
+        "plot_bytes",
+        "in_memory_lengths",
+        "filtered",
+        "weights",
+    ],
+)
+def test_every_rank_reads_what_rank_0_wrote(ranks, fact):
+    assert ranks[0][fact]
+    assert ranks[1][fact] == ranks[0][fact]
+
+
+def test_data_set_is_processed_on_one_rank(ranks):
+    assert [r["in_memory_calls"] for r in ranks] == [50, 0]
+    assert [r["on_disk_calls"] for r in ranks] == [40, 0]
+
+
+def test_call_of_rank_0_alone_does_not_shift_the_others(ranks):
+    assert [r["after_lonely_call"] for r in ranks] == [[0, 2, 4, 6]] * 2
+
+
+def test_new_adapter_weights_are_those_of_rank_0(ranks):
+    assert ranks[0]["weights"] == ranks[1]["weights"] == ranks[0]["reloaded"]
+
+
+def test_ranks_draw_different_random_numbers_while_training(ranks):
+    assert not set(ranks[0]["drawn_while_training"]) & set(ranks[1]["drawn_while_training"])
+
+
+def test_checkpoint_holds_the_random_state_of_each_rank(ranks):
+    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= set(ranks[0]["checkpoint_files"])
+
+
+def test_status_tells_rank_and_samples(ranks):
+    assert [r["status"] for r in ranks] == [[0, 8], [1, 8]]
+
+
+def test_tracker_is_off_above_rank_0(ranks):
+    assert [r["wandb_mode"] for r in ranks] == [None, "disabled"]
+
+
+def test_disable_puts_the_originals_back(ranks):
+    assert [r["disabled"] for r in ranks] == [[True, True]] * 2

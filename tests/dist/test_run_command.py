@@ -1,0 +1,143 @@
+"""`unsloth-multigpu run`: a script without the line sees what it sees under plain Python, on every rank."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import run_python
+
+RUN = ["-m", "unsloth_multigpu.cli.main", "run"]
+ARGUMENTS = ["--num-gpus", "7", "-h", "--", "a b", "$HOME", ""]
+
+# What a program can see of the way in which it was started. It draws on a spawned worker, which imports it again.
+FACTS = """
+import json, multiprocessing, os, pickle, sys, threading
+
+class Thing:
+    def __eq__(self, other):
+        return isinstance(other, Thing)
+
+def add_rank(number):
+    return number + 100
+
+def facts():
+    main = sys.modules["__main__"]
+    return {
+        "argv": sys.argv,
+        "name": __name__,
+        "file": __file__,
+        "package": __package__,
+        "spec": __spec__ and __spec__.name,
+        "loader": type(__loader__).__name__,
+        "path": sys.path,
+        "globals": sorted(globals()),
+        "builtins": type(__builtins__).__name__,
+        "is_main": vars(main) is globals(),
+        "pickled": pickle.loads(pickle.dumps(Thing())) == Thing(),
+    }
+
+def write(found):
+    name = f"facts_{os.environ.get('RANK', '0')}.json"
+    with open(os.path.join(sys.argv[1], name), "w") as file:
+        json.dump(found, file)
+
+if __name__ == "__main__":
+    found = facts()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found["spawned"] = pool.map(add_rank, [1])
+
+    def late():
+        threading.main_thread().join()
+        # The program's last line is behind us.
+        found["late_pickle"] = pickle.loads(pickle.dumps(Thing())) == Thing()
+        write(found)
+
+    threading.Thread(target=late).start()
+"""
+
+
+def facts_of(folder: Path, rank: int) -> dict:
+    return json.loads((folder / f"facts_{rank}.json").read_text())
+
+
+@pytest.fixture
+def program(tmp_path):
+    """A folder with the program as script, in a sub-folder, as a module and behind a link."""
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("")
+    (tmp_path / "pkg" / "neighbour.py").write_text("")
+    (tmp_path / "pkg" / "train.py").write_text("from . import neighbour\n" + FACTS)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text(FACTS)
+    (tmp_path / "link.py").symlink_to(Path("sub") / "train.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "form"),
+    [(1, ["sub/train.py"]), (2, ["sub/train.py"]), (2, ["link.py"]), (2, ["-m", "pkg.train"])],
+    ids=["one_rank", "script", "link", "module"],
+)
+def test_program_sees_what_plain_python_shows(program, num_ranks, form):
+    plain, ours = program / "plain", program / "ours"
+    plain.mkdir()
+    ours.mkdir()
+    assert run_python([*form, plain, *ARGUMENTS], program).code == 0
+    run = run_python([*RUN, "--num-gpus", str(num_ranks), "--device", "cpu", *form, ours, *ARGUMENTS], program)
+    assert run.code == 0, run.err
+    expected = facts_of(plain, 0)
+    assert expected["argv"][2:] == ARGUMENTS
+    assert expected["spawned"] == [101]
+    assert expected["late_pickle"] is True
+    expected["argv"][1] = str(ours)
+    assert [facts_of(ours, rank) for rank in range(num_ranks)] == [expected] * num_ranks
+
+
+def test_script_without_the_line_is_steered_and_may_have_it(tmp_path):
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent("""
+        import sys
+        import unsloth_multigpu as ump
+        before = ump.get_multi_gpu_status()
+        ump.enable_multi_gpu()
+        assert ump.get_multi_gpu_status() == before
+        assert (before.is_enabled, before.world_size, before.launcher) == (True, 2, "unsloth_multigpu")
+        assert (before.config.timeout_s, before.config.seed_per_rank) == (77.0, False)
+        if before.rank == 0:
+            print("steered", before.config.num_gpus, [row.state for row in before.patches][0])
+        """)
+    )
+    options = ["--num-gpus=2", "--device=cpu", "--timeout-s", "77", "--no-seed-per-rank"]
+    run = run_python([*RUN, *options, "train.py"], tmp_path)
+    assert run.code == 0, run.err
+    assert run.out == "steered 2 waiting for import\n"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_exit_code_of_the_script_is_passed_on(tmp_path, num_ranks):
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(3)\n")
+    run = run_python([*RUN, "--num-gpus", str(num_ranks), "--device", "cpu", "train.py"], tmp_path)
+    assert run.code == 3, run.err
+
+
+@pytest.mark.parametrize("form", [["train.py"], ["-m", "train"]], ids=["script", "module"])
+def test_error_is_told_as_plain_python_tells_it(tmp_path, form):
+    code = "import os\nif os.environ.get('RANK', '1') == '1':\n    raise ValueError('rank 1 fell')\n"
+    (tmp_path / "train.py").write_text(code)
+    plain = run_python(form, tmp_path)
+    run = run_python([*RUN, "--num-gpus", "2", "--device", "cpu", *form], tmp_path)
+    assert (run.code, plain.code) == (1, 1)
+    assert plain.err.endswith("ValueError: rank 1 fell\n")
+    assert run.err.count(plain.err) == 1, run.err
+    assert run.err.count("Traceback") == 1, run.err
+    assert "unsloth_multigpu: rank 1 failed before the first step: ValueError: rank 1 fell." in run.err
+
+
+def test_module_that_does_not_exist_is_named(tmp_path):
+    run = run_python([*RUN, "--num-gpus", "1", "-m", "no_such_module"], tmp_path)
+    assert run.code == 1
+    assert run.err.strip().endswith("No module named no_such_module")

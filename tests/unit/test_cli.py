@@ -1,0 +1,416 @@
+"""The command line and the doctor's judgement, without starting ranks."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unsloth_multigpu import start, versions
+from unsloth_multigpu.cli import allreduce, device, doctor, main, probe, seam, verdict
+from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
+from unsloth_multigpu.errors import LaunchError, SetupError
+from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.plugin import enable_multi_gpu
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+class Replaced(BaseException):
+    """Stands for the end of a process that was replaced by another program."""
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Records what `run` would execute, in a folder that has a train.py."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def supervise(command, config, num_ranks):
+        calls.append((command, num_ranks))
+        raise Replaced
+
+    def execv(program, command):
+        assert program == sys.executable
+        calls.append((command, 1))
+        raise Replaced
+
+    monkeypatch.setattr(start, "supervise", supervise)
+    monkeypatch.setattr(start, "ranks_to_start", lambda config: config.num_gpus or 1)
+    monkeypatch.setattr(os, "execv", execv)
+    clean = {n: v for n, v in os.environ.items() if not n.startswith((ENV_PREFIX, "RANK", "WORLD_SIZE"))}
+    with mock.patch.dict(os.environ, clean, clear=True):
+        yield calls
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(Replaced):
+        main.main(["run", *arguments])
+
+
+RANK = [sys.executable, "-m", "unsloth_multigpu.launch.script"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program"),
+    [
+        (["train.py"], ["train.py"]),
+        (["--num-gpus", "3", "train.py", "--num-gpus", "9"], ["train.py", "--num-gpus", "9"]),
+        (["--num-gpus=3", "--", "train.py", "-h"], ["train.py", "-h"]),
+        (["--no-seed-per-rank", "train.py", "--", "--", "-m", "x"], ["train.py", "--", "--", "-m", "x"]),
+        (["--device", "cpu", "-m", "pkg.train", "--version", "run"], ["-m", "pkg.train", "--version", "run"]),
+        (["train.py", "a b", "$HOME", ""], ["train.py", "a b", "$HOME", ""]),
+    ],
+)
+def test_run_leaves_the_arguments_of_the_script_alone(started, arguments, program):
+    run(*arguments)
+    ((command, num_ranks),) = started
+    assert command == [*RANK, *program]
+    assert num_ranks == (3 if "3" in arguments or "--num-gpus=3" in arguments else 1)
+
+
+def test_run_has_the_options_of_the_line(started):
+    parameters = inspect.signature(enable_multi_gpu).parameters
+    assert list(main.RUN_OPTIONS) == [name for name in parameters if name != "legacy"]
+
+
+def test_run_hands_every_option_on_by_the_environment(started):
+    given = {
+        "num_gpus": 2,
+        "batch_size_per_gpu": 5,
+        "enable_ddp": True,
+        "global_batch": "scale",
+        "sync": "ddp",
+        "balance": "off",
+        "device": "cpu",
+        "seed_per_rank": False,
+        "timeout_s": 12.5,
+        "max_restarts": 4,
+        "log_dir": "my logs",
+    }
+    arguments = ["--no-seed-per-rank", "--enable-ddp"]
+    arguments += [f"--{n.replace('_', '-')}={v}" for n, v in given.items() if not isinstance(v, bool)]
+    run(*arguments, "train.py")
+    assert MultiGPUConfig.resolve({}) == MultiGPUConfig(**given)
+    assert set(given) == set(main.RUN_OPTIONS)
+
+
+def test_run_flag_wins_over_the_variable(started):
+    os.environ["UNSLOTH_MULTIGPU_NUM_GPUS"] = "3"
+    run("--num-gpus", "2", "train.py")
+    assert started[0][1] == 2
+    assert os.environ["UNSLOTH_MULTIGPU_NUM_GPUS"] == "2"
+
+
+def test_run_starts_no_ranks_inside_a_rank(started):
+    os.environ.update(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="4", MASTER_ADDR="x", MASTER_PORT="1")
+    run("--num-gpus", "4", "train.py")
+    assert started == [([*RANK, "train.py"], 1)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required"),
+        (["walk"], "invalid choice: 'walk'"),
+        (["run"], "run: no script was given.\nHint: "),
+        (["run", "--num-gpus", "2"], "run: no script was given.\nHint: "),
+        (["run", "-m"], "run: no module was given.\nHint: "),
+        (["run", "absent.py", "--num-gpus", "2"], "run: there is no file 'absent.py'.\nHint: "),
+        (["run", "--num-gpus", "two", "train.py"], "argument --num-gpus: invalid int value: 'two'\nHint: "),
+        (["run", "--num-gpu", "2", "train.py"], "unrecognized arguments: --num-gpu"),
+        (["run", "--num-gpus", "0", "train.py"], "num_gpus=0; expected a whole number of at least 1"),
+        (["run", "--global-batch", "some", "train.py"], "global_batch='some'; expected 'keep' or 'scale'.\nHint: "),
+        (["doctor", "--num-gpus", "-1"], "num_gpus=-1; expected a whole number of at least 1"),
+        (["doctor", "--json", "--seams"], "not allowed with argument"),
+    ],
+)
+def test_wrong_command_line_is_told_with_a_hint(started, capsys, arguments, message):
+    try:
+        code = main.main(arguments)
+    except SystemExit as left:
+        code = left.code
+    out, err = capsys.readouterr()
+    assert code == 64
+    assert message in err
+    assert "error: " in err
+    assert "Hint: " in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert started == []
+
+
+@pytest.mark.parametrize("error", [SetupError, LaunchError])
+def test_error_ends_the_command_with_its_exit_code(started, monkeypatch, capsys, error):
+    def fail(config):
+        raise error("It rains.", hint="Take an umbrella.")
+
+    monkeypatch.setattr(start, "ranks_to_start", fail)
+    assert main.main(["run", "train.py"]) == error.exit_code
+    assert capsys.readouterr().err == "error: It rains.\nHint: Take an umbrella.\n"
+
+
+def test_version_is_that_of_the_distribution(capsys):
+    with pytest.raises(SystemExit) as left:
+        main.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"unsloth-multigpu {versions.installed_version('unsloth-multigpu')}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "-h"], ["doctor", "--seams"]])
+def test_small_commands_load_no_torch(arguments):
+    code = "import sys\nfrom unsloth_multigpu.cli.main import main\ntry: main(sys.argv[1:])\nfinally: "
+    code += "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'"
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, timeout=60)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def test_copies_that_arrive_are_found_good():
+    pairs = device.check_copies([CPU, CPU, CPU], 4096)
+    assert [(p.source, p.target) for p in pairs] == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert all(p.num_wrong_bytes == 0 and p.gb_per_s > 0 and p.num_bytes == 4096 for p in pairs)
+
+
+def test_copies_with_one_flipped_bit_in_the_last_of_them_are_caught():
+    calls = []
+
+    def flip(target, source):
+        copy(target, source)
+        calls.append(1)
+        if len(calls) == 6:  # Three for each pair.
+            target[1234] ^= 16
+
+    assert [p.num_wrong_bytes for p in device.check_copies([CPU, CPU], 4096, flip)] == [0, 1]
+
+
+def test_copies_that_deliver_nothing_or_the_pair_before_are_caught():
+    assert [p.num_wrong_bytes for p in device.check_copies([CPU, CPU], 4096, lambda target, source: None)] == [4096] * 2
+    first = []
+
+    def repeat_first(target, source):
+        first.append(source)
+        copy(target, first[0])
+
+    right, wrong = device.check_copies([CPU, CPU], 4096, repeat_first)
+    assert right.num_wrong_bytes == 0
+    assert wrong.num_wrong_bytes > 4000
+
+
+def test_wrong_copy_fails_its_row_and_only_that():
+    pair = {"source": 0, "target": 1, "num_bytes": 2**26, "gb_per_s": 1.5, "has_peer_access": True}
+    pairs = [{**pair, "num_wrong_bytes": 0}, {**pair, "source": 1, "target": 0, "num_wrong_bytes": 3}]
+    good, bad = verdict.copy_rows({"kind": "cuda", "copies": pairs})
+    assert (good.state, good.name) == ("ok", "cuda:0 -> cuda:1")
+    assert (bad.state, bad.name) == ("FAIL", "cuda:1 -> cuda:0")
+    assert bad.text.startswith(f"3 of {2**26} bytes arrived wrong")
+    assert "NCCL_P2P_DISABLE=1" in bad.hint
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_all_reduce_counts_wrong_sums(group, monkeypatch):
+    assert allreduce.time_all_reduce(1000, CPU)[0] == 0
+    original = dist.all_reduce
+
+    def corrupt(tensor):
+        original(tensor)
+        tensor[17] += 1
+
+    monkeypatch.setattr(dist, "all_reduce", corrupt)
+    num_wrong, seconds = allreduce.time_all_reduce(1000, CPU)
+    assert num_wrong == 1
+    assert seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "text"),
+    [
+        ({"num_wrong_by_rank": [0, 0]}, "ok", "algorithm bandwidth 1.50 GB/s"),
+        ({"num_wrong_by_rank": [0, 5]}, "FAIL", "wrong sums, by rank [0, 5]"),
+        ({"error": "no result within 9 s: asleep", "log": ["a", "b"]}, "FAIL", "no result within 9 s: asleep"),
+    ],
+)
+def test_all_reduce_row_follows_the_outcome(outcome, state, text):
+    measured = {"num_ranks": 2, "device": "cpu", "backend": "gloo", "num_bytes": 3000, "seconds": 0.1}
+    facts = {} if "error" in outcome else {**measured, "algorithm_gb_per_s": 1.5}
+    (row,) = verdict.reduce_rows({**facts, **outcome}, {"kind": "cpu"})
+    assert row.state == state
+    assert text in row.text
+    assert bool(row.hint) == (state == "FAIL")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state"),
+    [
+        ("transformers", "3.0.1", "FAIL"),
+        ("transformers", None, "FAIL"),
+        ("torch", "2.99.0+cu130", "FAIL"),
+        ("torch", "2.9.1+cu128", "ok"),
+        ("unsloth", None, "note"),
+        ("unsloth", "2020.1.1", "FAIL"),
+    ],
+)
+def test_version_outside_its_range_fails(monkeypatch, name, version, state):
+    before = versions.installed_version
+    monkeypatch.setattr(versions, "installed_version", lambda n: version if n == name else before(n))
+    (row,) = [row for row in verdict.version_rows({}) if row.name == name]
+    assert row.state == state
+    assert row.facts["installed"] == version
+    assert bool(row.hint) == (state == "FAIL")
+    assert row.hint.startswith(f'pip install "{name}') or not row.hint
+
+
+def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    seen = {"kind": "cpu", "devices": []}
+    monkeypatch.setattr(verdict, "_nvidia_driver", lambda: ("570.1", 2))
+    row = verdict.device_rows(seen)[0]
+    assert row.state == "FAIL"
+    assert row.text.startswith("nvidia-smi lists 2, torch")
+    monkeypatch.setattr(verdict, "_nvidia_driver", lambda: (None, 0))
+    assert verdict.device_rows(seen)[0].state == "note"
+
+
+def test_text_is_aligned_ascii_with_hints():
+    rows = [
+        verdict.CheckRow("versions", "torch", "ok", "2.13"),
+        verdict.CheckRow("versions", "transformers", "FAIL", "3.0", "Upgrade.", log=("last words",)),
+        verdict.CheckRow("devices", "cpu", "ok", "2 cores"),
+    ]
+    assert doctor.render(rows).splitlines() == [
+        "versions",
+        "  ok    torch         2.13",
+        "  FAIL  transformers  3.0",
+        "        Hint: Upgrade.",
+        "        | last words",
+        "",
+        "devices",
+        "  ok    cpu  2 cores",
+        "",
+        "3 checks, 1 failed",
+    ]
+
+
+def test_page_of_seams_is_up_to_date():
+    page = (ROOT / "docs" / "seams.md").read_text(encoding="utf-8")
+    assert page == seam.seams_markdown(), "run: unsloth-multigpu doctor --seams > docs/seams.md"
+
+
+def test_page_of_seams_names_every_target_in_the_hooks():
+    texts = set()
+    for path in (ROOT / "unsloth_multigpu" / "hooks").glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    targets = {text for text in texts if re.fullmatch(r"[a-z_0-9.]+:[A-Za-z_0-9.]+", text)}
+    assert targets == {patch.target for patch in seam.all_patches()}
+    assert len(targets) > 20
+
+
+MODULES = {
+    "good": "def save(path): return path",
+    "shy": "def save(): return 1",
+    "broken": "raise ImportError('no such library')",
+}
+serial = itertools.count()
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """Modules to patch. Each test has its own: the hook of a patch that does not fit stays for the whole process."""
+    prefix = f"seam_{next(serial)}_"
+    for name, source in MODULES.items():
+        (tmp_path / f"{prefix}{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield prefix
+    for name in MODULES:
+        sys.modules.pop(prefix + name, None)
+
+
+def planted(target: str, *, supports: str = "pytest>=8", optional: bool = False) -> Patch:
+    return Patch(target, supports, lambda original: original, "test", needs=("path",), optional=optional)
+
+
+@pytest.mark.parametrize(
+    ("patch", "state", "text"),
+    [
+        (planted("good:save"), "ok", "landed"),
+        (planted("good:load"), "FAIL", "there is no such target"),
+        (planted("good:load", optional=True), "note", "not in this version"),
+        (planted("absent:save"), "FAIL", "there is no such target"),
+        (planted("shy:save"), "FAIL", "it has no parameter path"),
+        (planted("shy:save", optional=True), "FAIL", "it has no parameter path"),
+        (planted("broken:save"), "FAIL", "ImportError: no such library"),
+        (planted("broken:save", optional=True), "note", "ImportError: no such library"),
+        (planted("good:save", supports="pytest<1"), "FAIL", "is known for <1"),
+        (planted("good:save", supports="no_such_distribution>=1"), "note", "not installed"),
+    ],
+)
+def test_seam_row_tells_whether_the_patch_lands(library, patch, state, text):
+    neighbours = [planted("good:save")] if "good" not in patch.target else []
+    patches = [dataclasses.replace(p, target=library + p.target) for p in (patch, *neighbours)]
+    row, *others = verdict.seam_rows(seam.try_seams(patches, libraries=()))
+    assert row.state == state
+    assert text in row.text
+    assert bool(row.hint) == (state == "FAIL")
+    # One bad patch does not hide the others.
+    assert [other.state for other in others] == ["ok"] * len(neighbours)
+
+
+def test_library_that_cannot_be_imported_fails(monkeypatch, library):
+    monkeypatch.setattr(seam, "check_version", lambda name: versions.VersionRow(name, "1.0", "", True))
+    landed = seam.try_seams([], libraries=[library + "broken", library + "good"])
+    rows = verdict.import_rows(landed)
+    assert [row.state for row in rows] == ["FAIL", "ok"]
+    assert "no such library" in rows[0].text
+
+
+PROBES = {
+    "asleep": "import time; print('soon', flush=True); time.sleep(600)",
+    "crash": "print('noise'); raise ValueError('it broke')",
+    "late_crash": "import os; main(lambda: {'x': 1}); os._exit(7)",
+    "refuse": "def f(): raise SetupError('no card', hint='buy one')\nmain(f)",
+    "good": "print('noise'); main(lambda: {'x': 1})",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("asleep", {"error": "no result within 2 s: soon", "log": ["soon"]}),
+        ("crash", {"error": "ended with exit code 1: ValueError: it broke"}),
+        ("late_crash", {"error": "ended with exit code 7: it printed nothing", "log": []}),
+        ("refuse", {"error": "no card", "hint": "buy one"}),
+        ("good", {"x": 1}),
+    ],
+)
+def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
+    imports = "from unsloth_multigpu.cli.probe import leave_outcome as main\n"
+    imports += "from unsloth_multigpu.errors import SetupError\n"
+    (tmp_path / f"probe_{name}.py").write_text(imports + PROBES[name])
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    limit_s = 2.0 if name == "asleep" else 60.0
+    with probe.Probe(f"probe_{name}", tmp_path, limit_s, {"PYTHONPATH": path}) as running:
+        outcome = running.outcome()
+    assert {key: outcome[key] for key in expected} == expected
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,204 @@
+"""What the measured facts mean: one row each, and for each fault what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from unsloth_multigpu import versions
+
+State = Literal["ok", "note", "FAIL"]
+
+_GIB = 2**30
+_MIN_PYTHON = (3, 10)
+_NVIDIA_SMI_LIMIT_S = 20.0
+# NCCL and the workers of a DataLoader pass data through shared memory; Docker gives 64 MiB unless told otherwise.
+_MIN_SHARED_BYTES = _GIB
+_COPY_HINT = (
+    "Set NCCL_P2P_DISABLE=1 for training. The cause is usually the IOMMU (turn off VT-d, AMD-Vi or ACS in the "
+    "firmware) or a card whose driver has no P2P."
+)
+_CPU_REDUCE_HINT = "Other processes may hold the cores or the memory; a firewall may block connections to 127.0.0.1."
+_GPU_REDUCE_HINT = (
+    "Run it again with NCCL_DEBUG=INFO, and with NCCL_P2P_DISABLE=1 to see whether direct copies are the cause."
+)
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One line of the result.
+
+    Args:
+        section: Heading under which it stands.
+        name: What was looked at.
+        state: "ok", "FAIL", or "note" for what is worth knowing and stops no training.
+        text: What was found, for people.
+        hint: The next action; every "FAIL" has one.
+        facts: What was found, for programs.
+        log: Last lines that a failed check printed.
+    """
+
+    section: str
+    name: str
+    state: State
+    text: str
+    hint: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    log: tuple[str, ...] = ()
+
+
+def version_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
+    """Interpreter, system, libraries and driver against what is supported."""
+    python, needed = platform.python_version(), ".".join(map(str, _MIN_PYTHON))
+    rows = [
+        CheckRow("versions", "python", "ok", f"{python} (>={needed})")
+        if sys.version_info >= _MIN_PYTHON
+        else CheckRow("versions", "python", "FAIL", f"{python} (>={needed})", f"Install Python {needed} or newer."),
+        CheckRow("versions", "system", "ok", platform.platform())
+        if sys.platform == "linux"
+        else CheckRow("versions", "system", "FAIL", platform.platform(), "Several ranks need Linux, or WSL2."),
+    ]
+    for row in versions.version_rows():
+        facts = {"installed": row.installed, "supported": row.supported}
+        text = f"{row.installed or 'not installed'} ({row.supported})"
+        hint = "" if row.ok else f'pip install "{row.name}{row.supported}"'
+        state: State = "FAIL" if not row.ok else "ok" if row.installed else "note"
+        rows.append(CheckRow("versions", row.name, state, text, hint, facts))
+    driver, _ = _nvidia_driver()
+    built_for = f"CUDA {devices['cuda']}" if devices.get("cuda") else f"ROCm {devices.get('rocm')}"
+    if not devices.get("cuda") and not devices.get("rocm"):
+        built_for = "the CPU"
+    text = f"NVIDIA driver {driver or 'none'}, torch is built for {built_for}"
+    return [*rows, CheckRow("versions", "driver", "ok" if driver else "note", text, facts={"driver": driver})]
+
+
+def import_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
+    """Whether the libraries can be imported, with the patches, in a script's order."""
+    hint = "Run `python -c 'import {}'`, and reinstall what the error names."
+    return [
+        CheckRow("imports", name, "FAIL" if error else "ok", error or "imported", hint.format(name) if error else "")
+        for name, error in landed.get("imports", {}).items()
+    ]
+
+
+def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
+    """Accelerators, cores and memory."""
+    if "error" in devices:
+        hint = devices.get("hint") or "Run `python -c 'import torch; torch.accelerator.device_count()'`."
+        return [CheckRow("devices", "torch", "FAIL", devices["error"], hint, log=tuple(devices.get("log", ())))]
+    rows = []
+    for index, gpu in enumerate(devices["devices"]):
+        text = f"{gpu['name']}, {_gib(gpu['total_bytes'])}, {_gib(gpu['free_bytes'])} free"
+        rows.append(CheckRow("devices", f"{devices['kind']}:{index}", "ok", text, facts=gpu))
+    if not rows:
+        _, num_known = _nvidia_driver()
+        if num_known and "CUDA_VISIBLE_DEVICES" not in os.environ:
+            text = f"nvidia-smi lists {num_known}, torch {versions.installed_version('torch')} sees none"
+            hint = "Install a torch that is built for CUDA and for this driver: https://pytorch.org/get-started/locally"
+            rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
+        else:
+            rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
+    return rows + _host_rows()
+
+
+def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
+    """Copies between every ordered pair of accelerators."""
+    if "error" in devices:
+        return []
+    rows = []
+    for pair in devices["copies"]:
+        name = f"{devices['kind']}:{pair['source']} -> {devices['kind']}:{pair['target']}"
+        peer = {True: "peer access", False: "no peer access, by way of the host", None: "peer access not known"}
+        speed = f"{pair['num_bytes'] / 2**20:g} MiB at {pair['gb_per_s']:.1f} GB/s, {peer[pair['has_peer_access']]}"
+        if wrong := pair["num_wrong_bytes"]:
+            text = f"{wrong} of {pair['num_bytes']} bytes arrived wrong; {speed}"
+            rows.append(CheckRow("copies between devices", name, "FAIL", text, _COPY_HINT, pair))
+        else:
+            rows.append(CheckRow("copies between devices", name, "ok", f"every bit arrived; {speed}", facts=pair))
+    return rows or [CheckRow("copies between devices", "pairs", "note", "fewer than two devices, nothing to copy")]
+
+
+def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[CheckRow]:
+    """The all-reduce on all ranks."""
+    hint = _CPU_REDUCE_HINT if devices.get("kind") == "cpu" else _GPU_REDUCE_HINT
+    if "error" in reduced:
+        log = tuple(reduced.get("log", ()))
+        return [CheckRow("all-reduce", "ranks", "FAIL", reduced["error"], reduced.get("hint") or hint, log=log)]
+    name = f"{reduced['num_ranks']} x {reduced['device']}"
+    speed = (
+        f"{reduced['num_bytes'] / 2**20:g} MiB over {reduced['backend']} in {1000 * reduced['seconds']:.1f} ms, "
+        f"algorithm bandwidth {reduced['algorithm_gb_per_s']:.2f} GB/s"
+    )
+    if any(reduced["num_wrong_by_rank"]):
+        text = f"wrong sums, by rank {reduced['num_wrong_by_rank']}; {speed}"
+        return [CheckRow("all-reduce", name, "FAIL", text, hint, dict(reduced))]
+    return [CheckRow("all-reduce", name, "ok", f"every sum is exact; {speed}", facts=dict(reduced))]
+
+
+def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
+    """Every patch, and the check that stands before each training."""
+    if "error" in landed:
+        hint = landed.get("hint") or "See the lines below: a library cannot be imported."
+        return [CheckRow("seams", "import", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]
+    rows = [_seam_row(seam) for seam in landed["seams"]]
+    if landed["verify"]:
+        hint = "Load whatever replaced it before enable_multi_gpu(), or leave it out."
+        rows.append(CheckRow("seams", "verify", "FAIL", landed["verify"], hint))
+    return rows
+
+
+def _seam_row(seam: Mapping[str, Any]) -> CheckRow:
+    facts = {name: seam[name] for name in ("supports", "reason", "optional", "state")}
+    if seam["state"] == "landed":
+        return CheckRow("seams", seam["target"], "ok", f"landed ({seam['supports']})", facts=facts)
+    if seam["error"] and (seam["is_misfit"] or not seam["optional"]):
+        hint = seam["hint"] or "Repair the import that the message names."
+        return CheckRow("seams", seam["target"], "FAIL", seam["error"], hint, facts)
+    text = {
+        "waiting for import": seam["error"] or "not loaded on this kind of machine",
+        "absent": "not in this version, which is fine",
+    }.get(seam["state"], seam["state"])
+    return CheckRow("seams", seam["target"], "note", f"{text} ({seam['supports']})", facts=facts)
+
+
+def _host_rows() -> list[CheckRow]:
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    rows = [CheckRow("devices", "cpu", "ok", f"{num_cores} cores", facts={"num_cores": num_cores})]
+    memory = Path("/proc/meminfo")
+    if memory.exists():
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in memory.read_text().splitlines()}
+        facts = {"total_bytes": kib["MemTotal"] * 1024, "available_bytes": kib["MemAvailable"] * 1024}
+        text = f"{_gib(facts['total_bytes'])}, {_gib(facts['available_bytes'])} available"
+        rows.append(CheckRow("devices", "memory", "ok", text, facts=facts))
+    shared = Path("/dev/shm")
+    if shared.exists():
+        free_bytes = shutil.disk_usage(shared).free
+        is_small = free_bytes < _MIN_SHARED_BYTES
+        hint = "In a container: docker run --ipc=host, or --shm-size=8g." if is_small else ""
+        text = f"{_gib(free_bytes)} free"
+        rows.append(
+            CheckRow("devices", "/dev/shm", "note" if is_small else "ok", text, hint, {"free_bytes": free_bytes})
+        )
+    return rows
+
+
+def _nvidia_driver() -> tuple[str | None, int]:
+    """Version of the driver and number of cards that it knows; (None, 0) without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, 0
+    lines = done.stdout.split()
+    return (lines[0] if lines else None), len(lines)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"
