@@ -42,6 +42,7 @@ trainer = DPOTrainer(
     args=DPOConfig(
         output_dir="outputs/dpo",
         per_device_train_batch_size=8,
+        gradient_accumulation_steps=1,
         num_train_epochs=2,
         learning_rate=2e-2,
         max_length=256,

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class MultiGPUError(Exception):
     """Base of all errors that this package raises.
@@ -20,6 +23,10 @@ class MultiGPUError(Exception):
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel from worker processes; without it the keyword would be missing when they are made again.
+        return functools.partial(type(self), hint=self.hint), self.args
 
     def __str__(self) -> str:
         return f"{super().__str__()}\nHint: {self.hint}"

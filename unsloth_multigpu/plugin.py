@@ -12,7 +12,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.patching import PatchRow
 from unsloth_multigpu.report import RunReport
-from unsloth_multigpu.session import Session, close_console, open_console, open_session
+from unsloth_multigpu.session import Console, Session, open_session
 from unsloth_multigpu.start import ranks_to_start, start_this_command
 
 
@@ -106,14 +106,20 @@ def enable_multi_gpu(
     if multiprocessing.parent_process() is not None:
         # A helper process (data loading, say) that imports the script again. It is no rank and starts none.
         return
-    console = open_console(config)
-    identity = read_identity(os.environ)
-    if identity is None:
-        num_ranks = ranks_to_start(config)
-        if num_ranks > 1:
-            start_this_command(config, num_ranks)
-        identity = SINGLE_PROCESS
-    _session = open_session(config, identity, console)
+    if config.memory_optimization:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    console = Console(debug=config.debug)
+    try:
+        identity = read_identity(os.environ)
+        if identity is None:
+            num_ranks = ranks_to_start(config)
+            if num_ranks > 1:
+                start_this_command(config, num_ranks)
+            identity = SINGLE_PROCESS
+        _session = open_session(config, identity, console)
+    except BaseException:
+        console.close()
+        raise
 
 
 def disable_multi_gpu() -> None:
@@ -123,8 +129,7 @@ def disable_multi_gpu() -> None:
         return
     session, _session = _session, None
     session.registry.undo()
-    if session.console is not None:
-        close_console(session.console)
+    session.console.close()
 
 
 def is_multi_gpu_enabled() -> bool:

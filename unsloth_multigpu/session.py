@@ -29,9 +29,9 @@ class Session:
 
     config: MultiGPUConfig
     identity: RankIdentity
+    console: Console
     events: EventWriter | None = None
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
-    console: logging.Handler | None = None
     report: RunReport | None = None
     _manager: DDPManager | None = None
 
@@ -56,14 +56,14 @@ class Session:
         return result
 
 
-def open_session(config: MultiGPUConfig, identity: RankIdentity, console: logging.Handler | None) -> Session:
+def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Console) -> Session:
     """Makes this process the rank that `identity` says, and applies the patches.
 
     Raises:
         SetupError: Another launcher started another number of ranks than `num_gpus`.
         VersionError: A library outside the supported range.
     """
-    session = Session(config, identity, console=console)
+    session = Session(config, identity, console)
     if config.num_gpus is not None and config.num_gpus != identity.local_world_size:
         raise SetupError(
             f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
@@ -93,9 +93,11 @@ def _patches(session: Session) -> list[Patch]:
     if others:
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []
+    from unsloth_multigpu.core.manager import local_device
+
     return [
         *patches,
-        *placement_patches(device_type, identity.local_rank),
+        *placement_patches(device_type, local_device(identity, config).index or 0),
         *saving_patches(identity.rank, session.manager),
         *dataset_patches(os.environ.get(ENV_RUN_DIR), session.manager),
     ]
@@ -110,7 +112,20 @@ def _claim_device(session: Session) -> str:
     from unsloth_multigpu.core.manager import local_device
 
     device = local_device(session.identity, session.config)
+    wanted = session.config.device
+    if wanted not in ("auto", device.type):
+        raise SetupError(
+            f"device={wanted!r}, but rank {session.identity.rank} finds {device.type}.",
+            hint="Set device='auto', or check the driver and the installed torch.",
+        )
     if device.type != "cpu":
+        available = torch.accelerator.device_count()
+        # One visible device per rank is how SLURM binds them; fewer than ranks otherwise means that two would share.
+        if 1 < available < session.identity.local_world_size:
+            raise SetupError(
+                f"{session.identity.local_world_size} ranks run here, but {available} GPU(s) are visible.",
+                hint=f"Start {available} ranks, or set CUDA_VISIBLE_DEVICES.",
+            )
         torch.accelerator.set_device_index(device.index)
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -119,27 +134,29 @@ def _claim_device(session: Session) -> str:
     return device.type
 
 
-def open_console(config: MultiGPUConfig) -> logging.Handler | None:
+class Console:
     """Shows this package's facts on stderr, unless the application has configured logging before.
 
-    While the handler is there records go no further: libraries put handlers of their own on the root logger.
+    While it is open records go no further: libraries put handlers of their own on the root logger.
     """
-    package = logging.getLogger("unsloth_multigpu")
-    if config.debug:
-        package.setLevel(logging.DEBUG)
-    elif package.level == logging.NOTSET:
-        package.setLevel(logging.INFO)
-    if package.hasHandlers():
-        return None
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("unsloth_multigpu: %(message)s"))
-    package.addHandler(handler)
-    package.propagate = False
-    return handler
 
+    def __init__(self, *, debug: bool) -> None:
+        self._package = logging.getLogger("unsloth_multigpu")
+        self._before = (self._package.level, self._package.propagate)
+        self._handler: logging.Handler | None = None
+        if debug:
+            self._package.setLevel(logging.DEBUG)
+        elif self._package.level == logging.NOTSET:
+            self._package.setLevel(logging.INFO)
+        if not self._package.hasHandlers():
+            self._handler = logging.StreamHandler()
+            self._handler.setFormatter(logging.Formatter("unsloth_multigpu: %(message)s"))
+            self._package.addHandler(self._handler)
+            self._package.propagate = False
 
-def close_console(handler: logging.Handler) -> None:
-    """Undoes `open_console`."""
-    package = logging.getLogger("unsloth_multigpu")
-    package.removeHandler(handler)
-    package.propagate = True
+    def close(self) -> None:
+        """Puts the logger back as it was."""
+        level, self._package.propagate = self._before
+        self._package.setLevel(level)
+        if self._handler is not None:
+            self._package.removeHandler(self._handler)

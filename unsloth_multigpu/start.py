@@ -65,8 +65,6 @@ def supervise(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) ->
     """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return."""
     from unsloth_multigpu.launch.launcher import DDPLauncher, exit_like
 
-    if config.memory_optimization:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     exit_like(DDPLauncher(command, num_ranks, config).run())
 
 

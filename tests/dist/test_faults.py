@@ -119,7 +119,9 @@ def test_failed_run_is_started_again_as_often_as_asked(tmp_path):
     script.write_text(
         "import unsloth_multigpu as ump\n"
         "ump.enable_multi_gpu(num_gpus=2, max_restarts=1)\n"
-        "import os, pathlib\n"
+        "import os, pathlib, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
         "if os.environ['RANK'] == '1' and not pathlib.Path('failed').exists():\n"
         "    pathlib.Path('failed').touch()\n"
         "    raise ValueError('first time')\n"

@@ -38,6 +38,7 @@ def ranks(tmp_path_factory):
         "plot_bytes",
         "in_memory_lengths",
         "filtered",
+        "own_folder_files",
         "weights",
     ],
 )

@@ -61,7 +61,7 @@ def run(*arguments: str) -> None:
         main.main(["run", *arguments])
 
 
-RANK = [sys.executable, "-m", "unsloth_multigpu.launch.script"]
+RANK = [sys.executable, "-m", "unsloth_multigpu.cli.script"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.launch.identity import read_identity
 from unsloth_multigpu.versions import installed_version
 
-RANK_MODULE = "unsloth_multigpu.launch.script"
+RANK_MODULE = "unsloth_multigpu.cli.script"
 # The options of enable_multi_gpu(), with the type of their value.
 RUN_OPTIONS: dict[str, tuple[type, str]] = {
     "num_gpus": (int, "ranks on this machine [all visible GPUs; where there is none, one process]"),

@@ -5,17 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
 
+logger = get_logger(__name__)
+
+_POLL_S = 0.02
+# How long rank 0 may be between two saves before a folder that it does not name counts as another rank's own.
+OWN_PATH_GRACE_S = 10.0
 _TRANSFORMERS = "transformers>=4.57,<6"
 _RACE = "All ranks would write one folder at once, and read what another is just writing."
 _ONCE = "All ranks would upload the same files."
@@ -81,14 +87,17 @@ class SaveGate:
     """Lets rank 0 write and the other ranks wait for it, by the path that is written.
 
     Waiting is by the store and not by a barrier: an export may take longer than a collective may, and code that only
-    rank 0 reaches must not wait for the others.
+    rank 0 reaches must not wait for the others. Rank 0 publishes each save when it begins and when it ends.
     """
 
     def __init__(self, rank: int, get_manager: Callable[[], DDPManager]) -> None:
         self._rank = rank
         self._get_manager = get_manager
+        self._num_saves = 0
         self._counts: Counter[str] = Counter()
+        self._seen: list[str] = []
         self._depth = 0
+        self._is_writer = rank == 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unsloth puts guarded savers on the tokenizer, which mapped functions hold and `datasets` hashes.
@@ -107,44 +116,82 @@ class SaveGate:
         def gated(*args: Any, **kwargs: Any) -> Any:
             path = _path_of(args, kwargs)
             # A file object is the rank's own. Savers call each other; the outermost call stands for all of them.
-            if path is None or (self._depth and (self._rank == 0 or runs_everywhere)):
+            if path is None or (self._depth and (self._is_writer or runs_everywhere)):
                 return original(*args, **kwargs)
             if self._depth:
                 return None
-            name = getattr(original, "__qualname__", "save")
-            self._counts[f"{name} {path}"] += 1
-            key = f"saved/{name} {path}/{self._counts[f'{name} {path}']}"
+            what = f"{getattr(original, '__qualname__', 'save')}({path!r})"
+            self._num_saves += 1
+            self._counts[what] += 1
+            save = functools.partial(self._nested, functools.partial(original, *args, **kwargs))
             if self._rank == 0:
-                return self._write(key, functools.partial(original, *args, **kwargs))
+                return self._write(what, save)
             if runs_everywhere:
-                with self._nested():
-                    original(*args, **kwargs)
-            return self._await(key, f"rank 0 in {name}({path!r})")
+                save()
+            place = self._place_of(what)
+            if place is not None:
+                return self._outcome(place, what)
+            return None if runs_everywhere else self._write_own(save)
 
         return gated
 
-    def _write(self, key: str, save: Callable[[], Any]) -> Any:
+    def _write_own(self, save: Callable[[], Any]) -> Any:
+        self._is_writer = True
         try:
-            with self._nested():
-                result = save()
-        except BaseException as error:
-            self._get_manager().publish(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
-            raise
-        self._get_manager().publish(key, json.dumps({"result": _plain(result)}))
-        return result
+            return save()
+        finally:
+            self._is_writer = False
 
-    @contextmanager
-    def _nested(self) -> Iterator[None]:
+    def _nested(self, save: Callable[[], Any]) -> Any:
         self._depth += 1
         try:
-            yield
+            return save()
         finally:
             self._depth -= 1
 
-    def _await(self, key: str, what: str) -> Any:
-        outcome = json.loads(self._get_manager().wait_for(key, what))
+    def _write(self, what: str, save: Callable[[], Any]) -> Any:
+        manager, key = self._get_manager(), f"saves/{self._num_saves - 1}"
+        manager.publish(key, what)
+        try:
+            result = save()
+        except BaseException as error:
+            manager.publish(f"{key}/done", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+        manager.publish(f"{key}/done", json.dumps({"result": _plain(result)}))
+        return result
+
+    def _place_of(self, what: str) -> int | None:
+        """Number of rank 0's save that this one is; None if rank 0 does not write there.
+
+        A folder can be the rank's own, from tempfile say. That is so once rank 0 has made as many saves as this rank,
+        none of them here, and is not about to make another.
+        """
+        manager = self._get_manager()
+        begin = quiet_since = time.monotonic()
+        while True:
+            while manager.is_published(f"saves/{len(self._seen)}"):
+                self._seen.append(manager.wait_for(f"saves/{len(self._seen)}", what))
+                quiet_since = time.monotonic()
+            places = [i for i, seen in enumerate(self._seen) if seen == what]
+            if len(places) >= self._counts[what]:
+                return places[self._counts[what] - 1]
+            now = time.monotonic()
+            if len(self._seen) < self._num_saves or not manager.is_published(f"saves/{len(self._seen) - 1}/done"):
+                quiet_since = now
+            if now - quiet_since > OWN_PATH_GRACE_S:
+                logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._seen[-1])
+                return None
+            if now - begin > manager.config.timeout_s:
+                raise RankTimeoutError(
+                    f"rank {self._rank} waited timeout_s={manager.config.timeout_s:g} seconds for rank 0 in {what}.",
+                    hint="Save on all ranks, or raise timeout_s where it only takes long.",
+                )
+            time.sleep(_POLL_S)
+
+    def _outcome(self, place: int, what: str) -> Any:
+        outcome = json.loads(self._get_manager().wait_for(f"saves/{place}/done", f"rank 0 in {what}"))
         if "error" in outcome:
-            raise DistributedError(f"{what} failed: {outcome['error']}", hint="The cause is rank 0's error.")
+            raise DistributedError(f"rank 0 failed in {what}: {outcome['error']}", hint="The cause is rank 0's error.")
         result = outcome["result"]
         return tuple(result) if isinstance(result, list) else result
 

@@ -59,8 +59,9 @@ def find_cause(
     left = find_early_exit(events, {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0})
     if left is not None:
         code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
-        where = _where(steps.get(left.rank, -1))
-        message = f"rank {left.rank} left with exit code {code} {where}, while other ranks were training"
+        is_known = "exit_code" in left.facts or exit_codes
+        how = f"left with exit code {code}" if is_known else "ended"
+        message = f"rank {left.rank} {how} {_where(steps.get(left.rank, -1))}, while other ranks were training"
         return Cause(left.rank, code or 1, message)
     # SIGTERM is what the supervisor sends to the survivors.
     deaths = {r: c for r, c in exit_codes.items() if c < 0 and c not in (-signal.SIGTERM, -signal.SIGINT)}
@@ -74,7 +75,8 @@ def find_cause(
     if not exit_codes:
         rank = min(gone, default=0)
         return Cause(rank, 1, f"rank {rank} ended {_where(steps.get(rank, -1))}")
-    rank, code = min(exit_codes.items())
+    rank = min(set(gone) & set(exit_codes) or set(exit_codes))
+    code = exit_codes[rank]
     return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1)))
 
 

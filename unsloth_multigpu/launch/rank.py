@@ -32,6 +32,7 @@ def enter_rank(identity: RankIdentity) -> EventWriter | None:
         SetupError: A process that a rank started itself; it must not act as that rank.
     """
     _quiet_side_effects(identity)
+    atexit.register(_leave_group)
     run_dir = os.environ.get(ENV_RUN_DIR)
     if run_dir is None:
         os.environ.update(identity.variables())
@@ -50,6 +51,17 @@ def _quiet_side_effects(identity: RankIdentity) -> None:
         # Trackers and windows that the script itself opens; Hugging Face's callbacks are guarded already.
         os.environ.setdefault("WANDB_MODE", "disabled")
         os.environ.setdefault("MPLBACKEND", "agg")
+
+
+def _leave_group() -> None:
+    """Ends the group's threads. Left to the interpreter's end they abort a process whose work was done."""
+    dist = sys.modules.get("torch.distributed")
+    # After an error other ranks are not there to take part.
+    if dist is not None and dist.is_initialized() and not _has_failed.is_set():
+        dist.destroy_process_group()
+
+
+_has_failed = threading.Event()
 
 
 def _same_random_choices(run_seed: int) -> None:
@@ -79,6 +91,7 @@ def _die_with_supervisor(supervisor_pid: int) -> None:
 
 def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        _has_failed.set()
         if issubclass(kind, KeyboardInterrupt):
             return  # The supervisor says it once for all ranks.
         text = "".join(traceback.format_exception(kind, error, tb))

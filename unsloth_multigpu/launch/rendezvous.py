@@ -23,24 +23,22 @@ class LoopbackRendezvous(RendezvousHandler):
     use_agent_store = True
 
     def __init__(self, params: RendezvousParameters) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
         self._run_id = params.run_id
-        self._port = listener.getsockname()[1]
-        self._num_rounds = 0
-        # The server takes over the socket that listens already.
-        self._server = TCPStore(
-            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._server: TCPStore | None = None
 
     def get_backend(self) -> str:
         """Name under which torch elastic knows this kind."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The one node is complete at once; each restart gets fresh keys."""
-        self._num_rounds += 1
-        store = PrefixStore(f"agent/{self._num_rounds}", self._server)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
+        """The one node is complete at once. A restart gets a new store, without addresses of dead ranks."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        # The server takes over the socket that listens already.
+        self._server = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return RendezvousInfo(PrefixStore("agent", self._server), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
         """Never: only this process takes part."""

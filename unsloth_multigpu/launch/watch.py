@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unsloth_multigpu.launch.cause import Cause, find_cause, find_early_exit
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.report import Event, read_events
+from unsloth_multigpu.report import Event, read_events, read_steps
 
 logger = get_logger(__name__)
 
@@ -37,6 +37,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="unsloth_multigpu-watch", daemon=True)
         self._attempt = 0
         self._left_since: float | None = None
+        self._steps: dict[int, int] = {}
         self.gone: set[int] = set()
 
     def __enter__(self) -> Watch:
@@ -54,7 +55,7 @@ class Watch:
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
         while read_events(self._run_dir, self._attempt + 1):
-            cause = find_cause(read_events(self._run_dir, self._attempt), {}, self.gone)
+            cause = find_cause(read_events(self._run_dir, self._attempt), {}, self.gone, self._steps)
             self._on_restart(cause, self._attempt + 1)
             self._attempt, self._left_since, self.gone = self._attempt + 1, None, set()
         return read_events(self._run_dir, self._attempt)
@@ -62,6 +63,8 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
             events = self.events()
+            if not self.gone:
+                self._steps = read_steps(self._run_dir)
             pids = {e.rank: int(e.facts["pid"]) for e in events if e.kind == "started"}
             alive = {r for r, pid in pids.items() if is_alive(pid)}
             if len(alive) == len(pids):

@@ -73,6 +73,12 @@ model.merge_and_unload().save_pretrained("merged")
 note("merged_parameters", AutoModelForCausalLM.from_pretrained("merged").num_parameters())
 note("checkpoint_files", sorted(os.listdir("checkpoints/checkpoint-2")))
 
+import tempfile  # noqa: E402
+
+with tempfile.TemporaryDirectory() as own:
+    tokenizer.save_pretrained(own)
+    note("own_folder_files", sorted(os.listdir(own)))
+
 import matplotlib.pyplot as plt  # noqa: E402
 
 plt.plot([1, 2])

@@ -1,0 +1,219 @@
+"""Who is to blame for the end of a run, judged from events and exit codes made by hand."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.launch.cause import find_cause, find_early_exit
+from unsloth_multigpu.report import Event
+
+CONNECTION_ERRORS = [
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41234",
+    "RuntimeError: Gloo connectFullMesh failed with SO_ERROR: Connection refused",
+    "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+    "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients",
+    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+    "RankTimeoutError: rank 0 waited timeout_s=5 seconds for rank 0 in save",
+]
+CLOSED = CONNECTION_ERRORS[0]
+
+
+class Run:
+    """Events in the order in which they are added, one second apart."""
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        self._clock = itertools.count(100)
+        self.events: list[Event] = []
+        for rank in range(num_ranks):
+            self.add("started", rank, pid=1000 + rank)
+
+    def add(self, kind: str, rank: int, step: int = -1, **facts: Any) -> Run:
+        self.events.append(Event(kind, rank, 0, float(next(self._clock)), step, facts))
+        return self
+
+    def training(self, *ranks: int) -> Run:
+        for rank in ranks:
+            self.add("training", rank)
+        return self
+
+    def fails(self, rank: int, error: str, step: int = -1, exit_code: int = 1) -> Run:
+        """As a rank reports an exception inside `train()`."""
+        self.add("left_training", rank, step, error=error)
+        self.add("exception", rank, step, error=error, traceback=f"Traceback of rank {rank}\n", exit_code=exit_code)
+        return self.add("exiting", rank, step)
+
+
+def test_exception_of_a_rank_is_the_cause() -> None:
+    run = Run().training(0, 1).fails(1, "ValueError: bad row\nwith more lines", step=3)
+    cause = find_cause(run.events, {1: 1})
+    assert (cause.rank, cause.exit_code, cause.traceback) == (1, 1, "Traceback of rank 1\n")
+    assert cause.message == "rank 1 failed after step 3: ValueError: bad row"
+
+
+def test_exception_before_training_has_no_step() -> None:
+    cause = find_cause(Run().fails(0, "KeyError: 'text'").events, {0: 1})
+    assert cause.message == "rank 0 failed before the first step: KeyError: 'text'"
+
+
+def test_exit_code_of_an_error_of_ours_is_kept() -> None:
+    run = Run().training(0, 1).fails(0, "ConfigError: too few samples", exit_code=64)
+    assert find_cause(run.events, {0: 1}).exit_code == 64
+
+
+@pytest.mark.parametrize("broken", CONNECTION_ERRORS)
+def test_own_error_comes_before_an_earlier_broken_connection(broken: str) -> None:
+    run = Run().training(0, 1).fails(0, broken).fails(1, "ValueError: bad row")
+    assert find_cause(run.events, {0: 1, 1: 1}).rank == 1
+
+
+def test_first_of_two_own_errors_is_the_cause() -> None:
+    run = Run(3).training(0, 1, 2).fails(2, "ValueError: first").fails(0, "ValueError: second")
+    assert find_cause(run.events, {0: 1, 2: 1}).message.endswith("ValueError: first")
+
+
+@pytest.mark.parametrize("broken", CONNECTION_ERRORS)
+def test_broken_connection_alone_is_the_cause(broken: str) -> None:
+    run = Run().training(0, 1).fails(1, broken).fails(0, CLOSED)
+    cause = find_cause(run.events, {0: 1, 1: 1})
+    assert (cause.rank, cause.exit_code) == (1, 1)
+    assert broken in cause.message
+
+
+# Ranks that leave without an error.
+
+
+@pytest.mark.parametrize(("exit_code", "shown"), [(0, 1), (7, 7)])
+def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> None:
+    run = Run().training(0, 1).add("left_training", 1, 4, error=f"SystemExit: {exit_code}", exit_code=exit_code)
+    run.add("exiting", 1, 4).fails(0, CLOSED, step=4)
+    cause = find_cause(run.events, {0: 1, **({1: exit_code} if exit_code else {})}, gone={1}, steps={0: 4, 1: 4})
+    # A run that did not finish never ends with 0.
+    assert (cause.rank, cause.exit_code, cause.traceback) == (1, shown, "")
+    assert cause.message == f"rank 1 left with exit code {exit_code} after step 4, while other ranks were training"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hard_exit_inside_training_is_an_early_exit(rank: int) -> None:
+    # os._exit(0) says nothing: the last word of the rank is "training", and only its process is missing.
+    run = Run().training(0, 1).fails(1 - rank, CLOSED)
+    cause = find_cause(run.events, {1 - rank: 1}, gone={rank}, steps={rank: 2})
+    assert cause.message == f"rank {rank} left with exit code 0 after step 2, while other ranks were training"
+
+
+def test_rank_that_never_trains_while_others_do_is_an_early_exit() -> None:
+    run = Run(3).training(0, 2).add("exiting", 1)
+    left = find_early_exit(run.events, {1})
+    assert left is not None
+    assert left.rank == 1
+
+
+def test_first_of_two_ranks_that_left_is_named() -> None:
+    run = Run(3).training(0, 1, 2).add("left_training", 2, error="SystemExit: 0").add("exiting", 2)
+    run.add("left_training", 1, error="SystemExit: 0").add("exiting", 1)
+    left = find_early_exit(run.events, {1, 2})
+    assert left is not None
+    assert left.rank == 2
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run().training(0, 1),
+        # Both are done; one ends a little before the other.
+        Run().training(0, 1).add("trained", 0).add("trained", 1).add("exiting", 1),
+        # No rank trains yet, and one imports faster than the other.
+        Run().add("exiting", 1),
+        # An error is its own explanation.
+        Run().training(0, 1).add("exception", 1, error="ValueError: x"),
+        Run().training(0, 1).add("exception", 1, error=CLOSED),
+        # The connection broke: the rank is a victim of whoever closed it.
+        Run().training(0, 1).add("left_training", 1, error=CLOSED),
+    ],
+    ids=["training", "trained", "starting", "error", "connection", "left by connection"],
+)
+def test_rank_that_ended_in_order_is_no_early_exit(run: Run) -> None:
+    gone = {1} if run.events[-1].kind != "training" else set()
+    assert find_early_exit(run.events, gone) is None
+
+
+def test_living_rank_between_two_trainings_is_no_early_exit() -> None:
+    run = Run().training(0, 1).add("trained", 0).add("trained", 1).training(0)
+    assert find_early_exit(run.events, set()) is None
+    assert find_early_exit(run.events, {1}) is run.events[-2]
+
+
+# Deaths.
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "likely"),
+    [
+        (signal.SIGKILL, 137, "; the usual cause is that the machine ran out of memory (see dmesg)"),
+        (signal.SIGSEGV, 139, "; a native library crashed, its stack is in the rank's log"),
+        (signal.SIGBUS, 135, "; a native library crashed, its stack is in the rank's log"),
+        (signal.SIGABRT, 134, ""),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_death_by_signal_is_named(rank: int, number: signal.Signals, exit_code: int, likely: str) -> None:
+    run = Run().training(0, 1).fails(1 - rank, CLOSED)
+    cause = find_cause(run.events, {rank: -number, 1 - rank: 1}, gone={rank}, steps={0: 5, 1: 5})
+    assert (cause.rank, cause.exit_code) == (rank, exit_code)
+    assert cause.message == f"rank {rank} was killed by {number.name} after step 5{likely}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_rank_that_the_supervisor_ended_is_not_blamed(number: signal.Signals) -> None:
+    run = Run().training(0, 1)
+    assert find_cause(run.events, {0: -number, 1: -signal.SIGKILL}, gone={1}).rank == 1
+    assert find_cause(Run().events, {0: -number, 1: 3}, gone={1}).message.startswith("rank 1 exited with code 3")
+    assert find_cause(run.fails(1, "ValueError: x").events, {0: -number, 1: 1}).rank == 1
+
+
+def test_rank_that_was_gone_first_is_blamed_where_all_ended_by_sigterm() -> None:
+    codes = {0: -signal.SIGTERM, 1: -signal.SIGTERM}
+    cause = find_cause(Run().training(0, 1).events, codes, gone={1})
+    assert (cause.rank, cause.exit_code) == (1, 143)
+    assert "rank 1 was killed by SIGTERM" in cause.message
+
+
+def test_exit_code_of_a_rank_that_said_nothing_is_kept() -> None:
+    # Python could not even find the script.
+    cause = find_cause([], {0: 2, 1: 2})
+    assert (cause.rank, cause.exit_code) == (0, 2)
+    assert cause.message == "rank 0 exited with code 2 before the first step"
+
+
+# A restart is seen by its events, before torch elastic tells any exit code.
+
+
+def test_restart_after_an_exception_names_it() -> None:
+    run = Run().training(0, 1).fails(1, "ValueError: x", step=1).fails(0, CLOSED, step=1)
+    assert find_cause(run.events, {}, gone={1}).message == "rank 1 failed after step 1: ValueError: x"
+
+
+def test_restart_after_a_death_claims_no_exit_code() -> None:
+    cause = find_cause(Run().training(0, 1).events, {}, gone={1}, steps={0: 6, 1: 6})
+    assert cause.rank == 1
+    assert cause.message == "rank 1 ended after step 6, while other ranks were training"
+
+
+def test_restart_before_training_names_the_rank_that_is_gone() -> None:
+    cause = find_cause(Run().events, {}, gone={1})
+    assert (cause.rank, cause.message) == (1, "rank 1 ended before the first step")
+
+
+def test_exit_code_is_never_zero_nor_above_255() -> None:
+    events = [Run().events, Run().training(0, 1).events, Run().training(0, 1).fails(1, CLOSED).events]
+    codes: list[dict[int, int]] = [{}, {1: 1}, {1: 255}, {1: -9}, {0: -15}, {0: -2, 1: -15}, {0: -64, 1: 3}]
+    for found, exit_codes, gone in itertools.product(events, codes, [set(), {0}, {1}]):
+        assert 1 <= find_cause(found, exit_codes, gone).exit_code <= 255
+
+
+def test_unnamed_signal_is_shown_by_its_number() -> None:
+    assert "killed by signal 35" in find_cause([], {1: -35}).message

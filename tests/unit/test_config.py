@@ -1,0 +1,328 @@
+"""Options: where a value comes from, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.config import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig, translate_legacy
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.session import Console
+
+DEFAULTS = {
+    "num_gpus": None,
+    "batch_size_per_gpu": None,
+    "enable_ddp": True,
+    "global_batch": "keep",
+    "sync": "ddp",
+    "balance": "auto",
+    "device": "auto",
+    "seed_per_rank": True,
+    "timeout_s": 1800.0,
+    "max_restarts": 0,
+    "log_dir": "logs",
+    "ddp_backend": None,
+    "find_unused_parameters": None,
+    "gradient_checkpointing": None,
+    "memory_optimization": False,
+    "debug": False,
+}
+# Option -> (text of its variable, value). `enable_ddp` and `sync` have one value that works now.
+FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
+    "num_gpus": ("3", 3),
+    "batch_size_per_gpu": ("4", 4),
+    "enable_ddp": ("yes", True),
+    "global_batch": ("scale", "scale"),
+    "sync": ("ddp", "ddp"),
+    "balance": ("off", "off"),
+    "device": ("cpu", "cpu"),
+    "seed_per_rank": ("0", False),
+    "timeout_s": ("2.5", 2.5),
+    "max_restarts": ("2", 2),
+    "log_dir": ("/var/tmp/logs", "/var/tmp/logs"),
+    "ddp_backend": ("gloo", "gloo"),
+    "find_unused_parameters": ("true", True),
+    "gradient_checkpointing": ("off", False),
+    "memory_optimization": ("on", True),
+    "debug": ("TRUE", True),
+}
+
+
+def variable(option: str) -> str:
+    return ENV_PREFIX + option.upper()
+
+
+def assert_says(error: pytest.ExceptionInfo[ConfigError], message: str, hint: str) -> None:
+    first, _, second = str(error.value).partition("\nHint: ")
+    assert message in first
+    assert hint in second
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert dataclasses.asdict(MultiGPUConfig.resolve({}, {})) == DEFAULTS
+
+
+def test_tables_of_this_file_name_every_option() -> None:
+    assert list(DEFAULTS) == list(FROM_ENVIRONMENT) == [f.name for f in dataclasses.fields(MultiGPUConfig)]
+
+
+@pytest.mark.parametrize("option", FROM_ENVIRONMENT)
+def test_option_is_read_from_its_variable(option: str) -> None:
+    text, value = FROM_ENVIRONMENT[option]
+    config = MultiGPUConfig.resolve({}, {variable(option): f" {text} "})
+    assert dataclasses.asdict(config) == {**DEFAULTS, option: value}
+
+
+def test_arguments_win_over_the_environment_and_that_over_defaults() -> None:
+    environment = {variable("num_gpus"): "3", variable("timeout_s"): "60", variable("seed_per_rank"): "1"}
+    config = MultiGPUConfig.resolve({"num_gpus": 2, "seed_per_rank": False, "timeout_s": None}, environment)
+    assert (config.num_gpus, config.seed_per_rank, config.timeout_s) == (2, False, 60.0)
+    assert config.max_restarts == 0
+
+
+def test_environment_is_that_of_the_process_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable("max_restarts"), "7")
+    assert MultiGPUConfig.resolve({}).max_restarts == 7
+    assert MultiGPUConfig.resolve({}, {}).max_restarts == 0
+
+
+@pytest.mark.parametrize("text", ["", "  ", "none", "None"])
+@pytest.mark.parametrize("option", ["num_gpus", "timeout_s", "global_batch", "debug"])
+def test_empty_variable_leaves_the_default(option: str, text: str) -> None:
+    assert getattr(MultiGPUConfig.resolve({}, {variable(option): text}), option) == DEFAULTS[option]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", True), ("True", True), ("YES", True), ("on", True), ("0", False), ("False", False), ("no", False)],
+)
+def test_truth_value_has_several_spellings(text: str, value: bool) -> None:
+    assert MultiGPUConfig.resolve({}, {variable("seed_per_rank"): text}).seed_per_rank is value
+
+
+def test_variables_that_are_no_options_are_passed_over() -> None:
+    environment = {**dict.fromkeys(INTERNAL_VARIABLES, "x"), "UNSLOTH_RETURN_LOGITS": "1", "NUM_GPUS": "x"}
+    assert MultiGPUConfig.resolve({}, environment) == MultiGPUConfig()
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MultiGPUConfig().num_gpus = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keeps"),
+    [({}, True), ({"global_batch": "scale"}, False), ({"batch_size_per_gpu": 4}, False)],
+)
+def test_batch_per_gpu_and_scale_give_up_the_global_batch(arguments: dict[str, Any], keeps: bool) -> None:
+    assert MultiGPUConfig(**arguments).keeps_global_batch is keeps
+
+
+WHOLE = "expected a whole number of at least"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message", "hint"),
+    [
+        ("num_gpus", 0, f"num_gpus=0; {WHOLE} 1, or None for all visible accelerators", "num_gpus=1"),
+        ("num_gpus", -2, f"num_gpus=-2; {WHOLE} 1", "num_gpus=1"),
+        ("num_gpus", True, f"num_gpus=True; {WHOLE} 1", "num_gpus=1"),
+        ("num_gpus", 2.0, f"num_gpus=2.0; {WHOLE} 1", "num_gpus=1"),
+        ("num_gpus", "2", f"num_gpus='2'; {WHOLE} 1", "num_gpus=1"),
+        ("num_gpus", [0, 1], f"num_gpus=[0, 1]; {WHOLE} 1", "num_gpus=1"),
+        ("batch_size_per_gpu", 0, f"batch_size_per_gpu=0; {WHOLE} 1, or None for the script's", "batch_size_per_gpu=1"),
+        ("batch_size_per_gpu", "auto", f"batch_size_per_gpu='auto'; {WHOLE} 1", "batch_size_per_gpu=1"),
+        ("max_restarts", -1, f"max_restarts=-1; {WHOLE} 0", "max_restarts=1"),
+        ("max_restarts", False, f"max_restarts=False; {WHOLE} 0", "max_restarts=1"),
+        ("enable_ddp", False, "enable_ddp=False asks for the serial path of the older plugin", "Leave enable_ddp out"),
+        ("enable_ddp", 1, "enable_ddp=1; expected True or False", "enable_ddp=True"),
+        ("seed_per_rank", "yes", "seed_per_rank='yes'; expected True or False", "seed_per_rank=True"),
+        ("memory_optimization", 1, "memory_optimization=1; expected True or False", "memory_optimization=True"),
+        ("debug", 0, "debug=0; expected True or False", "debug=True"),
+        ("find_unused_parameters", 0, "find_unused_parameters=0; expected True or", "find_unused_parameters=True"),
+        ("gradient_checkpointing", "unsloth", "gradient_checkpointing='unsloth'; expected", "gradient_checkpointing="),
+        ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "global_batch='keep'"),
+        ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "global_batch='keep'"),
+        ("sync", "parameter_server", "sync='parameter_server'; expected 'ddp'", "sync='ddp'"),
+        ("balance", True, "balance=True; expected 'auto' or 'off'", "balance='auto'"),
+        ("device", "cuda:1", "device='cuda:1'; expected 'auto' or 'cpu' or 'cuda' or 'xpu'", "device='auto'"),
+        ("device", ["cpu"], "device=['cpu']; expected", "device='auto'"),
+        ("ddp_backend", "mpi", "ddp_backend='mpi'; expected 'nccl' or 'gloo' or 'xccl'", "ddp_backend='nccl'"),
+        ("timeout_s", 0, "timeout_s=0; expected seconds above 0", "timeout_s=1800"),
+        ("timeout_s", -1.5, "timeout_s=-1.5; expected seconds above 0", "timeout_s=1800"),
+        ("timeout_s", float("nan"), "timeout_s=nan; expected seconds above 0", "timeout_s=1800"),
+        ("timeout_s", float("inf"), "timeout_s=inf; expected seconds above 0", "timeout_s=1800"),
+        ("timeout_s", True, "timeout_s=True; expected seconds above 0", "timeout_s=1800"),
+        ("timeout_s", "60", "timeout_s='60'; expected seconds above 0", "timeout_s=1800"),
+        ("log_dir", "", "log_dir=''; expected a folder name", 'log_dir="logs"'),
+        ("log_dir", 3, "log_dir=3; expected a folder name", 'log_dir="logs"'),
+    ],
+)
+def test_wrong_argument_is_named_with_a_hint(option: str, value: object, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig.resolve({option: value}, {})
+    assert_says(error, message, hint)
+
+
+def test_backend_that_the_device_lacks_is_an_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig(device="cpu", ddp_backend="nccl")
+    assert_says(error, 'ddp_backend="nccl" cannot run with device="cpu"', 'ddp_backend="gloo"')
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message", "hint"),
+    [
+        ("NUM_GPUS", "two", "UNSLOTH_MULTIGPU_NUM_GPUS='two'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS=2"),
+        ("NUM_GPUS", "2.0", "UNSLOTH_MULTIGPU_NUM_GPUS='2.0'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS=2"),
+        ("NUM_GPUS", "true", "UNSLOTH_MULTIGPU_NUM_GPUS='true'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS"),
+        ("NUM_GPUS", "0", "num_gpus=0; expected a whole number of at least 1", "num_gpus=1"),
+        ("MAX_RESTARTS", "-1", "max_restarts=-1; expected a whole number of at least 0", "max_restarts=1"),
+        ("TIMEOUT_S", "soon", "UNSLOTH_MULTIGPU_TIMEOUT_S='soon'; expected a number", "UNSLOTH_MULTIGPU_TIMEOUT_S=2"),
+        ("TIMEOUT_S", "nan", "timeout_s=nan; expected seconds above 0", "timeout_s=1800"),
+        ("TIMEOUT_S", "-inf", "timeout_s=-inf; expected seconds above 0", "timeout_s=1800"),
+        ("TIMEOUT_S", "0", "timeout_s=0.0; expected seconds above 0", "timeout_s=1800"),
+        ("SEED_PER_RANK", "maybe", "UNSLOTH_MULTIGPU_SEED_PER_RANK='maybe'; expected a truth", "SEED_PER_RANK=1 or"),
+        ("DEBUG", "2", "UNSLOTH_MULTIGPU_DEBUG='2'; expected a truth value", "UNSLOTH_MULTIGPU_DEBUG=0"),
+        ("ENABLE_DDP", "no", "enable_ddp=False asks for the serial path", "Leave enable_ddp out"),
+        ("GLOBAL_BATCH", "16", "global_batch='16'; expected 'keep' or 'scale'", "global_batch='keep'"),
+        ("DEVICE", "gpu", "device='gpu'; expected 'auto' or 'cpu'", "device='auto'"),
+        ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
+        ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Unset it"),
+    ],
+)
+def test_wrong_variable_is_named_with_a_hint(name: str, text: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig.resolve({}, {ENV_PREFIX + name: text})
+    assert_says(error, message, hint)
+
+
+def test_wrong_variable_is_an_error_even_where_an_argument_stands_over_it() -> None:
+    with pytest.raises(ConfigError, match="UNSLOTH_MULTIGPU_NUM_GPUS='two'"):
+        MultiGPUConfig.resolve({"num_gpus": 2}, {variable("num_gpus"): "two"})
+
+
+# Arguments of the older plugin.
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "translated", "replacement"),
+    [
+        ("ddp_backend", "gloo", {"ddp_backend": "gloo"}, "TrainingArguments(ddp_backend=...)"),
+        (
+            "enable_memory_optimization",
+            True,
+            {"memory_optimization": True},
+            "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ),
+        (
+            "enable_gradient_checkpointing",
+            False,
+            {"gradient_checkpointing": False},
+            "TrainingArguments(gradient_checkpointing=...)",
+        ),
+        ("gradient_aggregation", "mean", {}, 'nothing: DDP always averages, which is "mean"'),
+        (
+            "find_unused_parameters",
+            False,
+            {"find_unused_parameters": False},
+            "TrainingArguments(ddp_find_unused_parameters=...)",
+        ),
+        ("debug", True, {"debug": True}, 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")'),
+    ],
+)
+def test_legacy_argument_is_translated_and_names_its_replacement(
+    name: str, value: object, translated: dict[str, Any], replacement: str
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert translate_legacy({name: value}) == translated
+    assert [(w.category, str(w.message)) for w in caught] == [
+        (DeprecationWarning, f"{name} is deprecated. Use {replacement}.")
+    ]
+    MultiGPUConfig.resolve(translated, {})
+
+
+def test_legacy_arguments_warn_one_by_one() -> None:
+    with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
+        assert translate_legacy({"debug": True, "ddp_backend": "nccl"}) == {"debug": True, "ddp_backend": "nccl"}
+    assert len(caught) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_legacy_aggregation_that_ddp_does_not_do_is_an_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        translate_legacy({"gradient_aggregation": "sum"})
+    assert_says(error, "gradient_aggregation='sum'; DDP averages", "Leave gradient_aggregation out")
+
+
+def test_unknown_argument_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as error:
+        translate_legacy({"num_gpu": 2})
+    assert_says(error, "enable_multi_gpu() got num_gpu=2, which it does not know", "num_gpus")
+
+
+def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
+    """TrainingArguments as the patch leaves them in a rank of two."""
+    (patch,) = (p for p in trainer_patches(config, 2, "cuda", lambda *_: None) if "TrainingArguments" in p.target)
+    args = SimpleNamespace(
+        per_device_train_batch_size=8, ddp_backend=None, gradient_checkpointing=False, ddp_timeout=1800, use_cpu=False
+    )
+    patch.wrap(lambda self: None)(args)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [
+        ("ddp_backend", "gloo", "ddp_backend"),
+        ("gradient_checkpointing", True, "gradient_checkpointing"),
+        ("batch_size_per_gpu", 3, "per_device_train_batch_size"),
+        ("timeout_s", 90.0, "ddp_timeout"),
+    ],
+)
+def test_option_reaches_the_training_arguments(option: str, value: object, name: str) -> None:
+    plain = vars(training_arguments(MultiGPUConfig()))
+    assert plain[name] != value
+    assert vars(training_arguments(MultiGPUConfig(**{option: value}))) == {**plain, name: value}  # type: ignore[arg-type]
+
+
+@contextmanager
+def unconfigured_logging() -> Iterator[logging.Logger]:
+    """The package's logger as in a process where nobody has configured logging. No fixture: pytest adds its handlers
+    to the root logger after those have run."""
+    package = logging.getLogger("unsloth_multigpu")
+    before = (package.handlers, package.level, package.propagate, logging.root.handlers)
+    package.handlers, package.propagate, logging.root.handlers = [], True, []
+    package.setLevel(logging.NOTSET)
+    try:
+        yield package
+    finally:
+        package.handlers, level, package.propagate, logging.root.handlers = before
+        package.setLevel(level)
+
+
+@pytest.mark.parametrize(("debug", "level"), [(True, logging.DEBUG), (False, logging.INFO)])
+def test_debug_is_the_level_of_the_console(debug: bool, level: int) -> None:
+    with unconfigured_logging() as package:
+        console = Console(debug=debug)
+        assert (package.level, len(package.handlers), package.propagate) == (level, 1, False)
+        console.close()
+        assert (package.level, package.handlers, package.propagate) == (logging.NOTSET, [], True)
+
+
+def test_console_is_left_to_an_application_that_has_its_own() -> None:
+    with unconfigured_logging() as package:
+        logging.root.addHandler(logging.NullHandler())
+        console = Console(debug=False)
+        assert (package.handlers, package.propagate) == ([], True)
+        console.close()
+        assert package.level == logging.NOTSET

@@ -1,0 +1,244 @@
+"""Which rank a launcher's variables mean, and what is said where they make no sense."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from unsloth_multigpu.config import ENV_RUN_DIR
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch.identity import RankIdentity, first_host, read_identity
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+# `srun --nodes=1 --ntasks=4`.
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "gpu07",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "4",
+    "SLURM_STEP_NODELIST": "gpu07",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+}
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+def test_process_that_nobody_launched_is_no_rank() -> None:
+    assert read_identity({"HOME": "/root", "SLURM_JOB_ID": "1", "LOCAL_RANK": "0"}) is None
+
+
+# torchrun, and what sets the same variables.
+
+
+def test_torchrun_on_two_nodes() -> None:
+    identity = read_identity(TORCHRUN)
+    assert identity == RankIdentity(5, 1, 8, 4, "torchrun", "node1", 29400)
+    assert not identity.is_single_node
+
+
+def test_our_own_ranks_are_known_by_the_folder_of_the_run() -> None:
+    identity = read_identity({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", ENV_RUN_DIR: "/tmp/run"})
+    assert identity is not None
+    assert identity.launcher == "unsloth_multigpu"
+    assert identity.is_single_node
+
+
+def test_accelerate_without_the_local_size_is_one_node() -> None:
+    # As accelerate's notebook_launcher sets them.
+    environment = {**without(TORCHRUN, "LOCAL_WORLD_SIZE"), "RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "1"}
+    assert read_identity(environment) == RankIdentity(1, 1, 2, 2, "torchrun", "node1", 29400)
+
+
+def test_torchrun_with_one_process_needs_no_address() -> None:
+    assert read_identity({"RANK": "0", "WORLD_SIZE": "1"}) == RankIdentity(0, 0, 1, 1, "torchrun")
+
+
+def test_torchrun_inside_a_slurm_step_or_an_mpirun_wins() -> None:
+    identity = read_identity({**SRUN, **MPIRUN, **TORCHRUN})
+    assert identity is not None
+    assert (identity.launcher, identity.rank) == ("torchrun", 5)
+
+
+def test_variables_of_an_identity_read_as_the_same() -> None:
+    identity = RankIdentity(5, 1, 8, 4, "torchrun", "node1", 29400)
+    assert identity.variables() == without(TORCHRUN, "TORCHELASTIC_RESTART_COUNT")
+    assert read_identity(identity.variables()) == identity
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (("LOCAL_RANK",), "RANK and WORLD_SIZE=8 are set, but LOCAL_RANK is not"),
+        (("MASTER_ADDR", "MASTER_PORT"), "but MASTER_ADDR, MASTER_PORT is not"),
+    ],
+)
+def test_missing_variable_of_torchrun_is_named(missing: tuple[str, ...], message: str) -> None:
+    with pytest.raises(LaunchError, match=message) as error:
+        read_identity(without(TORCHRUN, *missing))
+    assert "Hint: Start with torchrun, or unset RANK and WORLD_SIZE" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": "8"}, "contradict each other: rank=8 world_size=8 local_rank=1 local_world_size=4"),
+        ({"RANK": "-1"}, "rank=-1"),
+        ({"LOCAL_RANK": "4"}, "local_rank=4 local_world_size=4"),
+        ({"LOCAL_WORLD_SIZE": "9", "LOCAL_RANK": "8"}, "local_world_size=9"),
+        ({"WORLD_SIZE": "0"}, "world_size=0"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'; expected a whole number"),
+        ({"RANK": ""}, "RANK=''; expected a whole number"),
+        ({"MASTER_PORT": "tcp"}, "MASTER_PORT='tcp'; expected a whole number"),
+    ],
+)
+def test_contradiction_is_an_error(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message) as error:
+        read_identity({**TORCHRUN, **changed})
+    assert "\nHint: Unset " in str(error.value)
+
+
+# SLURM.
+
+
+def test_srun_on_one_node() -> None:
+    # The port comes from the job, so that two jobs on one host do not meet.
+    assert read_identity(SRUN) == RankIdentity(3, 3, 4, 4, "slurm", "gpu07", 15000 + 3456)
+
+
+def test_srun_on_three_nodes_gives_each_rank_its_place() -> None:
+    tasks = [2, 2, 1]
+    places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
+    identities = [
+        read_identity(
+            {
+                **SRUN,
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(local),
+                "SLURM_NODEID": str(node),
+                "SLURM_STEP_NUM_TASKS": "5",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+                "SLURM_STEP_NODELIST": "gpu[03-05]",
+            }
+        )
+        for rank, (node, local) in enumerate(places)
+    ]
+    assert identities == [
+        RankIdentity(rank, local, 5, tasks[node], "slurm", "gpu03", 18456) for rank, (node, local) in enumerate(places)
+    ]
+
+
+def test_two_jobs_of_slurm_have_two_ports() -> None:
+    ports = {read_identity({**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(900, 910)}  # type: ignore[union-attr]
+    assert len(ports) == 10
+    assert all(1024 < port < 32768 for port in ports)  # Below the ports that the kernel gives to outgoing connections.
+
+
+def test_address_that_the_user_set_wins_under_slurm() -> None:
+    identity = read_identity({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "4000"})
+    assert identity is not None
+    assert (identity.master_addr, identity.master_port) == ("head", 4000)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        # The batch script itself, before any srun: four tasks are allotted, this process is none of them.
+        without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+        # `srun --ntasks=1` holds a node, and one process of ours starts the ranks there.
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    ],
+)
+def test_slurm_process_alone_is_no_rank(environment: dict[str, str]) -> None:
+    assert read_identity(environment) is None
+
+
+@pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID"])
+def test_missing_variable_of_slurm_is_named(missing: str) -> None:
+    with pytest.raises(LaunchError, match=f"{missing} is not set"):
+        read_identity(without(SRUN, missing))
+
+
+def test_slurm_local_rank_beyond_its_node_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="local_rank=3 local_world_size=2"):
+        read_identity({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("gpu07", "gpu07"),
+        ("gpu07,cpu1", "gpu07"),
+        ("gpu[03-05,09],cpu1", "gpu03"),
+        ("gpu[9,12]", "gpu9"),
+        ("gpu[007]", "gpu007"),
+        ("login-1.cluster.org,gpu[1-2]", "login-1.cluster.org"),
+        ("rack-a-node[10-12]", "rack-a-node10"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("nodelist", ["", "[1-2]", ",gpu1"])
+def test_node_list_without_a_host_is_an_error(nodelist: str) -> None:
+    with pytest.raises(LaunchError, match="names no host") as error:
+        first_host(nodelist)
+    assert "Hint: Set MASTER_ADDR" in str(error.value)
+
+
+# Open MPI.
+
+
+def test_mpirun_on_one_host_needs_no_address() -> None:
+    assert read_identity(MPIRUN) == RankIdentity(2, 2, 4, 4, "openmpi", "127.0.0.1", 29500)
+
+
+def test_mpirun_on_two_hosts_takes_the_given_address() -> None:
+    hosts = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "a"}
+    assert read_identity({**MPIRUN, **hosts}) == RankIdentity(2, 0, 4, 2, "openmpi", "a", 29500)
+
+
+def test_mpirun_on_two_hosts_without_an_address_is_an_error() -> None:
+    with pytest.raises(LaunchError, match="4 ranks on several hosts, but MASTER_ADDR is not set") as error:
+        read_identity({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    assert "Hint: mpirun -x MASTER_ADDR=" in str(error.value)
+
+
+def test_mpirun_with_one_process_is_no_rank() -> None:
+    assert read_identity({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.parametrize("missing", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_missing_variable_of_mpirun_is_named(missing: str) -> None:
+    with pytest.raises(LaunchError, match=f"{missing} is not set"):
+        read_identity(without(MPIRUN, missing))
+
+
+def test_launchers_do_not_take_each_other_for_themselves() -> None:
+    known = {"torchrun": TORCHRUN, "slurm": SRUN, "openmpi": MPIRUN}
+    for (name, one), (_, other) in itertools.permutations(known.items(), 2):
+        # The other launcher's variables say a single process.
+        quiet = {k: "1" if k.endswith(("NUM_TASKS", "WORLD_SIZE")) else v for k, v in other.items()}
+        identity = read_identity({**without(quiet, "RANK"), **one})
+        assert identity is not None
+        assert identity.launcher == name
