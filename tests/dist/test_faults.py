@@ -100,6 +100,13 @@ def test_full_disk_while_saving_ends_the_run(tmp_path, small_disk):
     assert_nothing_is_left(tmp_path)
 
 
+def test_ranks_with_different_data_are_refused(tmp_path):
+    run = finish(train(tmp_path, "--divergent"))
+    assert run.code == 77
+    assert "The ranks are about to train different runs. sampled rows: rank 0 has" in run.err
+    assert "Hint: Give shuffles and splits a seed" in run.err
+
+
 def test_two_jobs_at_once_do_not_meet(tmp_path):
     first, second = train(tmp_path, "--fault", "sleep@1:2"), None
     try:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# CPU ranks everywhere: tests/gpu asks for cards itself.
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -29,7 +31,7 @@ def start(
 ) -> subprocess.Popen:
     """Starts `python arguments...` in `cwd` with one thread for each rank, and without what this process was told."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
-    environment = {**own, **QUIET, "OMP_NUM_THREADS": "1", **(env or {})}
+    environment = {**own, **QUIET, **ON_CPU, "OMP_NUM_THREADS": "1", **(env or {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
     return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=cwd, env=environment, **{**pipes, **options})
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.manager import DDPManager
@@ -115,11 +118,12 @@ class DDPTrainer:
         facts["gradient_accumulation_steps"] = self._steps.num_accumulated
         facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
         facts["config"] = self.config
-        if hasattr(trainer.train_dataset, "__len__") and hasattr(trainer.train_dataset, "__getitem__"):
-            length = len(trainer.train_dataset)
-            facts["samples"] = length
-            rows = sorted({0, length // 3, length // 2, length - 1}) if length else []
-            facts["sampled rows"] = {i: _short_hash(trainer.train_dataset[i]) for i in rows}
+        data = trainer.train_dataset
+        if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+            facts["samples"] = len(data)
+            places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
+            with _kept_random_state():
+                facts["sampled rows"] = {i: _short_hash(_plain_values(_stored_row(data, i))) for i in places}
         return facts
 
     def _tell_ddp(self) -> None:
@@ -163,6 +167,36 @@ class DDPTrainer:
 def _exit_code(error: SystemExit) -> int:
     """What Python ends with: the number given, 0 for None, 1 for a text."""
     return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _stored_row(data: Any, index: int) -> Any:
+    """One row; of a Hugging Face data set as it is stored, before its transforms draw random numbers."""
+    return data.with_format("arrow")[index].to_pylist() if hasattr(data, "with_format") else data[index]
+
+
+def _plain_values(value: Any) -> Any:
+    """The texts and numbers in a row. Other objects may be written differently on each rank: by their address, say."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain_values(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_values(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() < 10_000 else list(value.shape)
+    return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """A row may be made with random numbers when it is read; the training must not miss them."""
+    import numpy
+
+    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
 
 
 def _short_hash(value: object) -> str:

@@ -107,7 +107,7 @@ def _is_communication_error(event: Event) -> bool:
 
 
 def _from_exception(event: Event) -> Cause:
-    first_line = str(event.facts["error"]).strip().split("\n")[0]
+    first_line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".")
     message = f"rank {event.rank} failed {_where(event.step)}: {first_line}"
     return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]))
 

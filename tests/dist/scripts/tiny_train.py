@@ -16,6 +16,7 @@ parser.add_argument("--rows", type=int, default=24)
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accumulation", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--divergent", action="store_true", help="rows that differ from rank to rank")
 parser.add_argument("--fault", default="", help="kind@rank:step")
 parser.add_argument("--save-in", default="", help="folder for a checkpoint after every step")
 parser.add_argument("--out", default="")
@@ -39,6 +40,7 @@ class Fault(TrainerCallback):
         fault_rank, _, step = place.partition(":")
         if int(fault_rank) != rank or int(step) != state.global_step:
             return
+        Path("fault_time").write_text(str(time.time()))
         if kind == "raise":
             raise ValueError("planted in step " + step)
         if kind == "exit":
@@ -59,7 +61,7 @@ class Fault(TrainerCallback):
 
 class Rows(torch.utils.data.Dataset):
     def __init__(self, num_rows):
-        draw = random.Random(0)
+        draw = random.Random(rank if args.divergent else 0)
         self.rows = [[draw.randrange(1, 128) for _ in range(draw.randrange(5, 40))] for _ in range(num_rows)]
 
     def __len__(self):

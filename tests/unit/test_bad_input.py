@@ -1,0 +1,101 @@
+"""Wrong input as the user of a script sees it: the last lines of what is printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Also says what was imported before the error: counting devices is too late for a typing mistake.
+CALL = """
+import atexit, sys
+atexit.register(lambda: print("torch" in sys.modules))
+import unsloth_multigpu as ump
+ump.enable_multi_gpu({arguments})
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "lines"),
+    [
+        (
+            "num_gpus=0",
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: num_gpus=0; expected a whole number of at least 1, or None for "
+                "all visible accelerators.",
+                "Hint: Set num_gpus=1.",
+            ],
+        ),
+        (
+            'global_batch="all"',
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: global_batch='all'; expected 'keep' or 'scale'.",
+                "Hint: Set global_batch='keep'.",
+            ],
+        ),
+        (
+            'timeout_s=float("nan")',
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: timeout_s=nan; expected seconds above 0.",
+                "Hint: Set timeout_s=1800.0.",
+            ],
+        ),
+        (
+            "num_gpu=2",
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: enable_multi_gpu() got num_gpu=2, which it does not know.",
+                "Hint: Options: num_gpus, batch_size_per_gpu, enable_ddp, global_batch,",
+            ],
+        ),
+        (
+            "enable_ddp=False",
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: enable_ddp=False asks for the serial path of the older plugin, "
+                "which this version does not have.",
+                "Hint: Leave enable_ddp out.",
+            ],
+        ),
+        (
+            "",
+            {"UNSLOTH_MULTIGPU_NUM_GPUS": "two"},
+            [
+                "unsloth_multigpu.errors.ConfigError: UNSLOTH_MULTIGPU_NUM_GPUS='two'; expected a whole number.",
+                "Hint: Set UNSLOTH_MULTIGPU_NUM_GPUS=2, say.",
+            ],
+        ),
+        (
+            "",
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            [
+                "unsloth_multigpu.errors.LaunchError: RANK and WORLD_SIZE=2 are set, but LOCAL_RANK, MASTER_ADDR, "
+                "MASTER_PORT is not.",
+                "Hint: Start with torchrun, or unset RANK and WORLD_SIZE so that unsloth_multigpu starts the ranks.",
+            ],
+        ),
+    ],
+)
+def test_last_lines_name_the_input_and_the_way_out(
+    tmp_path: Path, arguments: str, variables: dict[str, str], lines: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CALL.format(arguments=arguments)],
+        cwd=tmp_path,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    shown = done.stderr.splitlines()
+    assert shown[-2] == lines[0]
+    assert shown[-1].startswith(lines[1])
+    assert done.stdout == "False\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,197 @@
+"""Data is mapped once per node: in which order ranks work, and how they know each other's calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.errors import RankTimeoutError
+from unsloth_multigpu.hooks import datasets as hook
+from unsloth_multigpu.hooks.datasets import dataset_patches
+from unsloth_multigpu.launch.identity import RankIdentity
+
+LIMIT_S = 0.2
+
+
+class FakeData:
+    """Stands in for a `Dataset`: `map` notes who called it, and with what."""
+
+    def __init__(self, name: str, cache_files: tuple[str, ...] = ("data.arrow",)) -> None:
+        self.name = name
+        self.cache_files = cache_files
+
+
+class Ranks:
+    """The patched `map` of each rank, with one store between them."""
+
+    def __init__(self, num_ranks: int, per_node: int, run_dir: Path | None = None) -> None:
+        self.store: set[str] = set()
+        self.calls: list[tuple[int, str, dict[str, Any]]] = []
+        self.maps = [self._map(rank, num_ranks, per_node, run_dir) for rank in range(num_ranks)]
+
+    def _map(self, rank: int, num_ranks: int, per_node: int, run_dir: Path | None) -> Callable[..., Any]:
+        manager = SimpleNamespace(
+            identity=RankIdentity(rank, rank % per_node, num_ranks, per_node, "torchrun"),
+            config=SimpleNamespace(timeout_s=LIMIT_S),
+            publish=self.store.add,
+            is_published=self.store.__contains__,
+        )
+        (patch,) = dataset_patches(None if run_dir is None else str(run_dir), lambda: manager)  # type: ignore[arg-type, return-value]
+
+        def original(data: FakeData, function: Callable[[], object], **kwargs: Any) -> str:
+            self.calls.append((rank, data.name, kwargs))
+            function()
+            return f"mapped {data.name}"
+
+        return patch.wrap(original)
+
+    @property
+    def order(self) -> list[tuple[int, str]]:
+        return [(rank, name) for rank, name, _ in self.calls]
+
+
+@pytest.fixture(autouse=True)
+def plain_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash of `datasets` without its import: data, and what the function is called."""
+
+    def call_hash(data: FakeData, function: Callable[..., Any], args: object, kwargs: dict[str, Any]) -> str | None:
+        name = function.__name__
+        return None if name == "unhashable" else f"{data.name} {name}"
+
+    monkeypatch.setattr(hook, "_call_hash", call_hash)
+
+
+def work() -> None:
+    """A function that can be hashed."""
+
+
+def unhashable() -> None:
+    """One that cannot."""
+
+
+def test_first_rank_of_the_node_maps_before_the_others() -> None:
+    ranks = Ranks(3, per_node=3)
+    threads = [threading.Thread(target=ranks.maps[rank], args=(FakeData("a"), work)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert ranks.order == []
+    assert ranks.maps[0](FakeData("a"), work) == "mapped a"
+    for thread in threads:
+        thread.join(timeout=10)
+    assert ranks.order[0] == (0, "a")
+    assert sorted(ranks.order) == [(0, "a"), (1, "a"), (2, "a")]
+
+
+def test_first_rank_of_each_node_works_by_itself() -> None:
+    ranks = Ranks(4, per_node=2)
+    ranks.maps[2](FakeData("a"), work)
+    ranks.maps[3](FakeData("a"), work)
+    assert ranks.order == [(2, "a"), (3, "a")]
+    # The other node's first rank is still to come, and its second one waits for it.
+    with pytest.raises(RankTimeoutError):
+        ranks.maps[1](FakeData("a"), work)
+
+
+def test_rank_waits_for_the_limit_and_names_it() -> None:
+    ranks = Ranks(2, per_node=2)
+    with pytest.raises(RankTimeoutError, match=rf"rank 1 waited timeout_s={LIMIT_S} seconds") as error:
+        ranks.maps[1](FakeData("a"), work)
+    assert "Hint: Call Dataset.map on all ranks" in str(error.value)
+    assert ranks.calls == []
+
+
+def test_error_of_the_first_rank_sets_the_others_free() -> None:
+    def fail() -> None:
+        raise ValueError("bad row")
+
+    ranks = Ranks(2, per_node=2)
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="bad row"):
+            ranks.maps[rank](FakeData("a"), fail)
+    assert ranks.order == [(0, "a"), (1, "a")]
+
+
+def test_function_that_cannot_be_hashed_is_awaited_by_its_number() -> None:
+    ranks = Ranks(2, per_node=2)
+    for data, function in (("a", unhashable), ("b", work)):
+        ranks.maps[0](FakeData(data), function)
+    for data, function in (("a", unhashable), ("b", work)):
+        ranks.maps[1](FakeData(data), function)
+    assert ranks.order == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]
+
+
+def test_data_that_differs_from_the_first_ranks_is_mapped_without_a_wait() -> None:
+    ranks = Ranks(2, per_node=2)
+    ranks.maps[0](FakeData("shard 0"), work)
+    ranks.maps[1](FakeData("shard 1"), work)
+    assert ranks.order == [(0, "shard 0"), (1, "shard 1")]
+
+
+def test_call_of_an_earlier_one_again_does_not_wait() -> None:
+    ranks = Ranks(2, per_node=2)
+    ranks.maps[0](FakeData("a"), work)
+    for _ in range(2):
+        ranks.maps[1](FakeData("a"), work)
+    assert ranks.order == [(0, "a"), (1, "a"), (1, "a")]
+
+
+def test_map_in_memory_is_every_ranks_own() -> None:
+    ranks = Ranks(2, per_node=2)
+    ranks.maps[1](FakeData("a"), work, keep_in_memory=True)
+    assert ranks.order == [(1, "a")]
+    assert not ranks.store
+
+
+@pytest.mark.parametrize("function", [work, unhashable])
+def test_map_within_a_mapped_function_is_no_call_of_its_own(function: Callable[[], None]) -> None:
+    ranks = Ranks(2, per_node=2)
+    for rank in (0, 1):
+
+        def nested(rank: int = rank) -> None:
+            ranks.maps[rank](FakeData("inner"), function)
+
+        ranks.maps[rank](FakeData("outer"), nested)
+    assert ranks.order == [(0, "outer"), (0, "inner"), (1, "outer"), (1, "inner")]
+
+
+# Where the result is found by the others.
+
+
+def test_data_in_memory_gets_one_cache_file_for_all(tmp_path: Path) -> None:
+    ranks = Ranks(2, per_node=2, run_dir=tmp_path)
+    for rank in (0, 1):
+        ranks.maps[rank](FakeData("a", cache_files=()), work, num_proc=2)
+        ranks.maps[rank](FakeData("b", cache_files=()), work)
+    a, b = ({str(k["cache_file_name"]) for _, data, k in ranks.calls if data == name} for name in "ab")
+    assert len(a) == len(b) == 1
+    assert a != b
+    assert all(Path(path).parent == tmp_path / "maps" for path in a | b)
+    assert all(kwargs["load_from_cache_file"] for _, _, kwargs in ranks.calls)
+
+
+@pytest.mark.parametrize(
+    ("cache_files", "kwargs"),
+    [
+        (("data.arrow",), {}),
+        ((), {"cache_file_name": "mine.arrow"}),
+        ((), {"load_from_cache_file": False}),
+        ((), {"keep_in_memory": True}),
+    ],
+)
+def test_choice_of_the_script_stays(tmp_path: Path, cache_files: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+    ranks = Ranks(1, per_node=1, run_dir=tmp_path)
+    ranks.maps[0](FakeData("a", cache_files), work, **kwargs)
+    assert ranks.calls == [(0, "a", kwargs)]
+
+
+def test_data_in_memory_keeps_to_itself_without_a_folder_for_all() -> None:
+    ranks = Ranks(1, per_node=1)
+    ranks.maps[0](FakeData("a", cache_files=()), work)
+    assert ranks.calls == [(0, "a", {})]

@@ -1,0 +1,88 @@
+"""A device map that was written for one GPU, on a rank whose GPU is another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.hooks.unsloth import local_device_map, placement_patches
+
+HERE = {"": 1}
+
+
+@pytest.mark.parametrize(
+    ("device_map", "placed"),
+    [
+        # "Wherever the accelerator is".
+        *((name, HERE) for name in ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "cuda")),
+        # The one card of the script.
+        (0, HERE),
+        ("0", HERE),
+        ("cuda:0", HERE),
+        ({"": 0}, HERE),
+        ({"": "cuda:0"}, HERE),
+        ({"": "auto"}, HERE),
+        # A script that reads LOCAL_RANK.
+        (1, HERE),
+        ("cuda:1", HERE),
+        ({"": "cuda:1"}, HERE),
+        ({"model": 0, "lm_head": 0}, HERE),
+        # Parts that are kept off the card stay there.
+        ({"model": 0, "lm_head": "cpu"}, {"model": 1, "lm_head": "cpu"}),
+        ({"model": "cuda", "a": "cpu", "b": "disk"}, {"model": 1, "a": "cpu", "b": "disk"}),
+        ("cpu", "cpu"),
+        ({"": "cpu"}, {"": "cpu"}),
+        ({"": "meta"}, {"": "meta"}),
+        ({"model": "cpu", "lm_head": "disk"}, {"model": "cpu", "lm_head": "disk"}),
+    ],
+)
+def test_map_of_one_card_means_the_ranks_own(device_map: Any, placed: Any) -> None:
+    assert local_device_map(device_map, "cuda", 1) == placed
+
+
+def test_map_of_torch_devices_is_understood() -> None:
+    torch = pytest.importorskip("torch")
+    assert local_device_map(torch.device("cuda"), "cuda", 1) == HERE
+    assert local_device_map(torch.device("cuda", 0), "cuda", 1) == HERE
+    assert local_device_map({"": torch.device("cuda", 1)}, "cuda", 1) == HERE
+    assert local_device_map(torch.device("cpu"), "cuda", 1) == torch.device("cpu")
+
+
+def test_map_of_another_kind_of_accelerator() -> None:
+    assert local_device_map({"": "xpu:0"}, "xpu", 1) == HERE
+    with pytest.raises(ConfigError):
+        local_device_map({"": "xpu:0"}, "cuda", 1)
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [
+        {"model.layers.0": 0, "model.layers.1": 1},
+        {"model.layers.0": "cuda:0", "model.layers.1": "cuda:1", "lm_head": "cpu"},
+        {"": 2},
+        "cuda:3",
+    ],
+)
+def test_map_of_other_cards_is_an_error(device_map: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        local_device_map(device_map, "cuda", 1)
+    assert f"device_map={device_map!r}" in str(error.value)
+    assert "Hint: Leave device_map out." in str(error.value)
+
+
+def test_loader_gets_the_map_of_its_rank() -> None:
+    patch = placement_patches("cuda", 1)[0]
+    load = patch.wrap(lambda *args, **kwargs: (args, kwargs))
+    assert load("model", device_map="auto", load_in_4bit=True) == (
+        ("model",),
+        {"device_map": HERE, "load_in_4bit": True},
+    )
+    # No map is no wish.
+    assert load("model") == (("model",), {})
+    assert load("model", device_map=None) == (("model",), {"device_map": None})
+
+
+def test_ranks_on_the_cpu_place_nothing() -> None:
+    assert placement_patches("cpu", 1) == []

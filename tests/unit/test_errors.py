@@ -1,0 +1,87 @@
+"""The exception tree: what each error is, says and ends a process with."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+import unsloth_multigpu
+from unsloth_multigpu import errors
+from unsloth_multigpu.errors import MultiGPUError
+
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+TREE: dict[type[MultiGPUError], tuple[type[Exception], int]] = {
+    errors.MultiGPUError: (Exception, 70),
+    errors.ConfigError: (ValueError, 64),
+    errors.SetupError: (RuntimeError, 69),
+    errors.LaunchError: (RuntimeError, 71),
+    errors.VersionError: (ImportError, 72),
+    errors.PatchError: (TypeError, 73),
+    errors.DistributedError: (RuntimeError, 76),
+    errors.DivergenceError: (RuntimeError, 77),
+    errors.RankTimeoutError: (TimeoutError, 124),
+}
+
+each_error = pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
+
+
+def test_table_of_this_file_names_every_error() -> None:
+    defined = {value for value in vars(errors).values() if isinstance(value, type)}
+    assert {kind for kind in defined if issubclass(kind, MultiGPUError)} == set(TREE)
+
+
+@each_error
+def test_error_is_the_builtin_that_a_caller_expects(kind: type[MultiGPUError]) -> None:
+    builtin, exit_code = TREE[kind]
+    assert issubclass(kind, builtin)
+    assert kind.exit_code == exit_code
+
+
+def test_patch_error_is_no_runtime_error() -> None:
+    # The lazy imports of transformers turn those into "Could not import module".
+    assert not issubclass(errors.PatchError, RuntimeError)
+
+
+def test_exit_codes_are_unique_and_mean_no_signal() -> None:
+    codes = [kind.exit_code for kind in TREE]
+    assert len(set(codes)) == len(codes)
+    # 1 and 2 are Python's own, 128 + n is a death by signal n.
+    assert all(2 < code < 128 for code in codes)
+
+
+@each_error
+def test_error_says_what_happened_and_what_to_do(kind: type[MultiGPUError]) -> None:
+    error = kind("num_gpus=0; expected 1 or more.", hint="Set num_gpus=1.")
+    assert str(error) == "num_gpus=0; expected 1 or more.\nHint: Set num_gpus=1."
+    assert error.args == ("num_gpus=0; expected 1 or more.",)
+    assert error.hint == "Set num_gpus=1."
+
+
+@each_error
+def test_error_without_a_hint_cannot_be_made(kind: type[MultiGPUError]) -> None:
+    with pytest.raises(TypeError, match="hint"):
+        kind("What happened.")  # type: ignore[call-arg]
+
+
+@each_error
+def test_error_survives_the_way_between_processes(kind: type[MultiGPUError]) -> None:
+    error = kind("What happened.", hint="What to do.")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is kind
+        assert str(again) == str(error)
+
+
+def test_every_error_is_a_public_name() -> None:
+    assert {kind.__name__ for kind in TREE} <= set(unsloth_multigpu.__all__)
+    assert unsloth_multigpu.ConfigError is errors.ConfigError
+
+
+@each_error
+def test_page_of_errors_lists_class_and_code(kind: type[MultiGPUError]) -> None:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if re.search(rf"\b{kind.__name__}\b", line)]
+    assert any(re.search(rf"\b{kind.exit_code}\b", row) for row in rows), f"{PAGE} lacks {kind.__name__}"

@@ -1,0 +1,154 @@
+"""The folders of a run: who can read them, when they go, and what a second job gets."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
+
+
+@pytest.fixture
+def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, of this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """A mask that takes nothing away shows what the code itself asks for."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_private_folder_is_readable_by_its_user_only(tmp: Path) -> None:
+    with private_dir() as path:
+        assert path.parent == tmp
+        assert mode(path) == 0o700
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_private_folder_is_removed_with_what_is_in_it(tmp: Path, error: type[BaseException] | None) -> None:
+    try:
+        with private_dir() as path:
+            (path / "maps").mkdir()
+            (path / "maps" / "a.arrow").touch()
+            if error is not None:
+                raise error
+    except KeyboardInterrupt:
+        pass
+    assert list(tmp.iterdir()) == []
+
+
+def test_private_folders_of_two_runs_are_two(tmp: Path) -> None:
+    with private_dir() as first, private_dir() as second:
+        assert first != second
+    assert list(tmp.iterdir()) == []
+
+
+def test_folder_of_a_killed_supervisor_is_swept(tmp: Path) -> None:
+    killed = "from unsloth_multigpu.launch.folder import private_dir; import os\nwith private_dir(): os._exit(9)"
+    subprocess.run([sys.executable, "-c", killed], env={**os.environ, "TMPDIR": str(tmp)}, timeout=60)
+    (old,) = tmp.iterdir()
+    (old / "events_rank_0.jsonl").touch()
+    with private_dir() as path:
+        assert list(tmp.iterdir()) == [path]
+
+
+def test_sweep_leaves_living_supervisors_and_folders_of_others(tmp: Path) -> None:
+    (tmp / "unsloth_multigpu_doctor_x").mkdir()
+    (tmp / "other").mkdir()
+    before = set(tmp.iterdir())
+    with private_dir() as living:
+        with private_dir():
+            assert living.exists()
+        assert set(tmp.iterdir()) == {*before, living}
+
+
+def test_sweep_passes_over_a_folder_that_another_job_has_just_removed(
+    tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp / "unsloth_multigpu_999999999_x"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([old]))
+    with private_dir() as path:
+        assert path.exists()
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_logs_are_made_empty_and_private(tmp_path: Path) -> None:
+    log_dir = tmp_path / "a" / "logs"
+    for _ in range(2):
+        with exclusive_log_dir(log_dir, 3) as path:
+            logs = sorted(path.glob("rank_*.log"))
+            assert path == log_dir
+            # Rank 0 has the terminal.
+            assert [log.name for log in logs] == ["rank_1.log", "rank_2.log"]
+            assert [(mode(log), log.read_text()) for log in logs] == [(0o600, "")] * 2
+            logs[0].write_text("of an older run")
+    assert (log_dir / "rank_1.log").exists()
+
+
+def test_log_that_was_readable_by_all_is_private_again(tmp_path: Path) -> None:
+    (tmp_path / "rank_1.log").touch(mode=0o644)
+    with exclusive_log_dir(tmp_path, 2):
+        assert mode(tmp_path / "rank_1.log") == 0o600
+
+
+def test_relative_log_folder_is_shown_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with exclusive_log_dir(Path("logs"), 2) as path:
+        assert path == tmp_path / "logs"
+
+
+def test_second_job_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with exclusive_log_dir(tmp_path, 2) as first:
+        (first / "rank_1.log").write_text("first job")
+        with exclusive_log_dir(tmp_path, 2) as second:
+            assert second == tmp_path / f"job_{os.getpid()}"
+            assert (second / "rank_1.log").read_text() == ""
+        assert (first / "rank_1.log").read_text() == "first job"
+    assert "log_dir is in use by another job" in caplog.text
+    # The first is done, and a third job has the folder for itself.
+    with exclusive_log_dir(tmp_path, 2) as third:
+        assert third == tmp_path
+
+
+def test_second_job_may_have_the_number_of_an_older_one(tmp_path: Path) -> None:
+    # In a container the same process ids come again.
+    (tmp_path / f"job_{os.getpid()}").mkdir()
+    with exclusive_log_dir(tmp_path, 2), exclusive_log_dir(tmp_path, 2) as second:
+        assert second == tmp_path / f"job_{os.getpid()}"
+
+
+@pytest.mark.parametrize("inside", ["logs", "logs/deeper"])
+def test_log_folder_that_cannot_be_made_is_an_error(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(LaunchError, match=r"log_dir='.*logs.*' cannot be written: ") as error:
+        exclusive_log_dir(tmp_path / inside, 2).__enter__()
+    assert "Hint: Set log_dir to another folder." in str(error.value)
+
+
+def test_log_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rank_1.log").mkdir()
+    with pytest.raises(LaunchError, match="cannot be written: Is a directory"):
+        exclusive_log_dir(tmp_path, 2).__enter__()
+
+
+def test_error_of_the_run_itself_is_not_taken_for_one_of_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"data\.json"), exclusive_log_dir(tmp_path, 2):
+        (tmp_path.parent / "data.json").read_text()

@@ -1,0 +1,227 @@
+"""The one line: what it opens in a single process, what a second call means, and what is given back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unsloth_multigpu as ump
+from unsloth_multigpu import session, start
+from unsloth_multigpu.config import ENV_PREFIX
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.patching import Patch, PatchRegistry
+
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher, no variables, no level set, one GPU to be seen without torch; in the end nothing is enabled."""
+    logging.getLogger("unsloth_multigpu").setLevel(logging.NOTSET)
+    for name in os.environ:
+        if name in LAUNCHERS or name.startswith(ENV_PREFIX):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
+    yield
+    ump.disable_multi_gpu()
+
+
+def test_status_before_is_that_of_a_plain_process() -> None:
+    assert not ump.is_multi_gpu_enabled()
+    assert ump.get_active_config() is None
+    assert ump.get_multi_gpu_status() == ump.MultiGPUStatus(is_enabled=False)
+
+
+def test_status_shows_one_process_and_its_patches() -> None:
+    ump.enable_multi_gpu(num_gpus=1, timeout_s=60)
+    status = ump.get_multi_gpu_status()
+    assert ump.is_multi_gpu_enabled()
+    assert (status.is_enabled, status.rank, status.local_rank, status.world_size) == (True, 0, 0, 1)
+    assert (status.launcher, status.log_dir, status.report) == ("none", None, None)
+    assert status.config == ump.get_active_config() == ump.MultiGPUConfig(num_gpus=1, timeout_s=60)
+    assert [row.target for row in status.patches] == [
+        "transformers.trainer:Trainer.train",
+        "transformers.training_args:TrainingArguments.__post_init__",
+    ]
+    ump.disable_multi_gpu()
+    assert ump.get_multi_gpu_status() == ump.MultiGPUStatus(is_enabled=False)
+
+
+def test_second_call_with_the_same_arguments_changes_nothing() -> None:
+    ump.enable_multi_gpu(num_gpus=1)
+    patches, handlers = ump.get_multi_gpu_status().patches, list(logging.getLogger("unsloth_multigpu").handlers)
+    ump.enable_multi_gpu(1)
+    assert ump.get_multi_gpu_status().patches == patches
+    assert logging.getLogger("unsloth_multigpu").handlers == handlers
+
+
+@pytest.mark.parametrize("other", [{}, {"num_gpus": 2}, {"num_gpus": 1, "global_batch": "scale"}])
+def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any]) -> None:
+    ump.enable_multi_gpu(num_gpus=1)
+    with pytest.raises(ConfigError, match=r"enable_multi_gpu\(\) is in effect with .*num_gpus=1") as error:
+        ump.enable_multi_gpu(**other)
+    assert "Hint: Call it once, or disable_multi_gpu() first." in str(error.value)
+    config = ump.get_active_config()
+    assert config is not None
+    assert (config.num_gpus, config.global_batch) == (1, "keep")
+
+
+def test_call_after_disable_may_have_other_arguments() -> None:
+    ump.enable_multi_gpu(num_gpus=1)
+    ump.disable_multi_gpu()
+    ump.enable_multi_gpu(num_gpus=1, global_batch="scale")
+    config = ump.get_active_config()
+    assert config is not None
+    assert config.global_batch == "scale"
+
+
+def test_disable_without_a_session_is_harmless() -> None:
+    ump.disable_multi_gpu()
+    ump.disable_multi_gpu()
+
+
+def package_logger() -> tuple[object, ...]:
+    package = logging.getLogger("unsloth_multigpu")
+    return package.level, package.propagate, list(package.handlers)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
+    """In place of `transformers`: a trainer that the patches of the Trainer land on. Returns what its class holds."""
+    module = types.ModuleType("stub_trainer")
+    exec(
+        "class Trainer:\n"
+        "    def train(self, resume=None): return ('original', resume)\n"
+        "class TrainingArguments:\n"
+        "    ddp_timeout = 1800\n"
+        "    def __post_init__(self): pass\n",
+        vars(module),
+    )
+    monkeypatch.setitem(sys.modules, "stub_trainer", module)
+
+    def patches(opened: session.Session) -> list[Patch]:
+        found = trainer_patches(opened.config, opened.identity.world_size, "any", opened.run_training)
+        # `packaging` is installed everywhere; its version stands for that of transformers.
+        return [
+            Patch(f"stub_trainer:{patch.target.partition(':')[2]}", "packaging>=1", patch.wrap, patch.reason)
+            for patch in found
+        ]
+
+    monkeypatch.setattr(session, "_patches", patches)
+    return lambda: {**vars(module.Trainer), **vars(module.TrainingArguments)}
+
+
+def test_training_in_one_process_is_the_original(stub: Callable[[], dict[str, Any]]) -> None:
+    ump.enable_multi_gpu(num_gpus=1)
+    assert {row.state for row in ump.get_multi_gpu_status().patches} == {"landed"}
+    trainer = sys.modules["stub_trainer"].Trainer()
+    assert trainer.train("checkpoint") == ("original", "checkpoint")
+    assert ump.get_multi_gpu_status().report is None
+
+
+def test_disable_gives_everything_back(stub: Callable[[], dict[str, Any]]) -> None:
+    before = (stub(), package_logger(), dict(os.environ), sys.excepthook)
+    ump.enable_multi_gpu(num_gpus=1)
+    assert stub() != before[0]
+    ump.disable_multi_gpu()
+    assert (stub(), package_logger(), dict(os.environ), sys.excepthook) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"num_gpus": 4}, SetupError), ({"device": "xpu"}, SetupError), ({"num_gpus": 0}, ConfigError)],
+)
+def test_call_that_fails_leaves_nothing(arguments: dict[str, Any], error: type[Exception]) -> None:
+    before = (package_logger(), dict(os.environ))
+    with pytest.raises(error):
+        ump.enable_multi_gpu(**arguments)
+    assert (package_logger(), dict(os.environ)) == before
+    assert not ump.is_multi_gpu_enabled()
+
+
+def test_patch_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(self: PatchRegistry) -> None:
+        raise SetupError("no such function", hint="None.")
+
+    monkeypatch.setattr(PatchRegistry, "apply", apply)
+    before = package_logger()
+    with pytest.raises(SetupError):
+        ump.enable_multi_gpu(num_gpus=1)
+    assert package_logger() == before
+    assert not ump.is_multi_gpu_enabled()
+
+
+def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SetupError, match=r"num_gpus=4, but torchrun started 2 rank\(s\) here") as error:
+        ump.enable_multi_gpu(num_gpus=4)
+    assert "Hint: Leave num_gpus out, or start 4 ranks." in str(error.value)
+
+
+def test_legacy_argument_blames_the_line_of_the_user() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ump.enable_multi_gpu(num_gpus=1, debug=True)
+    assert [(w.category, w.filename) for w in caught] == [(DeprecationWarning, __file__)]
+    assert logging.getLogger("unsloth_multigpu").level == logging.DEBUG
+
+
+def test_legacy_memory_optimization_sets_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    with pytest.warns(DeprecationWarning, match="enable_memory_optimization"):
+        ump.enable_multi_gpu(num_gpus=1, enable_memory_optimization=True)
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    ump.disable_multi_gpu()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    with pytest.warns(DeprecationWarning, match="enable_memory_optimization"):
+        ump.enable_multi_gpu(num_gpus=1, enable_memory_optimization=True)
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+# A script whose worker imports it again, as spawned workers do.
+WORKER = """
+import multiprocessing, sys
+import unsloth_multigpu as ump
+import unsloth_multigpu.start as start
+start.visible_accelerators = lambda: ("cpu", 0)
+is_worker = multiprocessing.parent_process() is not None
+ump.enable_multi_gpu(num_gpus=2 if is_worker else 1)
+
+def work():
+    print("worker", ump.is_multi_gpu_enabled(), "torch" in sys.modules, flush=True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join()
+    print("script", ump.is_multi_gpu_enabled(), process.exitcode)
+"""
+
+
+def test_worker_of_a_script_starts_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(WORKER)
+    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["worker False False", "script True 0"], done.stderr
+
+
+def test_wrong_argument_is_an_error_in_a_worker_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    ump.enable_multi_gpu(num_gpus=2)
+    assert not ump.is_multi_gpu_enabled()
+    with pytest.raises(ConfigError):
+        ump.enable_multi_gpu(num_gpus=0)

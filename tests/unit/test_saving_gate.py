@@ -1,0 +1,225 @@
+"""One writer for every file: what rank 0 does, what the others do meanwhile, and what they are told."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.hooks import saving
+from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
+
+LIMIT_S = 0.3
+Write = Callable[..., Any]
+
+
+class FakeManager:
+    """Keys and values that all ranks of a test share; a wait that would never end raises after `LIMIT_S`."""
+
+    config = MultiGPUConfig(timeout_s=LIMIT_S)
+
+    def __init__(self, store: dict[str, str]) -> None:
+        self._store = store
+
+    def publish(self, key: str, value: str = "") -> None:
+        self._store[key] = value
+
+    def is_published(self, key: str) -> bool:
+        return key in self._store
+
+    def wait_for(self, key: str, what: str) -> str:
+        end = time.monotonic() + 10 * LIMIT_S
+        while key not in self._store:
+            if time.monotonic() > end:
+                raise RankTimeoutError(f"waited for {what}", hint="None.")
+            time.sleep(0.005)
+        return self._store[key]
+
+
+class Ranks:
+    """A gate and a note of the calls that got through, for each rank. Ranks take their turns in one thread."""
+
+    def __init__(self, num_ranks: int = 2) -> None:
+        store: dict[str, str] = {}
+        self.gates = [SaveGate(rank, lambda: FakeManager(store)) for rank in range(num_ranks)]  # type: ignore[arg-type, return-value]
+        self.calls: list[list[str]] = [[] for _ in range(num_ranks)]
+
+    def saver(self, rank: int, name: str = "save", *, everywhere: bool = False, result: Any = None) -> Write:
+        """A saver as a patch leaves it: `(model, path)` notes the call and returns or raises `result`."""
+
+        def save(model: object, path: Any = None, **kwargs: Any) -> Any:
+            self.calls[rank].append(name)
+            if isinstance(result, BaseException):
+                raise result
+            return result(model, path) if callable(result) else result
+
+        save.__qualname__ = name
+        gate = self.gates[rank]
+        return gate.after_rank_0(save) if everywhere else gate.once(save)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    monkeypatch.setattr(saving, "OWN_PATH_GRACE_S", 0.05)
+    return Ranks()
+
+
+def test_rank_0_writes_and_the_other_does_not(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        ranks.saver(rank)("model", "out")
+    assert ranks.calls == [["save"], []]
+
+
+def test_saver_of_all_ranks_runs_on_each(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        ranks.saver(rank, everywhere=True)("trainer", "out")
+    assert ranks.calls == [["save"], ["save"]]
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_other_rank_waits_until_the_file_is_there(ranks: Ranks, tmp_path: Path, everywhere: bool) -> None:
+    path = tmp_path / "file"
+    seen: list[bool] = []
+
+    def write(model: object, _path: object) -> None:
+        time.sleep(0.2)
+        path.touch()
+
+    def other() -> None:
+        ranks.saver(1, everywhere=everywhere)("model", path)
+        seen.append(path.exists())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    ranks.saver(0, everywhere=everywhere, result=write)("model", path)
+    thread.join(timeout=10)
+    assert seen == [True]
+
+
+def test_path_is_the_same_in_every_spelling(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks.saver(0)("model", "out")
+    ranks.saver(1)("model", save_directory=tmp_path / "sub" / ".." / "out")
+    assert ranks.calls == [["save"], []]
+
+
+@pytest.mark.parametrize("name", ["save_directory", "output_dir", "fname", "dataset_path", "repo_id"])
+def test_path_may_be_a_keyword(ranks: Ranks, name: str) -> None:
+    for rank in (0, 1):
+        ranks.saver(rank)("model", **{name: "out"})
+    assert ranks.calls == [["save"], []]
+
+
+def test_file_object_is_the_ranks_own(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        ranks.saver(rank)("figure", io.BytesIO())
+    assert ranks.calls == [["save"], ["save"]]
+
+
+@pytest.mark.parametrize("result", [None, "out/model.safetensors", 3, True, ("a.json", "b.json")])
+def test_other_rank_gets_the_result_of_rank_0(ranks: Ranks, result: object) -> None:
+    assert [ranks.saver(rank, result=result)("tokenizer", "out") for rank in (0, 1)] == [result, result]
+
+
+def test_result_that_cannot_be_sent_stays_on_rank_0(ranks: Ranks) -> None:
+    commit = object()
+    assert [ranks.saver(rank, result=commit)("model", repo_id="me/model") for rank in (0, 1)] == [commit, None]
+
+
+# Savers that call other savers.
+
+
+def test_nested_savers_count_as_one(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        inner = ranks.saver(rank, "inner")
+        ranks.saver(rank, "outer", result=inner)("model", "out")
+        # The next save is not mistaken for the nested one.
+        inner("model", "out")
+    assert ranks.calls == [["outer", "inner", "inner"], []]
+
+
+def test_saver_within_one_that_runs_everywhere_writes_on_rank_0_only(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        inner = ranks.saver(rank, "inner", result=("config.json",))
+        assert ranks.saver(rank, "outer", everywhere=True, result=inner)("trainer", "out") == ("config.json",)
+    assert ranks.calls == [["outer", "inner"], ["outer"]]
+
+
+def test_saver_for_all_within_another_runs_on_each(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        inner = ranks.saver(rank, "inner", everywhere=True)
+        ranks.saver(rank, "outer", everywhere=True, result=inner)("trainer", "out")
+    assert ranks.calls == [["outer", "inner"], ["outer", "inner"]]
+
+
+# What goes wrong.
+
+
+def test_failure_of_rank_0_reaches_the_others(ranks: Ranks) -> None:
+    full = OSError("No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        ranks.saver(0, result=full)("model", "out")
+    with pytest.raises(DistributedError, match=r"rank 0 failed in save\('.*out'\): OSError: No space left") as error:
+        ranks.saver(1)("model", "out")
+    assert error.value.hint
+    # A second try is a save of its own.
+    for rank in (0, 1):
+        ranks.saver(rank)("model", "out")
+    assert ranks.calls == [["save", "save"], []]
+
+
+def test_gate_is_open_again_after_a_failure_inside(ranks: Ranks) -> None:
+    for rank in (0, 1):
+        with pytest.raises((OSError, DistributedError)):
+            ranks.saver(rank, everywhere=True, result=OSError("full"))("trainer", "out")
+        ranks.saver(rank, "next")("model", "out")
+    assert ranks.calls == [["save", "next"], ["save"]]
+
+
+def test_rank_0_alone_does_not_wait(ranks: Ranks) -> None:
+    # `if rank == 0: model.save_pretrained("a")` and then a save on all ranks.
+    ranks.saver(0)("model", "a")
+    for rank in (0, 1):
+        ranks.saver(rank, result="written")("model", "b")
+    assert ranks.calls == [["save", "save"], []]
+
+
+def test_folder_of_a_rank_of_its_own_is_written_there(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    # tempfile gives each rank another name.
+    for rank in (0, 1):
+        inner = ranks.saver(rank, "inner")
+        ranks.saver(rank, "outer", result=inner)("model", f"/tmp/own_{rank}")
+    assert ranks.calls == [["outer", "inner"], ["outer", "inner"]]
+    assert "outer('/tmp/own_1') is this rank's alone" in caplog.text
+    for rank in (0, 1):
+        ranks.saver(rank)("model", "out")
+    assert ranks.calls[1] == ["outer", "inner"]
+
+
+def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks: Ranks) -> None:
+    with pytest.raises(
+        RankTimeoutError, match=rf"rank 1 waited timeout_s={LIMIT_S} seconds for rank 0 in save"
+    ) as error:
+        ranks.saver(1)("model", "out")
+    assert "Hint: Save on all ranks" in str(error.value)
+    assert ranks.calls == [[], []]
+
+
+def test_gate_can_be_hashed_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(Ranks().gates[0])) == "SaveGate"
+
+
+def test_patches_of_saving_name_what_they_touch_and_why() -> None:
+    patches = saving_patches(0, lambda: pytest.fail("the manager is made when something is saved"))
+    targets = [patch.target for patch in patches]
+    assert len(set(targets)) == len(targets)
+    assert "peft.peft_model:PeftModel.save_pretrained" in targets
+    assert all(patch.reason.endswith(".") and patch.supports for patch in patches)

@@ -1,0 +1,153 @@
+"""The command that starts a program again, taken from programs that were really started in each way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.launch.script import relaunch_command
+
+ROOT = Path(__file__).parents[2]
+
+# Prints what it is and how it would be started again.
+PROGRAM = """
+import json, sys
+import __main__
+from unsloth_multigpu.launch.script import relaunch_command
+what = [sys.argv, list(sys.flags), sys.warnoptions, sys._xoptions, getattr(__main__, "__file__", None), __name__]
+print(json.dumps({"what": what, "command": relaunch_command(sys.orig_argv, __main__, sys.executable)}))
+"""
+ARGUMENTS = ["a", "b c", "$x", "-m", "--flag=1", ""]
+
+
+def run(command: list[str], cwd: Path) -> dict[str, list[object]]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, list[object]] = json.loads(done.stdout)
+    return result
+
+
+def assert_starts_again(arguments: list[str], cwd: Path) -> None:
+    """Runs the program, then the command that it gives for itself: both must be the same program."""
+    first = run([sys.executable, *arguments], cwd)
+    assert first["command"] == [sys.executable, *arguments]
+    assert run([str(part) for part in first["command"]], cwd)["what"] == first["what"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The program as a script, as a package, as a folder and as a zip file."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "pkg").mkdir()
+    for name in ("__init__.py", "__main__.py", "mod.py"):
+        (tmp_path / "pkg" / name).write_text("" if name == "__init__.py" else PROGRAM)
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", PROGRAM)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["-u"],
+        ["-X", "dev", "-W", "error"],
+        ["-Xdev", "-Werror", "-OO"],
+        ["-BW", "error", "-uX", "dev"],
+        ["--check-hash-based-pycs", "always"],
+        ["--"],
+    ],
+    ids=" ".join,
+)
+def test_script_starts_again_with_its_options(folder: Path, options: list[str]) -> None:
+    assert_starts_again([*options, "train.py", *ARGUMENTS], folder)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["-m", "pkg.mod"],
+        ["-m", "pkg"],
+        ["-mpkg.mod"],
+        ["-um", "pkg.mod"],
+        ["-c", PROGRAM],
+        ["-c" + PROGRAM],
+        ["-Bc", PROGRAM],
+        ["pkg"],
+        ["app.zip"],
+        ["./pkg/../train.py"],
+    ],
+    ids=lambda program: " ".join(program).replace(PROGRAM, "CODE"),
+)
+def test_program_of_each_kind_starts_again(folder: Path, program: list[str]) -> None:
+    assert_starts_again([*program, *ARGUMENTS], folder)
+
+
+# The rest needs no process.
+
+
+def script(path: Path) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    return module
+
+
+def test_script_is_found_after_a_change_of_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "pkg")
+    main = script(folder / "train.py")
+    command = relaunch_command(["python", "-u", "train.py", "--flag"], main, "PY")
+    assert command == ["PY", "-u", str(folder / "train.py"), "--flag"]
+
+
+def test_another_script_of_that_name_in_the_new_folder_is_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "pkg" / "train.py").write_text("")
+    monkeypatch.chdir(folder / "pkg")
+    main = script(folder / "train.py")
+    assert relaunch_command(["python", "train.py"], main, "PY") == ["PY", str(folder / "train.py")]
+
+
+def test_executable_is_the_one_that_runs(folder: Path) -> None:
+    # orig_argv holds what the shell was told, which may be found elsewhere on the PATH or be a wrapper.
+    main = script(folder / "train.py")
+    assert relaunch_command(["python3", main.__file__ or ""], main, "/venv/bin/python")[0] == "/venv/bin/python"
+
+
+@pytest.mark.parametrize("argv", [["python"], ["python", "-i"], ["python", "-X", "dev"], ["python", "-"]])
+def test_prompt_and_standard_input_are_refused(argv: list[str]) -> None:
+    with pytest.raises(SetupError, match="typed at a prompt or piped into Python") as error:
+        relaunch_command([*argv, *(["a"] if argv[-1] == "-" else [])], ModuleType("__main__"), "PY")
+    assert "Hint: Save it to a file and run `python train.py`" in str(error.value)
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"], ["/dev/stdin"]])
+def test_piped_program_is_refused(arguments: list[str]) -> None:
+    code = PROGRAM.replace("print(", "raise SystemExit(") if not arguments else PROGRAM
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, input=code, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "SetupError: enable_multi_gpu() cannot start this program again" in done.stderr
+
+
+def test_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match="cannot start ranks from a notebook") as error:
+        relaunch_command(["python", "-m", "ipykernel_launcher"], ModuleType("__main__"), "PY")
+    assert "Hint: Export it" in str(error.value)
+
+
+def test_script_that_only_imports_ipython_is_no_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # type: ignore[arg-type]
+    path = str(folder / "train.py")
+    assert relaunch_command(["python", path], script(folder / "train.py"), "PY") == ["PY", path]

@@ -1,0 +1,171 @@
+"""How many ranks a machine is asked to run, and how this process becomes their supervisor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from unsloth_multigpu import start
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.launch import launcher
+from unsloth_multigpu.start import ranks_to_start, start_this_command
+
+
+@pytest.fixture(autouse=True)
+def visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ranks_to_start` hides devices from this process; the variable comes back after each test."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+
+def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    monkeypatch.setattr(start, "visible_accelerators", lambda: (kind, count))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "num_gpus", "device", "num_ranks"),
+    [
+        ("cuda", 4, None, "auto", 4),
+        ("cuda", 4, 2, "auto", 2),
+        ("cuda", 4, 4, "cuda", 4),
+        ("cuda", 1, None, "auto", 1),
+        ("xpu", 2, None, "xpu", 2),
+        ("cpu", 0, None, "auto", 1),
+        ("cpu", 0, 3, "auto", 3),
+        ("cpu", 0, 2, "cpu", 2),
+        ("cuda", 4, None, "cpu", 1),
+        ("cuda", 4, 8, "cpu", 8),
+    ],
+)
+def test_number_of_ranks_is_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, kind: str, count: int, num_gpus: int | None, device: str, num_ranks: int
+) -> None:
+    see(monkeypatch, kind, count)
+    assert ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device)) == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "num_gpus", "device", "message", "hint"),
+    [
+        ("cuda", 1, 4, "auto", "num_gpus=4, but 1 GPU(s) are visible", "Set num_gpus=1, or CUDA_VISIBLE_DEVICES"),
+        ("cuda", 2, 3, "cuda", "num_gpus=3, but 2 GPU(s) are visible", "Set num_gpus=2"),
+        ("cpu", 0, 2, "cuda", "device='cuda', but this machine has 0 cpu accelerator(s)", "check the driver"),
+        ("cpu", 0, None, "xpu", "device='xpu', but this machine has 0", "Set device='auto'"),
+        ("xpu", 2, 2, "cuda", "device='cuda', but this machine has 2 xpu", "Set device='auto'"),
+    ],
+)
+def test_what_the_machine_does_not_have_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, kind: str, count: int, num_gpus: int | None, device: str, message: str, hint: str
+) -> None:
+    see(monkeypatch, kind, count)
+    with pytest.raises(SetupError) as error:
+        ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
+    first, _, second = str(error.value).partition("\nHint: ")
+    assert message in first
+    assert hint in second
+
+
+@pytest.mark.parametrize(
+    ("count", "num_gpus", "device", "lines"),
+    [
+        (0, 2, "auto", ["no accelerator is visible: num_gpus=2 runs as 2 CPU ranks over gloo"]),
+        (0, 2, "cpu", ["device='cpu': num_gpus=2 runs as 2 CPU ranks over gloo"]),
+        (4, 2, "cpu", ["device='cpu': num_gpus=2 runs as 2 CPU ranks over gloo"]),
+        (0, None, "auto", []),
+        (0, 1, "auto", []),
+        (4, 2, "auto", []),
+    ],
+)
+def test_ranks_on_the_cpu_are_one_warning_line(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    count: int,
+    num_gpus: int | None,
+    device: str,
+    lines: list[str],
+) -> None:
+    see(monkeypatch, "cuda" if count else "cpu", count)
+    ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
+    assert caplog.messages == lines
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("auto", "0,1")])
+def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch, device: str, visible: str) -> None:
+    see(monkeypatch, "cuda", 2)
+    ranks_to_start(MultiGPUConfig(num_gpus=2, device=device))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize(("num_gpus", "is_error"), [(2, True), (1, False)])
+def test_several_ranks_need_linux(monkeypatch: pytest.MonkeyPatch, num_gpus: int, is_error: bool) -> None:
+    see(monkeypatch, "cpu", 0)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    if not is_error:
+        assert ranks_to_start(MultiGPUConfig(num_gpus=num_gpus)) == num_gpus
+        return
+    with pytest.raises(SetupError, match="Several ranks need Linux; this is darwin"):
+        ranks_to_start(MultiGPUConfig(num_gpus=num_gpus))
+
+
+class Ended(BaseException):
+    """In place of the end of this process."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[launcher.DDPLauncher]:
+    """Launchers that were asked to run; each says that its ranks ended with 7."""
+    launchers: list[launcher.DDPLauncher] = []
+
+    def run(self: launcher.DDPLauncher) -> int:
+        launchers.append(self)
+        return 7
+
+    def exit_like(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(launcher.DDPLauncher, "run", run)
+    monkeypatch.setattr(launcher, "exit_like", exit_like)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-c", "pass", "a"])
+    return launchers
+
+
+def test_this_process_ends_as_its_ranks_do(started: list[launcher.DDPLauncher]) -> None:
+    config = MultiGPUConfig(num_gpus=3)
+    with pytest.raises(Ended, match="7"):
+        start_this_command(config, 3)
+    assert started == [launcher.DDPLauncher([sys.executable, "-X", "dev", "-c", "pass", "a"], 3, config)]
+
+
+@pytest.mark.usefixtures("started")
+def test_work_before_the_line_is_named_with_its_cost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True, device_count=lambda: 2, memory_allocated=lambda i: i * 3 * 2**30
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(start.time, "process_time", lambda: 42.4)
+    with pytest.raises(Ended):
+        start_this_command(MultiGPUConfig(num_gpus=2), 2)
+    memory, work = caplog.messages
+    assert "this process keeps 3.0 GiB there" in memory
+    assert "42 s of work (imported: unsloth" in work
+    assert "each of the 2 ranks does again" in work
+
+
+@pytest.mark.usefixtures("started")
+def test_line_at_the_top_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("unsloth", "transformers", "trl", "peft"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    cuda = SimpleNamespace(is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    monkeypatch.setattr(start.time, "process_time", lambda: 3.0)
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(Ended):
+        start_this_command(MultiGPUConfig(num_gpus=2), 2)
+    assert caplog.messages == []

@@ -1,0 +1,210 @@
+"""What DDP is told about a model: whether every parameter surely gets a gradient in every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from unsloth_multigpu.config import MultiGPUConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_libraries() -> Iterator[None]:
+    """PEFT is imported once, here: it takes seconds and talks about libraries that are missing."""
+    logging.disable(logging.WARNING)
+    import peft  # noqa: F401
+
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def tiny(config: object = None) -> nn.Module:
+    """A model of three layers."""
+    from torch import nn
+
+    model = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)})
+    if config is not None:
+        model.config = config  # type: ignore[assignment]
+    return model
+
+
+def llama(**changes: object) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{**TINY, **changes})
+
+
+def adapted(model: nn.Module, names: tuple[str, ...] = ("default",), **options: Any) -> Any:
+    """The model with one LoRA per name, all of them trained."""
+    import peft
+
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **options})
+    result = peft.PeftModel(model, config, adapter_name=names[0])  # type: ignore[arg-type]
+    for name in names[1:]:
+        result.add_adapter(name, config)
+    for name, parameter in result.named_parameters():
+        parameter.requires_grad = ".lora_" in name or ".modules_to_save." in name
+    return result
+
+
+def is_sure(model: nn.Module) -> bool:
+    from unsloth_multigpu.sync.strategy import uses_every_parameter
+
+    return uses_every_parameter(model)
+
+
+def test_dense_model_uses_every_parameter() -> None:
+    assert is_sure(tiny(llama()))
+
+
+def test_dense_model_that_is_partly_frozen_uses_the_rest() -> None:
+    model = tiny(llama())
+    model["q_proj"].requires_grad_(False)  # type: ignore[index]
+    assert is_sure(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["lora", "dora", "modules to save"],
+)
+def test_lora_on_a_dense_model_uses_every_parameter(options: dict[str, Any]) -> None:
+    model = adapted(tiny(llama()), **options)
+    assert any(p.requires_grad for p in model.parameters())
+    assert is_sure(model)
+
+
+def test_second_adapter_is_not_sure() -> None:
+    assert not is_sure(adapted(tiny(llama()), ("default", "other")))
+
+
+def test_second_adapter_that_is_frozen_takes_no_part() -> None:
+    model = adapted(tiny(llama()), ("default", "other"))
+    for name, parameter in model.named_parameters():
+        if ".other." in name:
+            parameter.requires_grad = False
+    assert is_sure(model)
+
+
+def test_adapter_beside_other_trained_parameters_is_not_sure() -> None:
+    model = adapted(tiny(llama()))
+    model.base_model.model["lm_head"].requires_grad_(True)
+    assert not is_sure(model)
+
+
+def test_adapter_of_another_kind_is_not_sure() -> None:
+    import peft
+
+    config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    assert not is_sure(peft.PeftModel(tiny(llama()), config))  # type: ignore[arg-type]
+
+
+def test_model_that_trains_nothing_is_not_sure() -> None:
+    model = tiny(llama())
+    model.requires_grad_(False)
+    assert not is_sure(model)
+
+
+@pytest.mark.parametrize("config", [None, {"hidden_size": 8}])
+def test_model_without_a_config_is_not_sure(config: object) -> None:
+    assert not is_sure(tiny(config))
+
+
+def test_pooler_that_a_language_model_does_not_read_is_not_sure() -> None:
+    from torch import nn
+
+    model = tiny(llama())
+    model["pooler"] = nn.Linear(2, 2)  # type: ignore[operator, index]
+    assert not is_sure(model)
+    model["pooler"].requires_grad_(False)  # type: ignore[index]
+    assert is_sure(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("MixtralConfig", TINY),
+        ("Qwen3MoeConfig", TINY),
+        ("DeepseekV3Config", TINY),
+        ("GptOssConfig", TINY),
+        ("Ernie4_5_MoeConfig", TINY),
+        ("GraniteMoeConfig", TINY),
+        ("DbrxConfig", {}),
+        ("Gemma3Config", {}),
+        ("Llama4Config", {}),
+        ("Qwen2_5OmniConfig", {}),
+        ("WhisperConfig", {"encoder_layerdrop": 0.1}),
+        ("Wav2Vec2Config", {"layerdrop": 0.1}),
+    ],
+)
+def test_model_with_parts_that_a_step_may_leave_out_is_not_sure(name: str, changes: dict[str, Any]) -> None:
+    import transformers
+
+    config = getattr(transformers, name)(**changes)
+    assert not is_sure(tiny(config))
+    assert not is_sure(adapted(tiny(config)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("LlamaConfig", TINY),
+        ("Qwen3Config", TINY),
+        ("MistralConfig", TINY),
+        ("Gemma2Config", TINY),
+        ("Phi3Config", {**TINY, "pad_token_id": 0}),
+        ("GPT2Config", {}),
+        ("OPTConfig", {"layerdrop": 0.0}),
+    ],
+)
+def test_dense_language_models_are_sure(name: str, changes: dict[str, Any]) -> None:
+    import transformers
+
+    assert is_sure(tiny(getattr(transformers, name)(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("option", "argument", "sure", "told"),
+    [
+        (None, None, True, False),
+        (None, None, False, "untouched"),
+        # What the script says in TrainingArguments stands.
+        (None, True, True, "untouched"),
+        # The older plugin's argument wins over all.
+        (True, None, True, True),
+        (False, None, False, False),
+        (False, True, True, False),
+    ],
+)
+def test_ddp_is_told_once_the_model_is_known(option: bool | None, argument: bool | None, sure: bool, told: Any) -> None:
+    from unsloth_multigpu.core.trainer import DDPTrainer
+
+    handler = SimpleNamespace(find_unused_parameters="untouched")
+    trainer = SimpleNamespace(
+        model=tiny(llama() if sure else None),
+        args=SimpleNamespace(gradient_accumulation_steps=1, ddp_find_unused_parameters=argument),
+        accelerator=SimpleNamespace(ddp_handler=handler),
+    )
+    manager = SimpleNamespace(config=MultiGPUConfig(find_unused_parameters=option))
+    DDPTrainer(trainer, manager, None)._tell_ddp()  # type: ignore[arg-type]
+    assert handler.find_unused_parameters == told
