@@ -18,6 +18,8 @@ SOURCES = [
     "own_sampler",
     "own_token_loss",
     "mean_loss",
+    "masked_lm",
+    "wrapper",
     "hf_dataset",
     "streaming",
     "hf_streaming",

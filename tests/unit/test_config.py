@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from unsloth_multigpu.config import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.plugin import enable_multi_gpu
 from unsloth_multigpu.session import Console
 
 DEFAULTS = {
@@ -184,17 +186,17 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("NUM_GPUS", "two", "UNSLOTH_MULTIGPU_NUM_GPUS='two'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS=2"),
         ("NUM_GPUS", "2.0", "UNSLOTH_MULTIGPU_NUM_GPUS='2.0'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS=2"),
         ("NUM_GPUS", "true", "UNSLOTH_MULTIGPU_NUM_GPUS='true'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS"),
-        ("NUM_GPUS", "0", "num_gpus=0; expected a whole number of at least 1", "num_gpus=1"),
-        ("MAX_RESTARTS", "-1", "max_restarts=-1; expected a whole number of at least 0", "max_restarts=1"),
+        ("NUM_GPUS", "0", "UNSLOTH_MULTIGPU_NUM_GPUS=0; expected a whole number of at least 1", "_NUM_GPUS=1"),
+        ("MAX_RESTARTS", "-1", "UNSLOTH_MULTIGPU_MAX_RESTARTS=-1; expected a whole number", "_MAX_RESTARTS=1"),
         ("TIMEOUT_S", "soon", "UNSLOTH_MULTIGPU_TIMEOUT_S='soon'; expected a number", "UNSLOTH_MULTIGPU_TIMEOUT_S=2"),
-        ("TIMEOUT_S", "nan", "timeout_s=nan; expected seconds above 0", "timeout_s=1800"),
-        ("TIMEOUT_S", "-inf", "timeout_s=-inf; expected seconds above 0", "timeout_s=1800"),
-        ("TIMEOUT_S", "0", "timeout_s=0.0; expected seconds above 0", "timeout_s=1800"),
+        ("TIMEOUT_S", "nan", "UNSLOTH_MULTIGPU_TIMEOUT_S=nan; expected seconds above 0", "_TIMEOUT_S=1800"),
+        ("TIMEOUT_S", "-inf", "UNSLOTH_MULTIGPU_TIMEOUT_S=-inf; expected seconds above 0", "_TIMEOUT_S=1800"),
+        ("TIMEOUT_S", "0", "UNSLOTH_MULTIGPU_TIMEOUT_S=0.0; expected seconds above 0", "_TIMEOUT_S=1800"),
         ("SEED_PER_RANK", "maybe", "UNSLOTH_MULTIGPU_SEED_PER_RANK='maybe'; expected a truth", "SEED_PER_RANK=1 or"),
         ("DEBUG", "2", "UNSLOTH_MULTIGPU_DEBUG='2'; expected a truth value", "UNSLOTH_MULTIGPU_DEBUG=0"),
-        ("ENABLE_DDP", "no", "enable_ddp=False asks for the serial path", "Leave enable_ddp out"),
-        ("GLOBAL_BATCH", "16", "global_batch='16'; expected 'keep' or 'scale'", "global_batch='keep'"),
-        ("DEVICE", "gpu", "device='gpu'; expected 'auto' or 'cpu'", "device='auto'"),
+        ("ENABLE_DDP", "no", "UNSLOTH_MULTIGPU_ENABLE_DDP=False asks for the serial path", "_ENABLE_DDP out"),
+        ("GLOBAL_BATCH", "16", "UNSLOTH_MULTIGPU_GLOBAL_BATCH='16'; expected 'keep' or", "_GLOBAL_BATCH='keep'"),
+        ("DEVICE", "gpu", "UNSLOTH_MULTIGPU_DEVICE='gpu'; expected 'auto' or 'cpu'", "_DEVICE='auto'"),
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Unset it"),
     ],
@@ -268,6 +270,25 @@ def test_unknown_argument_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError) as error:
         translate_legacy({"num_gpu": 2})
     assert_says(error, "enable_multi_gpu() got num_gpu=2, which it does not know", "num_gpus")
+    named = error.value.hint.removeprefix("Options: ").rstrip(".").split(", ")
+    assert named == [name for name in inspect.signature(enable_multi_gpu).parameters if name != "legacy"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ddp_backend", "mpi"),
+        ("enable_memory_optimization", 1),
+        ("enable_gradient_checkpointing", "unsloth"),
+        ("find_unused_parameters", 0),
+        ("debug", 0),
+    ],
+)
+def test_wrong_legacy_argument_is_named_as_it_was_given(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig.resolve(translate_legacy({name: value}), {})
+    assert_says(error, f"{name}={value!r}", name)
 
 
 def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:

@@ -92,6 +92,7 @@ def test_ungrouped_piece_lies_within_one_reference_and_counts_its_part(sizes: li
         for piece in share:
             if not piece.is_filler:
                 reference = next(i for i, end in enumerate(ends) if piece.positions[0] < end)
+                assert piece.reference == reference
                 assert piece.positions[-1] < ends[reference]
                 assert piece.share == pytest.approx(len(piece.positions) / sizes[reference])
 

@@ -72,7 +72,9 @@ def _measure_in_rank() -> None:
     # By the store: the network that is tested must not carry the verdict on it.
     manager.publish(f"doctor/{identity.rank}", json.dumps(mine))
     if identity.rank == 0:
-        verdicts = [json.loads(manager.wait_for(f"doctor/{r}", f"rank {r}")) for r in range(identity.world_size)]
+        limit_s = manager.config.timeout_s
+        texts = [manager.wait_for(f"doctor/{r}", f"rank {r}", timeout_s=limit_s) for r in range(identity.world_size)]
+        verdicts = [json.loads(text) for text in texts]
         num_bytes, slowest_s = num_elements * _ELEMENT_BYTES, max(seconds for _, seconds in verdicts)
         outcome = {
             "num_ranks": identity.world_size,

@@ -85,17 +85,17 @@ class DDPManager:
         """True once some rank has published `key`. Does not wait."""
         return bool(self.store.check([key]))
 
-    def wait_for(self, key: str, what: str) -> str:
+    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
         """Waits until `key` is published and returns its value.
 
         Raises:
-            RankTimeoutError: It was not published within the config's `timeout_s`; `what` says what was waited for.
+            RankTimeoutError: It was not published within `timeout_s`; `what` says what was waited for.
         """
-        deadline = time.monotonic() + self.config.timeout_s
+        deadline = time.monotonic() + timeout_s
         while not self.is_published(key):
             if time.monotonic() > deadline:
                 raise RankTimeoutError(
-                    f"rank {self.identity.rank} waited timeout_s={self.config.timeout_s:g} seconds for {what}.",
+                    f"rank {self.identity.rank} waited {timeout_s:g} seconds for {what}.",
                     hint="Call it on all ranks, or raise timeout_s where it only takes long.",
                 )
             time.sleep(_POLL_S)
@@ -120,7 +120,7 @@ class DDPManager:
             return
         other = next(r for r, d in enumerate(all_digests) if not torch.equal(d, all_digests[0]))
         self.publish(f"facts/{self.identity.rank}", json.dumps(dict(zip(names, texts, strict=True))))
-        values = {r: json.loads(self.wait_for(f"facts/{r}", f"the facts of rank {r}")) for r in (0, other)}
+        values = {r: json.loads(self._facts_of(r)) for r in (0, other)}
         different = [n for n in {**values[0], **values[other]} if values[0].get(n) != values[other].get(n)]
         lines = [f"{n}: rank 0 has {values[0].get(n)}, rank {other} has {values[other].get(n)}" for n in different]
         # Nobody leaves before everyone has read.
@@ -129,6 +129,9 @@ class DDPManager:
             "The ranks are about to train different runs. " + "; ".join(lines) + ".",
             hint="Give shuffles and splits a seed, and do not let the script depend on the rank.",
         )
+
+    def _facts_of(self, rank: int) -> str:
+        return self.wait_for(f"facts/{rank}", f"the facts of rank {rank}", timeout_s=self.config.timeout_s)
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
         """Gives every rank rank 0's batches of sample indices. Only rank 0 reads `batches`. Collective."""
@@ -154,18 +157,26 @@ class DDPManager:
         """Overwrites `tensors` in place with rank 0's. Collective."""
         with torch.no_grad():
             for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+                # The Trainer moves some models to their device only later.
+                sent = tensor if tensor.device.type == _wire_device().type else tensor.to(_wire_device())
+                dist.broadcast(sent, src=0)
+                if sent is not tensor:
+                    tensor.copy_(sent)
 
     def broadcast_random_state(self) -> None:
-        """Gives every rank rank 0's random state of Python, NumPy and torch on the CPU. Collective."""
+        """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
         import numpy
 
         state: Any = numpy.random.get_state(legacy=True)
+        on_device = getattr(torch, local_device(self.identity, self.config).type)
+        device_state = [] if on_device is torch.cpu else on_device.get_rng_state().tolist()
         mine = [random.getstate(), [state[0], state[1].tolist(), *state[2:]], torch.get_rng_state().tolist()]
-        python, numpys, torchs = json.loads(self._broadcast_text(json.dumps(mine)))
+        python, numpys, torchs, device_state = json.loads(self._broadcast_text(json.dumps([*mine, device_state])))
         random.setstate((python[0], tuple(python[1]), python[2]))
         numpy.random.set_state((numpys[0], numpy.array(numpys[1], dtype=numpy.uint32), *numpys[2:]))
         torch.set_rng_state(torch.tensor(torchs, dtype=torch.uint8))
+        if device_state:
+            on_device.set_rng_state(torch.tensor(device_state, dtype=torch.uint8))
 
     def _broadcast_text(self, text: str) -> str:
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())

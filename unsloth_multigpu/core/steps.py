@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class StepFeed:
                 hint="Return accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
             )
         loader = raw[0]
-        self._scale = find_loss_scale(trainer, functools.partial(_one_sample, trainer, loader))
+        self._scale = find_loss_scale(trainer, functools.partial(_few_samples, trainer, loader))
         shape = StepShape(
             rank=self.manager.identity.rank,
             world_size=self.manager.identity.world_size,
@@ -120,7 +121,21 @@ class StepFeed:
             return [], None
         inputs = [m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
+        is_split = step.num_references % self.manager.identity.world_size != 0
+        if is_split and self._scale.is_mean_over_labels and not self._scale.is_token_normalised:
+            self._weigh_by_labels(step)
         return [step], num_items
+
+    def _weigh_by_labels(self, step: Step) -> None:
+        """A mean over tokens: a part of a micro-batch counts by its labelled tokens, not by its rows."""
+        mine = [0.0] * step.num_references
+        for micro_batch in step.micro_batches:
+            labels = micro_batch.inputs["labels"]
+            micro_batch.num_labels = 0 if micro_batch.piece.is_filler else int((labels != -100).sum())
+            mine[micro_batch.piece.reference] += micro_batch.num_labels
+        totals = [sum(counts) for counts in zip(*self.manager.gather_floats(mine), strict=True)]
+        for micro_batch in step.micro_batches:
+            micro_batch.share = micro_batch.num_labels / max(1.0, totals[micro_batch.piece.reference])
 
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
@@ -129,7 +144,7 @@ class StepFeed:
         self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
         for i, micro_batch in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
-            self._piece_factor = self._factor(micro_batch.piece.share, step, num_items)
+            self._piece_factor = self._factor(micro_batch.share, step, num_items)
             with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 losses.append(original(model, micro_batch.inputs, num_items))
             self.num_micro_batches += 1
@@ -186,9 +201,10 @@ class StepFeed:
         return factor
 
 
-def _one_sample(trainer: Any, loader: Any) -> Any:
-    row = next(iter(loader.dataset)) if not hasattr(loader.dataset, "__getitem__") else loader.dataset[0]
-    return trainer._prepare_inputs(loader.collate_fn([row]))
+def _few_samples(trainer: Any, loader: Any, start: int, stop: int) -> Any:
+    """Samples from the start of the data, collated and on the device."""
+    rows = list(islice(iter(loader.dataset), start, stop))
+    return trainer._prepare_inputs(loader.collate_fn(rows))
 
 
 @contextmanager

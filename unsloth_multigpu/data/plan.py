@@ -17,12 +17,14 @@ class Piece:
         positions: Places of its samples in the step, in the order of the one-process run.
         share: What its mean loss counts in the step's loss: 1 for a whole micro-batch of the one-process run,
             the part of the rows for a part of one, 0 for a filler. Only losses that average over rows need it.
+        reference: Which micro-batch of the one-process run it is a part of, where `deal_step` keeps them apart.
         is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
             takes part in the gradient exchange.
     """
 
     positions: tuple[int, ...]
     share: float = 1.0
+    reference: int = 0
     is_filler: bool = False
 
 
@@ -89,8 +91,8 @@ def _even_pieces(share: range, max_rows: int) -> list[Piece]:
 def _pieces_within(share: range, sizes: Sequence[int]) -> list[Piece]:
     pieces = []
     ends = list(accumulate(sizes))
-    for size, end in zip(sizes, ends, strict=True):
+    for reference, (size, end) in enumerate(zip(sizes, ends, strict=True)):
         rows = range(max(share.start, end - size), min(share.stop, end))
         if rows:
-            pieces.append(Piece(tuple(rows), share=len(rows) / size))
+            pieces.append(Piece(tuple(rows), len(rows) / size, reference))
     return pieces

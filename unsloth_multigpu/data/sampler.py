@@ -50,6 +50,8 @@ class MicroBatch:
     def __init__(self, inputs: Any, piece: Piece) -> None:
         self.inputs = inputs
         self.piece = piece
+        self.share = piece.share
+        self.num_labels = 0
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader for page-locked copies."""
@@ -158,7 +160,7 @@ class StepStream(IterableDataset[Step]):
             rows = [row for batch in step for row in batch]
             pieces = _pieces_of([len(b) for b in step], self._shape)
             mine = [[rows[p] for p in piece.positions] for piece in pieces]
-            yield _collate_step(pieces, mine, len(step), self._collate)
+            yield _collate_step(pieces, mine, len(step), self._collate, self._shape.regroup)
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the stream shuffle for `epoch`."""
@@ -198,7 +200,10 @@ def step_loader(
         return StepLoader(stream, batch_size=None, collate_fn=_as_it_is, pin_memory=loader.pin_memory)
     sampler = StepSampler(reference(loader), shape, broadcast)
     return StepLoader(
-        _StepDataset(loader.dataset), batch_sampler=sampler, collate_fn=_StepCollator(loader.collate_fn), **settings
+        _StepDataset(loader.dataset),
+        batch_sampler=sampler,
+        collate_fn=_StepCollator(loader.collate_fn, shape.regroup),
+        **settings,
     )
 
 
@@ -227,18 +232,22 @@ class _StepDataset(Dataset[Any]):
 class _StepCollator:
     """Collates each piece of a step by itself. A class, because worker processes may receive it pickled."""
 
-    def __init__(self, collate: Collate) -> None:
+    def __init__(self, collate: Collate, regroup: bool) -> None:
         self._collate = collate
+        self._regroup = regroup
 
     def __call__(self, items: list[tuple[_StepIndex, list[Rows]]]) -> Step:
         ((index, rows),) = items
-        return _collate_step(index.pieces, rows, index.num_references, self._collate)
+        return _collate_step(index.pieces, rows, index.num_references, self._collate, self._regroup)
 
 
-def _collate_step(pieces: Sequence[Piece], rows: Sequence[Rows], num_references: int, collate: Collate) -> Step:
+def _collate_step(
+    pieces: Sequence[Piece], rows: Sequence[Rows], num_references: int, collate: Collate, regroup: bool
+) -> Step:
     micro_batches = [MicroBatch(collate(r), piece) for piece, r in zip(pieces, rows, strict=True)]
     for micro_batch in micro_batches:
-        if micro_batch.piece.is_filler:
+        # A mean over no labels is not a number; there the filler's share of zero is enough.
+        if micro_batch.piece.is_filler and regroup:
             _mute(micro_batch.inputs)
     return Step(micro_batches, num_references)
 
@@ -250,7 +259,7 @@ def _as_it_is(step: Any) -> Any:
 def _mute(inputs: Any) -> None:
     """Takes all labels out: a filler counts no token, and its token-normalised loss and gradient are zero."""
     for key in ("labels", "shift_labels"):
-        if isinstance(inputs, Mapping) and isinstance(inputs.get(key), torch.Tensor) and inputs[key].dim() > 1:
+        if isinstance(inputs, Mapping) and isinstance(inputs.get(key), torch.Tensor):
             inputs[key].fill_(-100)
 
 

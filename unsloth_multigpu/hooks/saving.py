@@ -22,6 +22,8 @@ logger = get_logger(__name__)
 _POLL_S = 0.02
 # How long rank 0 may be between two saves before a folder that it does not name counts as another rank's own.
 OWN_PATH_GRACE_S = 10.0
+# An export that rank 0 has begun may take hours; if rank 0 dies meanwhile, the launcher ends the run.
+SAVE_LIMIT_S = 86_400.0
 _TRANSFORMERS = "transformers>=4.57,<6"
 _RACE = "All ranks would write one folder at once, and read what another is just writing."
 _ONCE = "All ranks would upload the same files."
@@ -167,10 +169,11 @@ class SaveGate:
         none of them here, and is not about to make another.
         """
         manager = self._get_manager()
+        limit_s = manager.config.timeout_s
         begin = quiet_since = time.monotonic()
         while True:
             while manager.is_published(f"saves/{len(self._seen)}"):
-                self._seen.append(manager.wait_for(f"saves/{len(self._seen)}", what))
+                self._seen.append(manager.wait_for(f"saves/{len(self._seen)}", what, timeout_s=limit_s))
                 quiet_since = time.monotonic()
             places = [i for i, seen in enumerate(self._seen) if seen == what]
             if len(places) >= self._counts[what]:
@@ -181,15 +184,16 @@ class SaveGate:
             if now - quiet_since > OWN_PATH_GRACE_S:
                 logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._seen[-1])
                 return None
-            if now - begin > manager.config.timeout_s:
+            if now - begin > limit_s:
                 raise RankTimeoutError(
-                    f"rank {self._rank} waited timeout_s={manager.config.timeout_s:g} seconds for rank 0 in {what}.",
+                    f"rank {self._rank} waited timeout_s={limit_s:g} seconds for rank 0 in {what}.",
                     hint="Save on all ranks, or raise timeout_s where it only takes long.",
                 )
             time.sleep(_POLL_S)
 
     def _outcome(self, place: int, what: str) -> Any:
-        outcome = json.loads(self._get_manager().wait_for(f"saves/{place}/done", f"rank 0 in {what}"))
+        done = self._get_manager().wait_for(f"saves/{place}/done", f"rank 0 in {what}", timeout_s=SAVE_LIMIT_S)
+        outcome = json.loads(done)
         if "error" in outcome:
             raise DistributedError(f"rank 0 failed in {what}: {outcome['error']}", hint="The cause is rank 0's error.")
         result = outcome["result"]

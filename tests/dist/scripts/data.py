@@ -11,7 +11,15 @@ ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
 
 import datasets  # noqa: E402
 import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import (  # noqa: E402
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 rank = int(os.environ.get("RANK", "0"))
 out = Path(sys.argv[2])
@@ -76,13 +84,40 @@ class Record(TrainerCallback):
             self.steps.setdefault(self.trainer.state.global_step, []).extend(real)
 
 
+def collate_masked(rows):
+    """Every third token is to be found: rows with different numbers of labels."""
+    batch = collate(rows)
+    position = torch.arange(batch["input_ids"].shape[1])
+    batch["labels"] = batch["labels"].masked_fill(position % 3 != 0, -100)
+    return batch
+
+
+def bert():
+    """It takes loss arguments and averages its loss all the same."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(vocab_size=64, **sizes, **dropout))
+
+
+class Inside(torch.nn.Module):
+    """A wrapper that hands everything on, and says nothing of its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.llm = small_model()
+
+    def forward(self, **kwargs):
+        return self.llm(**kwargs)
+
+
 def small_model():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
 
 
-def build(name, kind=Trainer, data=None, **settings):
+def build(name, kind=Trainer, data=None, model=None, collator=collate, **settings):
     settings = {"num_train_epochs": 2, "save_strategy": "no", **settings}
     args = TrainingArguments(
         str(out / name),
@@ -94,7 +129,8 @@ def build(name, kind=Trainer, data=None, **settings):
         disable_tqdm=True,
         **settings,
     )
-    return kind(model=small_model(), args=args, train_dataset=Rows() if data is None else data, data_collator=collate)
+    data = Rows() if data is None else data
+    return kind(model=(model or small_model)(), args=args, train_dataset=data, data_collator=collator)
 
 
 def train(name, trainer, **options):
@@ -121,6 +157,8 @@ train("drop_last", build("drop_last", dataloader_drop_last=True))
 train("own_sampler", build("own_sampler", OwnLoader))
 train("mean_loss", build("mean_loss", MeanLoss))
 train("own_token_loss", build("own_token_loss", OwnTokenLoss))
+train("wrapper", build("wrapper", model=Inside, remove_unused_columns=False))
+train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
 train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))
 train("streaming", build("streaming", data=Stream(), max_steps=6))
 hf_stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=3, buffer_size=8)
