@@ -119,6 +119,9 @@ def _claim_device(session: Session) -> str:
             hint="Set device='auto', or check the driver and the installed torch.",
         )
     if device.type != "cpu":
+        if torch.accelerator.device_count() == 1 and session.identity.local_world_size > 1:
+            # accelerate would give DDP the local rank as device, which does not exist where each rank sees one card.
+            os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
         available = torch.accelerator.device_count()
         # One visible device per rank is how SLURM binds them; fewer than ranks otherwise means that two would share.
         if 1 < available < session.identity.local_world_size:

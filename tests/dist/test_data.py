@@ -18,6 +18,9 @@ SOURCES = [
     "own_sampler",
     "own_token_loss",
     "mean_loss",
+    "sum_over_count",
+    "mean_function",
+    "smoothed",
     "masked_lm",
     "wrapper",
     "hf_dataset",
@@ -69,6 +72,12 @@ def test_run_resumed_in_an_epoch_sees_the_rest_and_ends_equal(folder, num_ranks)
         assert resumed[0]["weights"] == whole[0]["weights"]
     # DDP regroups its buckets after the first step, and three numbers are added in another order then.
     assert resumed[0]["weights"] == pytest.approx(whole[0]["weights"], rel=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_resumed_stream_goes_on_where_it_was(folder, num_ranks):
+    whole, resumed = ranks(folder, num_ranks, "stream_whole"), ranks(folder, num_ranks, "stream_resumed")
+    assert samples(resumed) == {step: found for step, found in samples(whole).items() if int(step) >= 3}
 
 
 def test_epoch_sees_each_sample_once(folder):

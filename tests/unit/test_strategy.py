@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -34,14 +34,16 @@ def quiet_libraries() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def tiny(config: object = None) -> nn.Module:
-    """A model of three layers."""
+def tiny(config: object = None, name: str = "TinyForCausalLM") -> nn.Module:
+    """A model of three layers; its class says what it is for."""
     from torch import nn
 
-    model = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)})
+    model: Any = type(name, (nn.ModuleDict,), {})(
+        {"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)}
+    )
     if config is not None:
-        model.config = config  # type: ignore[assignment]
-    return model
+        model.config = config
+    return cast("nn.Module", model)
 
 
 def llama(**changes: object) -> Any:
@@ -130,14 +132,11 @@ def test_model_without_a_config_is_not_sure(config: object) -> None:
     assert not is_sure(tiny(config))
 
 
-def test_pooler_that_a_language_model_does_not_read_is_not_sure() -> None:
-    from torch import nn
-
-    model = tiny(llama())
-    model["pooler"] = nn.Linear(2, 2)  # type: ignore[operator, index]
-    assert not is_sure(model)
-    model["pooler"].requires_grad_(False)  # type: ignore[index]
-    assert is_sure(model)
+@pytest.mark.parametrize("name", ["TinyModel", "TinyForSequenceClassification", "TinyForMaskedLM"])
+def test_full_training_of_anything_but_a_language_model_is_not_sure(name: str) -> None:
+    # Other heads may leave a pooler or a mask embedding without a gradient.
+    assert not is_sure(tiny(llama(), name))
+    assert is_sure(adapted(tiny(llama(), name)))
 
 
 @pytest.mark.parametrize(

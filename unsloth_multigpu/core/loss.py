@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from unsloth_multigpu.errors import SetupError
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
 _TRIED_NUM_ITEMS = 64
+WEIGHINGS = ("rows", "next tokens", "tokens")
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,24 @@ class LossScale:
         is_token_normalised: The loss is a sum divided by the step's `num_items_in_batch`, so a step's gradient does not
             depend on which micro-batch or rank a sample is in.
         is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging.
-        is_mean_over_labels: A loss that is not token-normalised averages over labelled tokens; otherwise over rows.
+        weighing: What a loss that is not token-normalised averages over, one of `WEIGHINGS`.
     """
 
     is_token_normalised: bool
     is_multiplied: bool
-    is_mean_over_labels: bool = False
+    weighing: str = "rows"
+
+    def to_numbers(self) -> list[float]:
+        """For sending; `from_numbers` reads it."""
+        return [float(self.is_token_normalised), float(self.is_multiplied), float(WEIGHINGS.index(self.weighing))]
+
+    @classmethod
+    def from_numbers(cls, numbers: list[float]) -> LossScale:
+        """The scale that `to_numbers` wrote."""
+        return cls(bool(numbers[0]), bool(numbers[1]), WEIGHINGS[int(numbers[2])])
 
 
-def find_loss_scale(trainer: Any, sample_inputs: Callable[[int, int], Any]) -> LossScale:
+def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossScale:
     """Finds out how the trainer's loss scales. Every rank must call it, with the same samples.
 
     Of TRL and Unsloth it is known. A model of transformers may take loss arguments and still average its loss, and what
@@ -40,15 +52,27 @@ def find_loss_scale(trainer: Any, sample_inputs: Callable[[int, int], Any]) -> L
 
     Args:
         trainer: A transformers Trainer.
-        sample_inputs: Returns samples `start` .. `stop` collated, on the device.
+        few_samples: Returns some samples, their first half and their second, each collated on the device.
+
+    Raises:
+        SetupError: The loss is neither a sum over the step's count nor a mean, or cannot be seen.
     """
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     if not counts_items:
         return LossScale(is_token_normalised=False, is_multiplied=False)
     owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    if owner.__module__.startswith(_KNOWN_AUTHORS):
+    # TRL marks some trainers by a text in the place of the function.
+    is_own = callable(trainer.compute_loss_func) or trainer.label_smoother is not None
+    if owner.__module__.startswith(_KNOWN_AUTHORS) and not is_own:
         return _declared_scale(trainer)
-    return _try_loss(trainer, sample_inputs)
+    with kept_random_state():
+        samples = few_samples()
+        if not samples:
+            return _declared_scale(trainer)
+        if not isinstance(samples[0], Mapping) or "labels" not in samples[0]:
+            # Without labels there is nothing to count, and the Trainer hands no count on.
+            return LossScale(is_token_normalised=False, is_multiplied=False)
+        return _try_loss(trainer, samples)
 
 
 def _declared_scale(trainer: Any) -> LossScale:
@@ -59,49 +83,73 @@ def _declared_scale(trainer: Any) -> LossScale:
     return LossScale(takes_count or trainer.compute_loss_func is not None, is_multiplied=True)
 
 
-def _try_loss(trainer: Any, sample_inputs: Callable[[int, int], Any]) -> LossScale:
+def _try_loss(trainer: Any, samples: list[Any]) -> LossScale:
     args = trainer.args
-    devices = [args.device] if args.device.type != "cpu" else []
     average = args.average_tokens_across_devices
 
-    num_rows = max(2, min(8, trainer._train_batch_size))
-    every, first, second = (0, num_rows), (0, num_rows // 2), (num_rows // 2, num_rows)
-
-    def loss_of(num_items: int, rows: tuple[int, int] = every, *, over_ranks: bool = False) -> float:
+    def loss_of(num_items: int, inputs: Any, *, over_ranks: bool = False) -> float:
         args.average_tokens_across_devices = over_ranks
-        inputs = sample_inputs(*rows)
         count = torch.tensor(num_items, device=args.device)
-        # The same dropout masks each time, and none taken from the training.
-        with trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), torch.random.fork_rng(devices):
-            return float(trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count))
+        # The same dropout masks each time.
+        with trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), _forked(args.device):
+            return float(trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=count))
 
     try:
         with torch.no_grad():
-            once, half = loss_of(_TRIED_NUM_ITEMS), loss_of(2 * _TRIED_NUM_ITEMS)
-            multiplied = loss_of(_TRIED_NUM_ITEMS, over_ranks=True)
-            parts = [loss_of(_TRIED_NUM_ITEMS, rows) for rows in (first, second)]
-            num_labels = [_num_labels(sample_inputs(*rows)) for rows in (first, second)]
+            once, half = loss_of(_TRIED_NUM_ITEMS, samples[0]), loss_of(2 * _TRIED_NUM_ITEMS, samples[0])
+            multiplied = loss_of(_TRIED_NUM_ITEMS, samples[0], over_ranks=True)
+            parts = [loss_of(_TRIED_NUM_ITEMS, part) for part in samples[1:]]
     finally:
         args.average_tokens_across_devices = average
-    if not math.isfinite(once) or once == 0:
+    is_sum, is_mean = (math.isclose(half, x, rel_tol=0.01) for x in (once / 2, once))
+    if not math.isfinite(once) or is_sum == is_mean:
         raise SetupError(
-            f"The loss of the first samples is {once}; how it scales with the number of ranks cannot be seen.",
-            hint="Look at the first rows of the data set: do they have labels? Or use global_batch='scale'.",
+            f"The loss of the first samples is {once:.4g}, and {half:.4g} where twice as many tokens are said to be in "
+            "the step: it is neither divided by them as a whole nor a mean, so ranks cannot be weighed.",
+            hint="A part that is not divided, as a router's, goes with SFTTrainer; else use global_batch='scale'.",
         )
     return LossScale(
-        is_token_normalised=math.isclose(half, once / 2, rel_tol=0.01),
+        is_token_normalised=is_sum,
         is_multiplied=math.isclose(multiplied, once * trainer.accelerator.num_processes, rel_tol=0.01),
-        is_mean_over_labels=_is_mean_over_labels(once, parts, num_labels),
+        weighing=_weighing(once, parts, samples[1:]),
     )
 
 
-def _is_mean_over_labels(whole: float, parts: list[float], num_labels: list[int]) -> bool:
-    """Which of the two means of the halves gives the whole."""
-    over_rows = sum(parts) / len(parts)
-    over_labels = sum(n * p for n, p in zip(num_labels, parts, strict=True)) / max(1, sum(num_labels))
-    return abs(over_labels - whole) < abs(over_rows - whole)
+def _forked(device: torch.device) -> Any:
+    """Keeps torch's random state, on the CPU and on `device`."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
-def _num_labels(inputs: Any) -> int:
-    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    return int((labels != -100).sum()) if isinstance(labels, torch.Tensor) and labels.dim() > 1 else 1
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Keeps what reading and collating a row may draw: the training must not miss it."""
+    import numpy
+
+    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+
+
+def _weighing(whole: float, means: list[float], parts: list[Any]) -> str:
+    """What the loss averages over: that by whose numbers the means of the halves give the mean of the whole."""
+
+    def error(weighing: str) -> float:
+        weights = [count_weights(part, weighing) for part in parts]
+        return abs(sum(w * m for w, m in zip(weights, means, strict=True)) / max(1, sum(weights)) - whole)
+
+    # Sorted by what is likelier where some agree, as with rows of one length.
+    return min(WEIGHINGS, key=error)
+
+
+def count_weights(inputs: Any, weighing: str) -> int:
+    """Rows or labelled tokens of a micro-batch; tokens that are predicted from the one before lose the row's first."""
+    labels = inputs["labels"]
+    if weighing == "rows" or labels.dim() < 2:
+        return len(labels)
+    return int((labels[:, 1:] if weighing == "next tokens" else labels).ne(-100).sum())

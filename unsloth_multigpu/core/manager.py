@@ -153,16 +153,6 @@ class DDPManager:
         parts = torch.split(flat[num_batches:], flat[:num_batches].tolist())
         return [part.tolist() for part in parts]
 
-    def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrites `tensors` in place with rank 0's. Collective."""
-        with torch.no_grad():
-            for tensor in tensors:
-                # The Trainer moves some models to their device only later.
-                sent = tensor if tensor.device.type == _wire_device().type else tensor.to(_wire_device())
-                dist.broadcast(sent, src=0)
-                if sent is not tensor:
-                    tensor.copy_(sent)
-
     def broadcast_random_state(self) -> None:
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
         import numpy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.loss import LossScale, find_loss_scale
+from unsloth_multigpu.core.loss import LossScale, count_weights, find_loss_scale
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.data.plan import check_divisible, equation
-from unsloth_multigpu.data.sampler import Step, StepLoader, StepShape, step_loader
+from unsloth_multigpu.data.sampler import MicroBatch, Step, StepLoader, StepShape, StepStream, step_loader
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 
@@ -39,6 +39,7 @@ class StepFeed:
         self._scale = LossScale(is_token_normalised=True, is_multiplied=True)
         self._piece_factor = 1.0
         self._in_loss = False
+        self._loader: StepLoader | None = None
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
@@ -50,7 +51,6 @@ class StepFeed:
             "get_batch_samples": functools.partial(self._batch_samples, trainer.get_batch_samples),
             "training_step": functools.partial(self._training_step, trainer.training_step),
             "compute_loss": functools.partial(self._compute_loss, trainer.compute_loss),
-            "log": functools.partial(self._log, trainer.log),
             # The number that the start of the training prints.
             "get_total_train_batch_size": lambda _args: trainer._train_batch_size * self.num_accumulated,
         }
@@ -85,7 +85,9 @@ class StepFeed:
                 hint="Return accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
             )
         loader = raw[0]
-        self._scale = find_loss_scale(trainer, functools.partial(_few_samples, trainer, loader))
+        scale = find_loss_scale(trainer, functools.partial(_few_samples, trainer, loader))
+        # Ranks that decided differently would deal differently.
+        self._scale = LossScale.from_numbers(self.manager.gather_floats(scale.to_numbers())[0])
         shape = StepShape(
             rank=self.manager.identity.rank,
             world_size=self.manager.identity.world_size,
@@ -95,7 +97,7 @@ class StepFeed:
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
         logger.info("samples per step: %s", equation(sizes, shape.world_size, regroup=shape.regroup))
-        steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
+        self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return steps
@@ -119,10 +121,13 @@ class StepFeed:
         step = next(epoch_iterator, None)
         if step is None:
             return [], None
+        for micro_batch in step.micro_batches:
+            # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
+            micro_batch.inputs = self.trainer._prepare_inputs(micro_batch.inputs)
         inputs = [m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
         is_split = step.num_references % self.manager.identity.world_size != 0
-        if is_split and self._scale.is_mean_over_labels and not self._scale.is_token_normalised:
+        if is_split and self._scale.weighing != "rows" and not self._scale.is_token_normalised:
             self._weigh_by_labels(step)
         return [step], num_items
 
@@ -130,8 +135,8 @@ class StepFeed:
         """A mean over tokens: a part of a micro-batch counts by its labelled tokens, not by its rows."""
         mine = [0.0] * step.num_references
         for micro_batch in step.micro_batches:
-            labels = micro_batch.inputs["labels"]
-            micro_batch.num_labels = 0 if micro_batch.piece.is_filler else int((labels != -100).sum())
+            if not micro_batch.piece.is_filler:
+                micro_batch.num_labels = count_weights(micro_batch.inputs, self._scale.weighing)
             mine[micro_batch.piece.reference] += micro_batch.num_labels
         totals = [sum(counts) for counts in zip(*self.manager.gather_floats(mine), strict=True)]
         for micro_batch in step.micro_batches:
@@ -144,7 +149,7 @@ class StepFeed:
         self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
         for i, micro_batch in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
-            self._piece_factor = self._factor(micro_batch.share, step, num_items)
+            self._piece_factor = self._factor(micro_batch, step, num_items)
             with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 losses.append(original(model, micro_batch.inputs, num_items))
             self.num_micro_batches += 1
@@ -173,26 +178,34 @@ class StepFeed:
             return exchange(tensor, *args, **kwargs)
         return tensor[None] if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 else tensor
 
-    def _log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """`Trainer.log`: TRL's training metrics, which each rank has collected for its own samples, put together."""
-        collected = getattr(self.trainer, "_metrics", None)
-        if self.trainer.model.training and collected is not None and "train" in collected:
-            mine = collected["train"]
-            totals = {name: [float(sum(values)), len(values)] for name, values in mine.items() if values}
-            ranks = [json.loads(text) for text in self.manager.gather_texts(json.dumps(totals))]
-            for name in {name for rank in ranks for name in rank}:
-                parts = [rank[name] for rank in ranks if name in rank]
-                # The one running count among them; the others are means over micro-batches.
-                count = 1 if name == "num_tokens" else sum(n for _, n in parts)
-                mine[name] = [sum(total for total, _ in parts) / count]
-        original(logs, *args, **kwargs)
+    def begin_epoch(self, epoch: int) -> None:
+        """Lets a stream shuffle for `epoch` also where the Trainer resumes in it: accelerate forgets it there."""
+        if self._loader is not None and isinstance(self._loader.dataset, StepStream):
+            self._loader.set_epoch(epoch)
 
-    def _factor(self, share: float, step: Step, num_items: Any) -> float:
-        """What a micro-batch's mean loss counts, so that DDP's average over ranks is the one-process gradient."""
-        if self._scale.is_token_normalised:
-            return 1.0
+    def merge_metrics(self) -> None:
+        """Puts together TRL's training metrics, which each rank has collected for its own samples. Collective."""
+        for name in ("_metrics", "_stored_metrics"):
+            collected = getattr(self.trainer, name, None)
+            if isinstance(collected, Mapping) and "train" in collected:
+                self._merge(collected["train"])
+
+    def _merge(self, mine: Any) -> None:
+        totals = {name: [sum(map(float, values)), len(values)] for name, values in mine.items() if len(values)}
+        ranks = [json.loads(text) for text in self.manager.gather_texts(json.dumps(totals))]
+        for name in {name for rank in ranks for name in rank}:
+            parts = [rank[name] for rank in ranks if name in rank]
+            # The one running count among them; the others are means over micro-batches.
+            count = 1 if name == "num_tokens" else sum(n for _, n in parts)
+            mine[name] = [sum(total for total, _ in parts) / count]
+
+    def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:
+        """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient."""
         is_multiplied = self._scale.is_multiplied and num_items is not None
-        factor = share * (1 if is_multiplied else self.manager.identity.world_size)
+        factor = 1.0 if is_multiplied else float(self.manager.identity.world_size)
+        if self._scale.is_token_normalised:
+            return 0.0 if micro_batch.piece.is_filler else factor
+        factor *= micro_batch.share
         # transformers divides by this rank's micro-batches, one process would by its own; unless the model is said to
         # take loss arguments, where it divides by neither.
         is_divided = num_items is None or not self.trainer.model_accepts_loss_kwargs
@@ -201,10 +214,17 @@ class StepFeed:
         return factor
 
 
-def _few_samples(trainer: Any, loader: Any, start: int, stop: int) -> Any:
-    """Samples from the start of the data, collated and on the device."""
-    rows = list(islice(iter(loader.dataset), start, stop))
-    return trainer._prepare_inputs(loader.collate_fn(rows))
+def _few_samples(trainer: Any, loader: Any) -> list[Any]:
+    """A few samples from the start of the data, all, their first half and their second, each collated on the device.
+
+    An empty list for a stream that can be read only once.
+    """
+    rows = iter(loader.dataset)
+    if rows is loader.dataset:
+        return []
+    few = list(islice(rows, max(2, min(8, trainer._train_batch_size))))
+    middle = (len(few) + 1) // 2
+    return [trainer._prepare_inputs(loader.collate_fn(part)) for part in (few, few[:middle], few[middle:]) if part]
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.loss import kept_random_state
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import SetupError
@@ -36,8 +36,8 @@ class DDPTrainer:
         self.manager = manager
         self.config: MultiGPUConfig = manager.config
         self.report: RunReport | None = None
-        self._events = events
-        self._steps = StepFeed(trainer, manager)
+        self.events = events
+        self.steps = StepFeed(trainer, manager)
 
     def run(self, original_train: Callable[[], Any]) -> Any:
         """Runs `original_train` with this rank's share of every step, and returns what it returns."""
@@ -49,13 +49,13 @@ class DDPTrainer:
         start = time.monotonic()
         with ExitStack() as stack:
             self._tell_ddp()
-            stack.enter_context(_own_seed(self.trainer, self.manager, self.config.seed_per_rank))
-            # The ranks' new LoRA weights were drawn from their own random states.
-            self.manager.broadcast_tensors(p for p in self.trainer.model.parameters() if p.requires_grad)
             if self._deals_steps():
-                stack.enter_context(self._steps.on_trainer())
+                stack.enter_context(self.steps.on_trainer())
             stack.enter_context(self._progress())
+            # DDP gives every rank rank 0's weights when it wraps the model: new LoRA weights differ before.
             result = original_train()
+        # Code around train() runs on every rank, and must make the same random choices there.
+        self.manager.broadcast_random_state()
         self._report(time.monotonic() - start)
         return result
 
@@ -115,14 +115,14 @@ class DDPTrainer:
         names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
         shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
         facts: dict[str, Any] = {name: getattr(args, name) for name in names}
-        facts["gradient_accumulation_steps"] = self._steps.num_accumulated
+        facts["gradient_accumulation_steps"] = self.steps.num_accumulated
         facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
         facts["config"] = self.config
         data = trainer.train_dataset
         if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             facts["samples"] = len(data)
             places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
-            with _kept_random_state():
+            with kept_random_state():
                 facts["sampled rows"] = {i: _short_hash(_plain_values(_stored_row(data, i))) for i in places}
         return facts
 
@@ -138,29 +138,29 @@ class DDPTrainer:
     @contextmanager
     def _progress(self) -> Iterator[None]:
         """Tells the supervisor where this rank is."""
-        callback = _progress_callback(self._events)
+        callback = _progress_callback(self)
         self.trainer.add_callback(callback)
-        if self._events is not None:
-            self._events.write("training")
+        if self.events is not None:
+            self.events.write("training")
         try:
             yield
         except BaseException as error:
-            if self._events is not None:
+            if self.events is not None:
                 facts = {"exit_code": _exit_code(error)} if isinstance(error, SystemExit) else {}
-                self._events.write("left_training", error=f"{type(error).__name__}: {error}", **facts)
+                self.events.write("left_training", error=f"{type(error).__name__}: {error}", **facts)
             raise
         finally:
             self.trainer.remove_callback(callback)
-        if self._events is not None:
-            self._events.write("trained")
+        if self.events is not None:
+            self.events.write("trained")
 
     def _report(self, train_s: float) -> None:
-        mine = [self.trainer.state.global_step, self._steps.num_samples, self._steps.num_micro_batches, train_s]
+        mine = [self.trainer.state.global_step, self.steps.num_samples, self.steps.num_micro_batches, train_s]
         rows = self.manager.gather_floats(mine)
         self.report = RunReport(
             tuple(RankReport(rank, int(r[0]), int(r[1]), int(r[2]), r[3]) for rank, r in enumerate(rows))
         )
-        if self._steps.num_micro_batches:
+        if self.steps.num_micro_batches:
             logger.info("%s", self.report.summary())
 
 
@@ -185,44 +185,28 @@ def _plain_values(value: Any) -> Any:
     return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
 
 
-@contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """A row may be made with random numbers when it is read; the training must not miss them."""
-    import numpy
-
-    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numpys)
-        torch.set_rng_state(torchs)
-
-
 def _short_hash(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
-def _progress_callback(events: EventWriter | None) -> Any:
-    from transformers import TrainerCallback
+def _progress_callback(steered: DDPTrainer) -> Any:
+    from transformers import TrainerCallback, set_seed
+
+    rank = steered.manager.identity.rank
 
     class Progress(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if steered.config.seed_per_rank and rank > 0:
+                set_seed(args.seed + rank)
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steered.steps.begin_epoch(int((state.epoch or 0) + 1e-6))
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if events is not None:
-                events.mark_step(state.global_step)
+            if steered.events is not None:
+                steered.events.mark_step(state.global_step)
+            # Here every rank comes by; a log call may be made on one alone.
+            if control.should_log:
+                steered.steps.merge_metrics()
 
     return Progress()
-
-
-@contextmanager
-def _own_seed(trainer: Any, manager: DDPManager, seed_per_rank: bool) -> Iterator[None]:
-    """Ranks above 0 draw from seeds of their own while they train, and go on afterwards with rank 0's.
-
-    The script's code around `train()` runs on every rank and must make the same random choices there.
-    """
-    if seed_per_rank and manager.identity.rank > 0:
-        from transformers import set_seed
-
-        set_seed(trainer.args.seed + manager.identity.rank)
-    yield
-    manager.broadcast_random_state()

@@ -60,10 +60,11 @@ class MicroBatch:
         return MicroBatch(pin_memory(self.inputs), self.piece)
 
 
-class Step(Mapping[str, torch.Tensor]):
+class Step:
     """This rank's micro-batches of one optimizer step.
 
-    Read as a mapping it gives all values of a key in one flat tensor: the Trainer counts tokens that way.
+    Indexed by a key it gives all its values in one flat tensor: the Trainer counts tokens that way. It is no Mapping,
+    of which torch's loader would make a dict.
     """
 
     def __init__(self, micro_batches: list[MicroBatch], num_references: int) -> None:
@@ -77,12 +78,8 @@ class Step(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         return torch.cat([m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler] or [_EMPTY])
 
-    def __iter__(self) -> Iterator[str]:
-        first = self.micro_batches[0].inputs
-        return iter(first if isinstance(first, Mapping) else ())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def __contains__(self, key: object) -> bool:
+        return key in self.micro_batches[0].inputs
 
 
 _EMPTY = torch.empty(0, dtype=torch.int64)

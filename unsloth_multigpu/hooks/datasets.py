@@ -67,7 +67,7 @@ class _MapOrder:
         if self._depth or kwargs.get("keep_in_memory"):
             return original(dataset, *args, **kwargs)
         identity = self._get_manager().identity
-        node = f"map/{identity.rank // identity.local_world_size}"
+        node = f"map/{identity.rank - identity.local_rank}"
         self._num_calls += 1
         key = f"{node}/done/{_call_hash(dataset, function, args, kwargs) or f'{identity.rank} {self._num_calls}'}"
         kwargs = self._with_cache_file(dataset, key, args, kwargs)

@@ -181,6 +181,8 @@ class SaveGate:
             now = time.monotonic()
             if len(self._seen) < self._num_saves or not manager.is_published(f"saves/{len(self._seen) - 1}/done"):
                 quiet_since = now
+            if self._seen and not manager.is_published(f"saves/{len(self._seen) - 1}/done"):
+                begin = now  # Rank 0 is at another save, which may take long.
             if now - quiet_since > OWN_PATH_GRACE_S:
                 logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._seen[-1])
                 return None

@@ -61,6 +61,11 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
     here = {"0", device_type, f"{device_type}:0", str(local_rank), f"{device_type}:{local_rank}", *_AUTOMATIC}
     if places <= here | set(_OFF_DEVICE) and len(places - set(_OFF_DEVICE)) == 1:
         return {"": local_rank} if len(places) == 1 else {k: _moved(v, local_rank) for k, v in device_map.items()}
+    if len(places) == 1:
+        raise ConfigError(
+            f"device_map={device_map!r} names another device than this rank's, {device_type}:{local_rank}.",
+            hint="Leave device_map out.",
+        )
     raise ConfigError(
         f"device_map={device_map!r} spreads one model over several devices; each rank has one.",
         hint="Leave device_map out.",

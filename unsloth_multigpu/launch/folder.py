@@ -24,7 +24,7 @@ def private_dir() -> Iterator[Path]:
     """A folder that only this user can read, removed at the end; those of killed supervisors are swept first."""
     for old in Path(tempfile.gettempdir()).glob(f"{_RUN_DIR_PREFIX}*"):
         pid = old.name.removeprefix(_RUN_DIR_PREFIX).split("_")[0]
-        if pid.isdigit() and not is_alive(int(pid)) and old.stat().st_uid == os.getuid():
+        if pid.isdigit() and not is_alive(int(pid)) and _is_mine(old):
             shutil.rmtree(old, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}_"))
     try:
@@ -57,3 +57,10 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
         raise LaunchError(
             f"log_dir={str(log_dir)!r} cannot be written: {error.strerror}.", hint="Set log_dir to another folder."
         ) from error
+
+
+def _is_mine(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:  # Another job that starts now has swept it.
+        return False

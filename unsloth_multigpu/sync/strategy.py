@@ -37,8 +37,8 @@ def uses_every_parameter(model: nn.Module) -> bool:
         # Prompt and prefix tuning, or several adapters of which one is active, have parameters of other kinds.
         adapters = {_adapter_of(name) for name in trainable if ".lora_" in name}
         return len(adapters) == 1 and all(".lora_" in n or ".modules_to_save." in n for n in trainable)
-    # Full training; a pooler that a language model's loss does not read would be without a gradient.
-    return bool(trainable) and not any("pooler" in name for name in trainable)
+    # Full training: other heads may leave a pooler or a mask embedding without a gradient.
+    return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
 
 
 def _adapter_of(name: str) -> str:

@@ -70,6 +70,21 @@ class OwnTokenLoss(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+class SumOverCount(Trainer):
+    """The usual recipe of a script's own token-normalised loss; it forgets the ranks."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        flat = (logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(*flat, reduction="sum") / num_items_in_batch
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def mean_of_outputs(outputs, labels, num_items_in_batch=None):
+    """A `compute_loss_func` that takes the count and does not use it."""
+    return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 class Record(TrainerCallback):
     def __init__(self, trainer):
         self.steps = {}
@@ -117,7 +132,7 @@ def small_model():
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
 
 
-def build(name, kind=Trainer, data=None, model=None, collator=collate, **settings):
+def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None, **settings):
     settings = {"num_train_epochs": 2, "save_strategy": "no", **settings}
     args = TrainingArguments(
         str(out / name),
@@ -130,7 +145,8 @@ def build(name, kind=Trainer, data=None, model=None, collator=collate, **setting
         **settings,
     )
     data = Rows() if data is None else data
-    return kind(model=(model or small_model)(), args=args, train_dataset=data, data_collator=collator)
+    loss_option = {} if loss is None else {"compute_loss_func": loss}
+    return kind(model=(model or small_model)(), args=args, train_dataset=data, data_collator=collator, **loss_option)
 
 
 def train(name, trainer, **options):
@@ -157,12 +173,19 @@ train("drop_last", build("drop_last", dataloader_drop_last=True))
 train("own_sampler", build("own_sampler", OwnLoader))
 train("mean_loss", build("mean_loss", MeanLoss))
 train("own_token_loss", build("own_token_loss", OwnTokenLoss))
+train("sum_over_count", build("sum_over_count", SumOverCount))
+train("mean_function", build("mean_function", loss=mean_of_outputs))
+train("smoothed", build("smoothed", label_smoothing_factor=0.1))
 train("wrapper", build("wrapper", model=Inside, remove_unused_columns=False))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
 train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))
 train("streaming", build("streaming", data=Stream(), max_steps=6))
 hf_stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=3, buffer_size=8)
 train("hf_streaming", build("hf_streaming", data=hf_stream, max_steps=6))
+settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+train("stream_whole", build("stream_whole", data=hf_stream, **settings))
+checkpoint = str(out / "stream_whole" / "checkpoint-3")
+train("stream_resumed", build("stream_whole", data=hf_stream, **settings), resume_from_checkpoint=checkpoint)
 train("whole", build("whole", save_strategy="steps", save_steps=3))
 train(
     "resumed",
