@@ -26,6 +26,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda", "xpu"),
     "ddp_backend": ("nccl", "gloo", "xccl"),
 }
+# 31 years; torch counts in nanoseconds of 64 bits.
+_MAX_SECONDS = 1e9
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -139,7 +141,8 @@ def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     translated: dict[str, Any] = {}
     for name, value in arguments.items():
         if name not in replacements:
-            known = ", ".join(f.name for f in dataclasses.fields(MultiGPUConfig))
+            older = {new_name for new_name, _ in replacements.values()}
+            known = ", ".join(f.name for f in dataclasses.fields(MultiGPUConfig) if f.name not in older)
             raise ConfigError(
                 f"enable_multi_gpu() got {name}={value!r}, which it does not know.", hint=f"Options: {known}."
             )
@@ -147,6 +150,7 @@ def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
         # The frames above are this function, enable_multi_gpu and the user's line.
         warnings.warn(f"{name} is deprecated. Use {replacement}.", DeprecationWarning, stacklevel=3)
         if new_name is not None:
+            _check_alone(new_name, value, shown=name)
             translated[new_name] = value
         elif value != "mean":
             raise ConfigError(
@@ -168,7 +172,16 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(f"{variable}={text!r} names no option.", hint=f"Unset it. Variables: {known}.")
         if text.strip() and text.strip().lower() != "none":
             values[name] = _parse(variable, text.strip(), str(fields[name].type))
+            _check_alone(name, values[name], shown=variable)
     return values
+
+
+def _check_alone(name: str, value: Any, *, shown: str) -> None:
+    """Checks one option that was given by another name, so that an error names it as it was given."""
+    try:
+        MultiGPUConfig.resolve({name: value}, {})
+    except ConfigError as error:
+        raise ConfigError(error.args[0].replace(name, shown), hint=error.hint.replace(name, shown)) from None
 
 
 def _parse(variable: str, text: str, annotation: str) -> Any:
@@ -206,5 +219,7 @@ def _check_boolean(name: str, value: object) -> None:
 
 
 def _check_seconds(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={value!r}; expected seconds above 0.", hint=f"Set {name}=1800.0.")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _MAX_SECONDS:
+        raise ConfigError(
+            f"{name}={value!r}; expected seconds above 0, at most {_MAX_SECONDS:g}.", hint=f"Set {name}=1800.0."
+        )

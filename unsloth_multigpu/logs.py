@@ -10,7 +10,9 @@ class RankFilter(logging.Filter):
     """Drops INFO and DEBUG records of ranks above 0, and puts the rank before their warnings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        rank = int(os.environ.get("RANK", "0"))
+        text = os.environ.get("RANK", "0")
+        # What RANK must be is said where it is read; a log call never raises.
+        rank = int(text) if text.isdecimal() else 0
         if rank == 0:
             return True
         if record.levelno < logging.WARNING:

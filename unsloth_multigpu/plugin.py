@@ -103,8 +103,7 @@ def enable_multi_gpu(
     if _session is not None:
         _check_same_call(_session.config, config)
         return
-    if multiprocessing.parent_process() is not None:
-        # A helper process (data loading, say) that imports the script again. It is no rank and starts none.
+    if _is_worker():
         return
     if config.memory_optimization:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -158,6 +157,14 @@ def get_multi_gpu_status() -> MultiGPUStatus:
         patches=tuple(_session.registry.rows()),
         report=_session.report,
     )
+
+
+def _is_worker() -> bool:
+    """True in a helper process (data loading, say) that imports the script again. It is no rank and starts none."""
+    # While a spawned process imports the script it does not know its parent yet; multiprocessing itself tells that
+    # state by this attribute.
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return is_importing or multiprocessing.parent_process() is not None
 
 
 def _check_same_call(active: MultiGPUConfig, wanted: MultiGPUConfig) -> None:

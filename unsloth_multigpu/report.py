@@ -91,8 +91,10 @@ class EventWriter:
 
 def read_steps(run_dir: str | os.PathLike[str]) -> dict[int, int]:
     """Last finished optimizer step of each rank, -1 before the first."""
-    files = Path(run_dir).glob("step_rank_*")
-    return {int(f.name.rpartition("_")[2]): struct.unpack("<q", f.read_bytes())[0] for f in files}
+    contents = {f.name: f.read_bytes() for f in Path(run_dir).glob("step_rank_*")}
+    # Other lengths: the rank has just made the file, or the disk was full.
+    written = {name: data for name, data in contents.items() if len(data) == 8}
+    return {int(name.rpartition("_")[2]): struct.unpack("<q", data)[0] for name, data in written.items()}
 
 
 def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:
@@ -100,8 +102,15 @@ def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:
     events = []
     for path in Path(run_dir).glob("events_rank_*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                event = Event(*json.loads(line))
-                if event.attempt == attempt:
-                    events.append(event)
+            event = _parse_event(line)
+            if event is not None and event.attempt == attempt:
+                events.append(event)
     return sorted(events, key=lambda e: e.time_s)
+
+
+def _parse_event(line: str) -> Event | None:
+    """None for a line that is not whole: still being written, or cut by a full disk."""
+    try:
+        return Event(*json.loads(line)) if line.endswith("\n") else None
+    except (ValueError, TypeError):
+        return None

@@ -194,7 +194,7 @@ def _progress_callback(steered: DDPTrainer) -> Any:
 
     rank = steered.manager.identity.rank
 
-    class Progress(TrainerCallback):
+    class Progress(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if steered.config.seed_per_rank and rank > 0:
                 set_seed(args.seed + rank)

@@ -73,12 +73,12 @@ def check_divisible(num_samples: int, world_size: int) -> None:
 
 
 def equation(sizes: Sequence[int], world_size: int, *, regroup: bool) -> str:
-    """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 4 + 3 + 3 samples on 3 ranks"."""
+    """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
     plan = deal_step(sizes, world_size, regroup=regroup)
-    pieces = [len(p.positions) for share in plan for p in share]
+    pieces = [0 if p.is_filler else len(p.positions) for share in plan for p in share]
     if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
         return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"
-    rows = " + ".join(str(sum(len(p.positions) for p in share)) for share in plan)
+    rows = " + ".join(str(sum(len(p.positions) for p in share if not p.is_filler)) for share in plan)
     return f"{sum(sizes)} = {rows} samples on {world_size} ranks"
 
 

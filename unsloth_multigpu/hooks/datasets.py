@@ -73,15 +73,16 @@ class _MapOrder:
         kwargs = self._with_cache_file(dataset, key, args, kwargs)
         if identity.local_rank > 0:
             self._await(key, f"{node}/calls", self._num_calls)
-            return original(dataset, *args, **kwargs)
+        # A map inside the mapped function belongs to this call, on every rank.
         self._depth += 1
         try:
             return original(dataset, *args, **kwargs)
         finally:
             self._depth -= 1
-            # Also after an error: the others then do the same call and meet the same error.
-            self._get_manager().publish(key)
-            self._get_manager().publish(f"{node}/calls/{self._num_calls}")
+            if identity.local_rank == 0:
+                # Also after an error: the others then do the same call and meet the same error.
+                self._get_manager().publish(key)
+                self._get_manager().publish(f"{node}/calls/{self._num_calls}")
 
     def _with_cache_file(self, dataset: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Data made in memory has no cache file by which the other ranks could read the result: it gets one."""

@@ -113,7 +113,8 @@ def _from_exception(event: Event) -> Cause:
 
 
 def _death_message(rank: int, code: int, step: int) -> str:
-    name = signal.Signals(-code).name
+    # Real-time signals have numbers only.
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     likely = ""
     if code == -signal.SIGKILL:
         likely = "; the usual cause is that the machine ran out of memory (see dmesg)"

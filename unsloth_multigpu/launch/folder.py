@@ -44,10 +44,12 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 log_dir = log_dir / f"job_{os.getpid()}"
-                log_dir.mkdir()
+                log_dir.mkdir(exist_ok=True)  # Process ids come again.
                 logger.warning("log_dir is in use by another job, logs=%s", log_dir)
             for rank in range(1, num_ranks):
-                os.close(os.open(log_dir / f"rank_{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600))
+                log = os.open(log_dir / f"rank_{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+                os.fchmod(log, 0o600)  # One that was there keeps its mode otherwise.
+                os.close(log)
             yield log_dir.resolve()
         finally:
             os.close(lock)

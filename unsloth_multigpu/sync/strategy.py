@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -29,7 +30,9 @@ def uses_every_parameter(model: nn.Module) -> bool:
     config: Any = getattr(model, "config", None)
     if config is None or isinstance(config, dict):
         return False
-    if any(getattr(config, name, None) for name in (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)):
+    names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
+    # Read by attribute as well, since a config may map one name to another.
+    if any(getattr(config, name, None) for name in names) or _has_any(config.to_dict(), names):
         return False
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     has_adapter = hasattr(model, "peft_config")
@@ -45,3 +48,11 @@ def _adapter_of(name: str) -> str:
     parts = name.split(".")
     position = next(i for i, part in enumerate(parts) if part.startswith("lora_"))
     return parts[position + 1] if len(parts) > position + 1 else ""
+
+
+def _has_any(values: Mapping[Any, Any], names: Collection[str]) -> bool:
+    """True if one of `names` is set at some depth: experts of a part, towers of a "thinker"."""
+    return any(
+        (value and key in names) or (isinstance(value, Mapping) and _has_any(value, names))
+        for key, value in values.items()
+    )

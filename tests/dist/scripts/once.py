@@ -57,7 +57,14 @@ args = TrainingArguments(
 )
 trainer = Trainer(model=model, args=args, train_dataset=rows)
 dropout_masks = []
-model.register_forward_hook(lambda *_: dropout_masks.append(float(torch.rand(()))))
+
+
+def draw(*_):
+    if torch.is_grad_enabled():
+        dropout_masks.append(float(torch.rand(())))
+
+
+model.register_forward_hook(draw)
 trainer.train()
 note("drawn_while_training", dropout_masks)
 note("weights", sum(float(p.double().sum()) for p in model.parameters() if p.requires_grad))
