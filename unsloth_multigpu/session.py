@@ -86,7 +86,7 @@ def _patches(session: Session) -> list[Patch]:
 
     config, identity = session.config, session.identity
     device_type = _claim_device(session)
-    patches = trainer_patches(config, identity.world_size, device_type, session.run_training)
+    patches = trainer_patches(config, identity.world_size, device_type, session.run_training, session.manager)
     if identity.world_size == 1:
         return patches
     others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]

@@ -70,6 +70,7 @@ def test_signal_ends_all_ranks(tmp_path, number):
     assert run.code == -number
     assert f"stopped by {number.name}" in run.err
     assert "Traceback" not in run.err
+    assert "death signal" not in run.err
     assert run.seconds < 10.0
     assert_nothing_is_left(tmp_path)
 

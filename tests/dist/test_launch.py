@@ -144,3 +144,21 @@ def test_batch_options_change_the_number_of_steps(tmp_path, option, value, num_s
     assert run.code == 0, run.err
     log = json.loads((tmp_path / "log.json").read_text())["log"]
     assert log[-1]["step"] == num_steps
+
+
+def test_spawned_worker_of_a_rank_is_no_rank(tmp_path):
+    script = tmp_path / "spawns.py"
+    script.write_text(
+        "import unsloth_multigpu as ump\n"
+        "ump.enable_multi_gpu(num_gpus=2)\n"
+        "import torch\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 5\n"
+        "    def __getitem__(self, index): return index\n"
+        "if __name__ == '__main__':\n"
+        "    loader = torch.utils.data.DataLoader(Rows(), num_workers=1, multiprocessing_context='spawn')\n"
+        "    print('sum', sum(int(x) for x in loader))\n"
+    )
+    run = run_python([script], cwd=tmp_path)
+    assert run.code == 0, run.err
+    assert "sum 10" in run.out

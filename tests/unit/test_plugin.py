@@ -111,7 +111,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
     monkeypatch.setitem(sys.modules, "stub_trainer", module)
 
     def patches(opened: session.Session) -> list[Patch]:
-        found = trainer_patches(opened.config, opened.identity.world_size, "any", opened.run_training)
+        found = trainer_patches(opened.config, opened.identity.world_size, "any", opened.run_training, opened.manager)
         # `packaging` is installed everywhere; its version stands for that of transformers.
         return [
             Patch(f"stub_trainer:{patch.target.partition(':')[2]}", "packaging>=1", patch.wrap, patch.reason)

@@ -122,6 +122,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
+    from unsloth_multigpu.session import Console
     from unsloth_multigpu.start import ranks_to_start, supervise
 
     given: dict[str, Any] = {name: getattr(options, name) for name in RUN_OPTIONS}
@@ -130,6 +131,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
     # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
     os.environ.update({ENV_PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", RANK_MODULE, *program]
+    Console(debug=config.debug)
     is_started = read_identity(os.environ) is not None  # By torchrun or srun: this process is one of the ranks.
     # Counting the devices takes an import of torch, so it is left to the rank where there can only be one.
     num_ranks = 1 if is_started or config.num_gpus == 1 else ranks_to_start(config)

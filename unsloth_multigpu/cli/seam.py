@@ -41,7 +41,7 @@ def all_patches() -> list[Patch]:
     from unsloth_multigpu.hooks.unsloth import placement_patches
 
     return [
-        *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run),
+        *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run, _not_in_a_run),
         *placement_patches("cuda", 0),
         *saving_patches(0, _not_in_a_run),
         *dataset_patches(None, _not_in_a_run),

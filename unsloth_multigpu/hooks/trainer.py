@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.patching import Patch
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.core.manager import DDPManager
 
 _SUPPORTS = "transformers>=4.57,<6"
 _DEFAULT_DDP_TIMEOUT_S = 1800
 
 
 def trainer_patches(
-    config: MultiGPUConfig, world_size: int, device_type: str, run: Callable[[Any, Callable[[], Any]], Any]
+    config: MultiGPUConfig,
+    world_size: int,
+    device_type: str,
+    run: Callable[[Any, Callable[[], Any]], Any],
+    get_manager: Callable[[], DDPManager],
 ) -> list[Patch]:
     """Patches of `transformers.Trainer` and `TrainingArguments`.
 
@@ -23,6 +30,7 @@ def trainer_patches(
         config: The run's options.
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
+        get_manager: Gives the manager, which opens the group of CPU ranks.
         run: Called with the trainer and its bound original `train` in place of `train`.
     """
     return [
@@ -35,7 +43,7 @@ def trainer_patches(
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
-            wrap=functools.partial(_adjusted_arguments, config, world_size, device_type),
+            wrap=functools.partial(_adjusted_arguments, config, world_size, device_type, get_manager),
             reason="Options of the one line that are arguments of the Trainer; batches that TRL checks at once.",
         ),
     ]
@@ -50,13 +58,19 @@ def _steered_train(run: Callable[[Any, Callable[[], Any]], Any], original: Calla
 
 
 def _adjusted_arguments(
-    config: MultiGPUConfig, world_size: int, device_type: str, original: Callable[..., None]
+    config: MultiGPUConfig,
+    world_size: int,
+    device_type: str,
+    get_manager: Callable[[], DDPManager],
+    original: Callable[..., None],
 ) -> Callable[..., None]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         if world_size > 1 and device_type == "cpu":
             # Without it accelerate sees no device to distribute over, and every rank trains for itself.
             self.use_cpu = True
+            # Here transformers has accelerate open the group, on the CPU without a timeout.
+            get_manager().open_group()
         if config.batch_size_per_gpu is not None:
             self.per_device_train_batch_size = config.batch_size_per_gpu
         if config.ddp_backend is not None:

@@ -54,8 +54,6 @@ class DDPLauncher:
         Raises:
             LaunchError: The log folder cannot be written.
         """
-        # The engine writes a log of its own about what is told better below.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -85,6 +83,9 @@ class DDPLauncher:
 
         from unsloth_multigpu.launch.rendezvous import BACKEND, LoopbackRendezvous
 
+        # The engine writes a log of its own about what is told better here; each of its loggers has its own level.
+        for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
         launch_config = LaunchConfig(
             min_nodes=1,
