@@ -59,23 +59,6 @@ class DDPManager:
                 hint="Do not call init_process_group with other values.",
             )
 
-    def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Waits until every rank has come to `name`.
-
-        Raises:
-            RankTimeoutError: Some ranks did not come within `timeout_s`; it names them.
-        """
-        self.publish(f"barrier/{name}/{self.identity.rank}")
-        deadline = time.monotonic() + timeout_s
-        missing = set(range(self.identity.world_size))
-        while missing := {r for r in missing if not self.store.check([f"barrier/{name}/{r}"])}:
-            if time.monotonic() > deadline:
-                raise RankTimeoutError(
-                    f"barrier {name!r}: ranks {sorted(missing)} did not come within timeout_s={timeout_s:g}.",
-                    hint="Look at the logs of these ranks.",
-                )
-            time.sleep(_POLL_S)
-
     def publish(self, key: str, value: str = "") -> None:
         """Lets other ranks see `key`."""
         # An empty value would be the same as none for some versions of the store.
