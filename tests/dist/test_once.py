@@ -1,23 +1,18 @@
 """Side effects happen once: files, data sets, plots; and what every rank must have alike."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import ROOT, run_python
+from tests.helpers.run import run_python
+from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "once.py"
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        from tiny_model import build_tiny
-    finally:
-        sys.path.pop(0)
     path = tmp_path_factory.mktemp("once")
     build_tiny(path / "model")
     run = run_python([SCRIPT, path / "model", path], cwd=path)

@@ -5,7 +5,6 @@ epoch's last step of eight does, nor its last micro-batch of two; in 19x3x3 the 
 """
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import ROOT, run_python
+from tests.helpers.run import run_python
+from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "parity.py"
 JOBS = [
@@ -44,11 +44,6 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        from tiny_model import build_tiny
-    finally:
-        sys.path.pop(0)
     path = tmp_path_factory.mktemp("parity")
     build_tiny(path / "model")
     for num_ranks, jobs in ((1, JOBS), (2, [*JOBS, GRPO, BROKEN]), (3, JOBS)):

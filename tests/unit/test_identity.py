@@ -53,14 +53,14 @@ def test_process_that_nobody_launched_is_no_rank() -> None:
 def test_torchrun_on_two_nodes() -> None:
     identity = read_identity(TORCHRUN)
     assert identity == RankIdentity(5, 1, 8, 4, "torchrun", "node1", 29400)
-    assert not identity.is_single_node
+    assert identity.local_world_size < identity.world_size
 
 
 def test_our_own_ranks_are_known_by_the_folder_of_the_run() -> None:
     identity = read_identity({**TORCHRUN, "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "6", ENV_RUN_DIR: "/tmp/run"})
     assert identity is not None
     assert identity.launcher == "unsloth_multigpu"
-    assert identity.is_single_node
+    assert identity.local_world_size == identity.world_size
 
 
 def test_accelerate_without_the_local_size_is_one_node() -> None:

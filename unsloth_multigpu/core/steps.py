@@ -185,6 +185,8 @@ class StepFeed:
 
     def merge_metrics(self) -> None:
         """Puts together TRL's training metrics, which each rank has collected for its own samples. Collective."""
+        if self._loader is None:
+            return  # This trainer's own gathers were left to it, and have put them together.
         for name in ("_metrics", "_stored_metrics"):
             collected = getattr(self.trainer, name, None)
             if isinstance(collected, Mapping) and "train" in collected:

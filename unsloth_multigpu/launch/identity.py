@@ -32,11 +32,6 @@ class RankIdentity:
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_MASTER_PORT
 
-    @property
-    def is_single_node(self) -> bool:
-        """True if all ranks run on this machine."""
-        return self.world_size == self.local_world_size
-
     def variables(self) -> dict[str, str]:
         """The variables by which torch, accelerate and Unsloth know the rank."""
         return {
