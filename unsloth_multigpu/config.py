@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -17,15 +18,19 @@ ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_SUPERVISOR_PID = ENV_PREFIX + "SUPERVISOR_PID"
 ENV_LOG_DIR_OF_RUN = ENV_PREFIX + "RUN_LOG_DIR"
 ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
-INTERNAL_VARIABLES = frozenset({ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED})
+# What `unsloth-multigpu verify` wants to know of a run: a JSON object, see proof.receipt.
+ENV_RECEIPT = ENV_PREFIX + "RECEIPT"
+INTERNAL_VARIABLES = frozenset({ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED, ENV_RECEIPT})
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "global_batch": ("keep", "scale"),
     "sync": ("ddp",),
-    "balance": ("auto", "off"),
+    "balance": ("auto", "off", "tokens"),
     "device": ("auto", "cpu", "cuda", "xpu"),
+    "grad_compression": ("bf16", "fp16", "powersgd"),
     "ddp_backend": ("nccl", "gloo", "xccl"),
 }
+_MAY_BE_NONE = ("grad_compression", "ddp_backend")
 # 31 years; torch counts in nanoseconds of 64 bits.
 _MAX_SECONDS = 1e9
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -43,12 +48,21 @@ class MultiGPUConfig:
         global_batch: "keep" = the samples of an optimizer step are those of the one-process run;
             "scale" = every rank takes the script's batch, so that a step sees `world_size` times as many samples.
         sync: How gradients meet.
-        balance: "auto" and "off" deal the samples of a step to the ranks in order.
+        balance: "auto" = samples of a step are dealt so that all ranks finish together, where the gradient stays the
+            same; "tokens" = that, or an error that says why not; "off" = they are dealt in order.
         device: "auto" = accelerators if there are any, else the CPU.
         seed_per_rank: Ranks draw different dropout masks and augmentations. Rank 0 keeps the script's seed.
         timeout_s: Limit of one collective operation and of one wait for another rank, in seconds.
         max_restarts: How often the ranks are started again after one of them failed.
         log_dir: Folder of `rank_N.log`, made if missing.
+        max_tokens_per_micro_batch: Most tokens of one micro-batch, rows x longest row. None = what shares of equal
+            numbers of rows could reach.
+        micro_batch_overhead_tokens: What a micro-batch costs whatever is in it, as the time of so many tokens.
+            None = measured in the first steps.
+        micro_batch_floor_tokens: Micro-batches of fewer tokens take as long as one of so many. None = measured.
+        rank_speeds: How fast each rank computes, relative to the others. None = measured while training.
+        grad_compression: "bf16", "fp16" or "powersgd" = gradients are sent smaller, and are no longer exact.
+        verify_every: All ranks compare their weights after the first step and every so many steps. 0 = never.
         ddp_backend: Process group backend; None = the one that fits the device. (Older plugin.)
         find_unused_parameters: Given to DDP; None = decided from the model. (Older plugin.)
         gradient_checkpointing: Given to TrainingArguments; None = leave the script's value. (Older plugin.)
@@ -67,6 +81,12 @@ class MultiGPUConfig:
     timeout_s: float = 1800.0
     max_restarts: int = 0
     log_dir: str = "logs"
+    max_tokens_per_micro_batch: int | None = None
+    micro_batch_overhead_tokens: float | None = None
+    micro_batch_floor_tokens: float | None = None
+    rank_speeds: tuple[float, ...] | None = None
+    grad_compression: str | None = None
+    verify_every: int = 100
     ddp_backend: str | None = None
     find_unused_parameters: bool | None = None
     gradient_checkpointing: bool | None = None
@@ -76,12 +96,14 @@ class MultiGPUConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (value is None and name == "ddp_backend"):
+            if value not in choices and not (value is None and name in _MAY_BE_NONE):
                 expected = " or ".join(repr(c) for c in choices)
                 raise ConfigError(f"{name}={value!r}; expected {expected}.", hint=f"Set {name}={choices[0]!r}.")
         _check_count("num_gpus", self.num_gpus, minimum=1, none_means="all visible accelerators")
         _check_count("batch_size_per_gpu", self.batch_size_per_gpu, minimum=1, none_means="the script's value")
         _check_count("max_restarts", self.max_restarts, minimum=0)
+        _check_count("verify_every", self.verify_every, minimum=0)
+        _check_planner_options(self)
         for name in ("enable_ddp", "seed_per_rank", "memory_optimization", "debug"):
             _check_boolean(name, getattr(self, name))
         for name in ("find_unused_parameters", "gradient_checkpointing"):
@@ -119,6 +141,40 @@ class MultiGPUConfig:
     def keeps_global_batch(self) -> bool:
         """True if a step sees the samples of the one-process run; `batch_size_per_gpu` asks for another batch."""
         return self.global_batch == "keep" and self.batch_size_per_gpu is None
+
+
+def _check_planner_options(config: MultiGPUConfig) -> None:
+    most = "what equal numbers of rows could reach"
+    _check_count("max_tokens_per_micro_batch", config.max_tokens_per_micro_batch, minimum=1, none_means=most)
+    for name in ("micro_batch_overhead_tokens", "micro_batch_floor_tokens"):
+        value = getattr(config, name)
+        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
+            raise ConfigError(f"{name}={value!r}; expected tokens of at least 0.", hint=f"Leave {name} out.")
+    speeds = config.rank_speeds
+    if speeds is not None and not (
+        isinstance(speeds, tuple) and speeds and all(_is_number(s) and 0 < s < math.inf for s in speeds)
+    ):
+        raise ConfigError(
+            f"rank_speeds={speeds!r}; expected a tuple with a number above 0 for each rank.",
+            hint="Set rank_speeds=(1.0, 0.5), say, or leave it out.",
+        )
+
+    limit = config.max_tokens_per_micro_batch
+    if limit is not None and config.balance == "off":
+        raise ConfigError(
+            f"max_tokens_per_micro_batch={limit} needs the planner, and balance='off'.",
+            hint="Set balance='auto', or leave one of them out.",
+        )
+    if not config.keeps_global_batch and (limit is not None or config.balance == "tokens"):
+        asked = "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
+        raise ConfigError(
+            f"{asked} deals the samples of a step, and global_batch='scale' leaves that to Hugging Face.",
+            hint="Set global_batch='keep' and leave batch_size_per_gpu out.",
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,6 +248,13 @@ def _parse(variable: str, text: str, annotation: str) -> Any:
                 f"{variable}={text!r}; expected a truth value.", hint=f"Set {variable}=1 or {variable}=0."
             )
         return _BOOLEANS[text.lower()]
+    if kind.startswith("tuple"):
+        try:
+            return tuple(float(part) for part in text.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"{variable}={text!r}; expected numbers with commas between them.", hint=f"Set {variable}=1,0.5, say."
+            ) from None
     if kind in ("int", "float"):
         try:
             return int(text) if kind == "int" else float(text)

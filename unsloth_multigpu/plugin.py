@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, MultiGPUConfig, translate_legacy
+from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RECEIPT, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.patching import PatchRow
@@ -55,6 +57,12 @@ def enable_multi_gpu(
     timeout_s: float | None = None,
     max_restarts: int | None = None,
     log_dir: str | None = None,
+    max_tokens_per_micro_batch: int | None = None,
+    micro_batch_overhead_tokens: float | None = None,
+    micro_batch_floor_tokens: float | None = None,
+    rank_speeds: Sequence[float] | None = None,
+    grad_compression: str | None = None,
+    verify_every: int | None = None,
     **legacy: Any,
 ) -> None:
     """Makes this script train on every GPU. Call it first, before `import unsloth`.
@@ -71,12 +79,18 @@ def enable_multi_gpu(
         enable_ddp: PyTorch DDP [True].
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
         sync: How gradients meet ["ddp"].
-        balance: How a step's samples are dealt ["auto"].
+        balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
         device: "auto", "cpu", "cuda" or "xpu" ["auto"].
         seed_per_rank: Each rank draws its own dropout masks and augmentations [True].
         timeout_s: Limit of a collective and of a wait for another rank, in seconds [1800].
         max_restarts: Times that all ranks are started again after one failed [0].
         log_dir: Folder of rank_N.log ["logs"].
+        max_tokens_per_micro_batch: Most tokens of a micro-batch, rows x longest row [what equal numbers of rows reach].
+        micro_batch_overhead_tokens: What a micro-batch costs whatever is in it, in tokens [measured].
+        micro_batch_floor_tokens: Smaller micro-batches take as long as one of so many tokens [measured].
+        rank_speeds: How fast each rank computes, relative to the others [measured].
+        grad_compression: "bf16", "fp16" or "powersgd": smaller gradients on the wire, no longer exact [none].
+        verify_every: Steps between two comparisons of all ranks' weights, 0 = never [100].
         legacy: Arguments of the older plugin, each with a DeprecationWarning that names the replacement.
 
     Raises:
@@ -85,21 +99,12 @@ def enable_multi_gpu(
         VersionError: A library outside the supported range.
     """
     global _session
-    arguments = {
-        "num_gpus": num_gpus,
-        "batch_size_per_gpu": batch_size_per_gpu,
-        "enable_ddp": enable_ddp,
-        "global_batch": global_batch,
-        "sync": sync,
-        "balance": balance,
-        "device": device,
-        "seed_per_rank": seed_per_rank,
-        "timeout_s": timeout_s,
-        "max_restarts": max_restarts,
-        "log_dir": log_dir,
-        **translate_legacy(legacy),
-    }
-    config = MultiGPUConfig.resolve(arguments)
+    # Here the parameters are all there is; `legacy` stands for the rest.
+    arguments = {name: value for name, value in locals().items() if name != "legacy"}
+    arguments.update(translate_legacy(legacy))
+    if isinstance(rank_speeds, list):
+        arguments["rank_speeds"] = tuple(rank_speeds)
+    config = _as_verified(MultiGPUConfig.resolve(arguments))
     if _session is not None:
         _check_same_call(_session.config, config)
         return
@@ -157,6 +162,17 @@ def get_multi_gpu_status() -> MultiGPUStatus:
         patches=tuple(_session.registry.rows()),
         report=_session.report,
     )
+
+
+def _as_verified(config: MultiGPUConfig) -> MultiGPUConfig:
+    """`unsloth-multigpu verify` runs a script on a number of ranks of its own choice."""
+    if ENV_RECEIPT not in os.environ:
+        return config
+    from unsloth_multigpu.proof.receipt import ReceiptRequest
+
+    request = ReceiptRequest.read(os.environ)
+    assert request is not None
+    return dataclasses.replace(config, num_gpus=request.num_gpus)
 
 
 def _is_worker() -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import get_logger
@@ -17,6 +18,7 @@ from unsloth_multigpu.report import EventWriter, RunReport
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.core.trainer import DDPTrainer
 
 logger = get_logger(__name__)
 
@@ -46,14 +48,37 @@ class Session:
     def run_training(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
         """Stands in for `Trainer.train`."""
         self.registry.verify()
-        if self.identity.world_size == 1:
-            return original_train()
-        from unsloth_multigpu.core.trainer import DDPTrainer
+        steered = None
+        # One process is left alone, unless it was asked for; the receipt compares with a run that is.
+        is_planned = self.config.balance == "tokens" and ENV_RECEIPT not in os.environ
+        if self.identity.world_size > 1 or is_planned:
+            from unsloth_multigpu.core.trainer import DDPTrainer
 
-        steered = DDPTrainer(trainer, self.manager(), self.events)
-        result = steered.run(original_train)
-        self.report = steered.report
+            steered = DDPTrainer(trainer, self.manager(), self.events)
+        train = original_train if steered is None else functools.partial(steered.run, original_train)
+        if ENV_RECEIPT in os.environ:
+            self._record(trainer, train, is_filler=functools.partial(_computes_filler, steered))
+        result = train()
+        if steered is not None:
+            self.report = steered.report
         return result
+
+    def _record(self, trainer: Any, train: Callable[[], Any], *, is_filler: Callable[[], bool]) -> NoReturn:
+        """Runs the first steps of a training for `unsloth-multigpu verify`, and ends this process."""
+        from unsloth_multigpu.proof.receipt import ReceiptRequest, Recorder, leave_process
+
+        request = ReceiptRequest.read(os.environ)
+        assert request is not None
+        recorder = Recorder(trainer, request, self.identity.rank, self.config, is_filler)
+        with recorder.on_trainer():
+            train()
+        recorder.write()
+        leave_process()
+
+
+def _computes_filler(steered: DDPTrainer | None) -> bool:
+    current = None if steered is None else steered.steps.current
+    return current is not None and current.piece.is_filler
 
 
 def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Console) -> Session:
@@ -73,6 +98,10 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
         from unsloth_multigpu.launch.rank import enter_rank
 
         session.events = enter_rank(identity)
+    if ENV_RECEIPT in os.environ:
+        from unsloth_multigpu.proof.receipt import same_random_choices
+
+        same_random_choices()
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
     return session

@@ -24,6 +24,12 @@ SOURCES = [
     "masked_lm",
     "wrapper",
     "hf_dataset",
+    "list",
+    "silent",
+    "subset",
+    "fixed_width",
+    "exchanged",
+    "end_to_end",
     "streaming",
     "hf_streaming",
     "whole",
@@ -38,6 +44,7 @@ def folder(tmp_path_factory):
         out.mkdir()
         run = run_python([SCRIPT, str(num_ranks), out], cwd=path)
         assert run.code == 0, run.err
+        (out / "stderr.txt").write_text(run.err)
     return path
 
 
@@ -78,6 +85,28 @@ def test_run_resumed_in_an_epoch_sees_the_rest_and_ends_equal(folder, num_ranks)
 def test_resumed_stream_goes_on_where_it_was(folder, num_ranks):
     whole, resumed = ranks(folder, num_ranks, "stream_whole"), ranks(folder, num_ranks, "stream_resumed")
     assert samples(resumed) == {step: found for step, found in samples(whole).items() if int(step) >= 3}
+
+
+def computed_tokens(folder, name):
+    return sum(rank["computed_tokens"] for rank in ranks(folder, 2, name))
+
+
+def test_rows_of_known_lengths_are_dealt_with_less_padding(folder):
+    in_order = computed_tokens(folder, "silent")
+    for name in ("plain", "hf_dataset", "list", "subset", "workers"):
+        assert computed_tokens(folder, name) < 0.8 * in_order, name
+
+
+def test_one_line_says_how_samples_are_dealt(folder):
+    lines = (folder / "2" / "stderr.txt").read_text().splitlines()
+    for reason, count in {
+        "a streaming data set does not say what comes": 4,
+        "Silent does not say how long its rows are": 1,
+        "the collator makes 32 tokens of a row of 2 and 32 of one of 14": 1,
+    }.items():
+        assert sum(line.endswith(f"samples are dealt in order: {reason}") for line in lines) == count, reason
+    assert any(line.endswith("dealt by length (2 to 14 tokens)") for line in lines)
+    assert any(line.endswith("exchanged between micro-batches by length (2 to 14 tokens)") for line in lines)
 
 
 def test_epoch_sees_each_sample_once(folder):

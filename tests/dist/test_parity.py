@@ -103,6 +103,14 @@ def test_equation_is_printed(folder):
     assert "samples per step: 9 = 3 ranks x 3 samples x 1 accumulation" in three
 
 
+def test_steps_are_planned_by_length(folder):
+    lines = (folder / "2" / "stderr.txt").read_text().splitlines()
+    planned = [line for line in lines if "samples per step" in line]
+    exchanged = sum("exchanged between micro-batches by length" in line for line in planned)
+    assert exchanged == sum(job.startswith(("dpo", "classifier")) for job in JOBS)
+    assert sum("dealt by length" in line for line in planned) == len(planned) - exchanged
+
+
 def test_unused_parameters_are_not_searched(folder):
     assert not any(
         outcome(folder, 2, job).facts[0]["find_unused_parameters"] for job in JOBS if "classifier" not in job

@@ -31,6 +31,12 @@ DEFAULTS = {
     "timeout_s": 1800.0,
     "max_restarts": 0,
     "log_dir": "logs",
+    "max_tokens_per_micro_batch": None,
+    "micro_batch_overhead_tokens": None,
+    "micro_batch_floor_tokens": None,
+    "rank_speeds": None,
+    "grad_compression": None,
+    "verify_every": 100,
     "ddp_backend": None,
     "find_unused_parameters": None,
     "gradient_checkpointing": None,
@@ -50,6 +56,12 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "timeout_s": ("2.5", 2.5),
     "max_restarts": ("2", 2),
     "log_dir": ("/var/tmp/logs", "/var/tmp/logs"),
+    "max_tokens_per_micro_batch": ("4096", 4096),
+    "micro_batch_overhead_tokens": ("64", 64.0),
+    "micro_batch_floor_tokens": ("0", 0.0),
+    "rank_speeds": ("1, 0.5", (1.0, 0.5)),
+    "grad_compression": ("fp16", "fp16"),
+    "verify_every": ("0", 0),
     "ddp_backend": ("gloo", "gloo"),
     "find_unused_parameters": ("true", True),
     "gradient_checkpointing": ("off", False),
@@ -154,7 +166,16 @@ WHOLE = "expected a whole number of at least"
         ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "global_batch='keep'"),
         ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "global_batch='keep'"),
         ("sync", "parameter_server", "sync='parameter_server'; expected 'ddp'", "sync='ddp'"),
-        ("balance", True, "balance=True; expected 'auto' or 'off'", "balance='auto'"),
+        ("balance", True, "balance=True; expected 'auto' or 'off' or 'tokens'", "balance='auto'"),
+        ("max_tokens_per_micro_batch", 0, f"max_tokens_per_micro_batch=0; {WHOLE} 1, or None", "micro_batch=1"),
+        ("micro_batch_overhead_tokens", -1, "micro_batch_overhead_tokens=-1; expected tokens of at least 0", "out"),
+        ("micro_batch_floor_tokens", float("inf"), "micro_batch_floor_tokens=inf; expected tokens", "floor_tokens out"),
+        ("rank_speeds", (1.0, 0.0), "rank_speeds=(1.0, 0.0); expected a tuple with a number above 0", "(1.0, 0.5)"),
+        ("rank_speeds", (), "rank_speeds=(); expected a tuple with a number above 0", "(1.0, 0.5)"),
+        ("rank_speeds", 0.5, "rank_speeds=0.5; expected a tuple", "(1.0, 0.5)"),
+        ("grad_compression", "int8", "grad_compression='int8'; expected 'bf16' or 'fp16' or 'powersgd'", "bf16"),
+        ("verify_every", -1, f"verify_every=-1; {WHOLE} 0", "verify_every=1"),
+        ("verify_every", 2.5, f"verify_every=2.5; {WHOLE} 0", "verify_every=1"),
         ("device", "cuda:1", "device='cuda:1'; expected 'auto' or 'cpu' or 'cuda' or 'xpu'", "device='auto'"),
         ("device", ["cpu"], "device=['cpu']; expected", "device='auto'"),
         ("ddp_backend", "mpi", "ddp_backend='mpi'; expected 'nccl' or 'gloo' or 'xccl'", "ddp_backend='nccl'"),
@@ -172,6 +193,15 @@ def test_wrong_argument_is_named_with_a_hint(option: str, value: object, message
     with pytest.raises(ConfigError) as error:
         MultiGPUConfig.resolve({option: value}, {})
     assert_says(error, message, hint)
+
+
+def test_limit_that_nothing_would_hold_is_an_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig(balance="off", max_tokens_per_micro_batch=512)
+    assert_says(error, "max_tokens_per_micro_batch=512 needs the planner, and balance='off'", "balance='auto'")
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig(global_batch="scale", balance="tokens")
+    assert_says(error, "balance='tokens' deals the samples of a step, and global_batch='scale'", "batch='keep'")
 
 
 def test_backend_that_the_device_lacks_is_an_error() -> None:
@@ -196,6 +226,7 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("DEBUG", "2", "UNSLOTH_MULTIGPU_DEBUG='2'; expected a truth value", "UNSLOTH_MULTIGPU_DEBUG=0"),
         ("ENABLE_DDP", "no", "UNSLOTH_MULTIGPU_ENABLE_DDP=False asks for the serial path", "_ENABLE_DDP out"),
         ("GLOBAL_BATCH", "16", "UNSLOTH_MULTIGPU_GLOBAL_BATCH='16'; expected 'keep' or", "_GLOBAL_BATCH='keep'"),
+        ("RANK_SPEEDS", "1;2", "UNSLOTH_MULTIGPU_RANK_SPEEDS='1;2'; expected numbers with commas", "RANK_SPEEDS=1,0.5"),
         ("DEVICE", "gpu", "UNSLOTH_MULTIGPU_DEVICE='gpu'; expected 'auto' or 'cpu'", "_DEVICE='auto'"),
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Unset it"),

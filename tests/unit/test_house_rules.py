@@ -34,17 +34,22 @@ LAYERS = {
     "launch.cause": 1,
     "launch.watch": 1,
     "launch.folder": 1,
+    "data.cost": 1,
+    "data.deal": 1,
     "data.plan": 1,
     "federated.placement": 1,
     "core.manager": 2,
     "core.loss": 2,
     "launch.rendezvous": 2,
     "data.sampler": 2,
+    "data.length": 2,
     "sync.*": 2,
     "proof.*": 2,
     "fault.*": 2,
     "core.trainer": 3,
     "core.steps": 3,
+    "core.balance": 3,
+    "core.stopwatch": 3,
     "core.serial": 3,
     "hooks.*": 4,
     "launch.launcher": 4,
@@ -108,8 +113,10 @@ def imports(node: ast.AST, module: str, where: str = "top") -> Iterator[tuple[st
 def own_module(name: str) -> str:
     """`unsloth_multigpu.errors.ConfigError` -> `errors`; what is no module of ours is an attribute of the face."""
     parts = name.split(".")[1:]
-    known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((module for module in known if layer_of(module) is not None), "__init__")
+    known = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    # A name in a file of a whole folder ("sync.*") is no file.
+    files = [module for module in known if (PACKAGE / module.replace(".", "/")).with_suffix(".py").exists()]
+    return next((module for module in [*files, *known] if layer_of(module) is not None), "__init__")
 
 
 def layer_violations(source: str, module: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import SetupError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,9 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+
+
+ONE_OF_TWO = SimpleNamespace(rank=0, world_size=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -196,14 +200,93 @@ def test_dense_language_models_are_sure(name: str, changes: dict[str, Any]) -> N
     ],
 )
 def test_ddp_is_told_once_the_model_is_known(option: bool | None, argument: bool | None, sure: bool, told: Any) -> None:
+    handler = told_by(MultiGPUConfig(find_unused_parameters=option), tiny(llama() if sure else None), argument)
+    assert handler.find_unused_parameters == told
+    assert handler.gradient_as_bucket_view is True
+
+
+def told_by(
+    config: MultiGPUConfig,
+    model: Any,
+    find_unused_parameters: bool | None = None,
+    hook: str = "no",
+    **other: Any,
+) -> Any:
+    """The handler that accelerate reads, after `DDPTrainer` has written to it."""
     from unsloth_multigpu.core.trainer import DDPTrainer
 
-    handler = SimpleNamespace(find_unused_parameters="untouched")
-    trainer = SimpleNamespace(
-        model=tiny(llama() if sure else None),
-        args=SimpleNamespace(gradient_accumulation_steps=1, ddp_find_unused_parameters=argument),
-        accelerator=SimpleNamespace(ddp_handler=handler),
+    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook=hook, comm_state_option={})
+    args = SimpleNamespace(
+        gradient_accumulation_steps=1, ddp_find_unused_parameters=find_unused_parameters, device="cpu"
     )
-    manager = SimpleNamespace(config=MultiGPUConfig(find_unused_parameters=option))
-    DDPTrainer(trainer, manager, None)._tell_ddp()  # type: ignore[arg-type]
-    assert handler.find_unused_parameters == told
+    accelerator = SimpleNamespace(**{"ddp_handler": handler, **other})
+    trainer = SimpleNamespace(model=model, args=args, accelerator=accelerator)
+    DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO), None)._tell_ddp()  # type: ignore[arg-type]
+    return handler
+
+
+@pytest.fixture
+def over(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the backend that moves gradients."""
+    return lambda backend: monkeypatch.setattr("unsloth_multigpu.core.trainer.gradient_backend", lambda _: backend)
+
+
+@pytest.mark.parametrize(("option", "hook"), [("bf16", "BF16"), ("fp16", "FP16"), ("powersgd", "POWER_SGD")])
+def test_compression_is_a_hook_that_accelerate_registers(over: Any, option: str, hook: str) -> None:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    over("nccl")
+    handler = told_by(MultiGPUConfig(grad_compression=option), tiny(llama()))
+    # A member of the enum: accelerate knows no hook by its name.
+    assert handler.comm_hook is DDPCommunicationHookType[hook]
+    registered: list[Any] = []
+    settings = DistributedDataParallelKwargs(comm_hook=handler.comm_hook, comm_state_option=handler.comm_state_option)
+    settings.register_comm_hook(SimpleNamespace(register_comm_hook=lambda **given: registered.append(given)))
+    assert len(registered) == 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "none"])
+@pytest.mark.parametrize("option", ["bf16", "powersgd"])
+def test_compression_that_gloo_cannot_carry_is_refused(over: Any, option: str, backend: str) -> None:
+    over(backend)
+    with pytest.raises(SetupError, match=f"needs NCCL or XCCL; the gradients of this run go over {backend}") as caught:
+        told_by(MultiGPUConfig(grad_compression=option), tiny(llama()))
+    assert 'grad_compression="fp16"' in caught.value.hint
+
+
+def test_fp16_is_for_every_backend(over: Any) -> None:
+    over("gloo")
+    assert str(told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama())).comm_hook) == "fp16"
+
+
+def test_compression_beside_a_hook_of_the_script_is_refused(over: Any) -> None:
+    over("nccl")
+    with pytest.raises(SetupError, match="the script registers the communication hook 'power_sgd'"):
+        told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), hook="power_sgd")
+    told_by(MultiGPUConfig(), tiny(llama()), hook="power_sgd")
+
+
+def test_compression_without_settings_for_ddp_is_refused() -> None:
+    told_by(MultiGPUConfig(), tiny(llama()), ddp_handler=None)
+    with pytest.raises(SetupError, match="has no settings for DDP"):
+        told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), ddp_handler=None)
+
+
+@pytest.mark.parametrize("option", [None, "fp16"])
+def test_compression_is_refused_where_another_parallelism_trains(option: str | None) -> None:
+    from unsloth_multigpu.core.trainer import DDPTrainer
+
+    trainer = SimpleNamespace(
+        model=tiny(),
+        args=SimpleNamespace(gradient_accumulation_steps=1, device="cpu"),
+        accelerator=SimpleNamespace(parallelism_config=None),
+        is_fsdp_enabled=True,
+        is_deepspeed_enabled=False,
+    )
+    manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO)
+    steered = DDPTrainer(trainer, manager, None)  # type: ignore[arg-type]
+    if option is None:
+        assert steered.run(lambda: "trained") == "trained"
+        return
+    with pytest.raises(SetupError, match="but FSDP is on"):
+        steered.run(lambda: "trained")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.versions import installed_version
 
@@ -33,7 +32,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
     Returns:
         0, or 1 if a row failed.
     """
-    with _exit_on_sigterm():
+    with exit_on_sigterm():
         rows = check_machine(num_gpus, limit_s)
     has_failed = any(row.state == "FAIL" for row in rows)
     if as_json:
@@ -91,17 +90,3 @@ def _reduce_environment(num_gpus: int | None, folder: Path, limit_s: float) -> d
         **({} if num_gpus is None else {"NUM_GPUS": str(num_gpus)}),
     }
     return {ENV_PREFIX + name: value for name, value in options.items()}
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end the checks' processes, too."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

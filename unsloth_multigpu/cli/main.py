@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unsloth_multigpu.cli.bench import add_bench_options
 from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.launch.identity import read_identity
@@ -23,15 +24,29 @@ RUN_OPTIONS: dict[str, tuple[type, str]] = {
     "enable_ddp": (bool, "PyTorch DDP [on]"),
     "global_batch": (str, '"keep" the samples of an optimizer step, or "scale" them with the ranks [keep]'),
     "sync": (str, "how gradients meet [ddp]"),
-    "balance": (str, "how the samples of a step are dealt [auto]"),
+    "balance": (str, '"auto", "tokens" or "off": how the samples of a step are dealt [auto]'),
     "device": (str, '"auto", "cpu", "cuda" or "xpu" [auto]'),
     "seed_per_rank": (bool, "each rank draws its own dropout masks and augmentations [on]"),
     "timeout_s": (float, "limit of a collective and of a wait for another rank, in seconds [1800]"),
     "max_restarts": (int, "times that all ranks are started again after one failed [0]"),
     "log_dir": (str, "folder of rank_N.log [logs]"),
+    "max_tokens_per_micro_batch": (int, "most tokens of a micro-batch [what equal numbers of rows reach]"),
+    "grad_compression": (str, '"bf16", "fp16" or "powersgd" [none]'),
+    "verify_every": (int, "steps between two comparisons of all ranks' weights, 0 = never [100]"),
 }
-_RUN_USAGE = """unsloth-multigpu run [options] [--] train.py [arguments of train.py ...]
-       unsloth-multigpu run [options] -m package.module [arguments of the module ...]"""
+# Those of `verify` beside options of a run.
+VERIFY_OPTIONS: dict[str, tuple[type, str]] = {
+    "num_gpus": (int, "ranks that are compared with one process [all visible GPUs; 2 CPU ranks without one]"),
+    "steps": (int, "optimizer steps that are compared [5]"),
+    "no_dropout": (bool, "set every dropout probability to 0 in both runs [as in the script]"),
+    "json": (str, "file of the receipt [receipt.json]"),
+    "timeout_s": (float, "limit of each of the two runs, in seconds [3600]"),
+}
+_USAGES = {
+    command: f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
+       unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""
+    for command in ("run", "verify")
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -46,6 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     try:
         if options.command == "doctor":
             return _doctor(options)
+        if options.command == "bench":
+            from unsloth_multigpu.cli.bench import run_bench
+
+            return run_bench(options)
+        if options.command == "verify":
+            from unsloth_multigpu.cli.verify import run_verify
+
+            _check_program(program, "verify")
+            return run_verify(options, program)
+        _check_program(program, "run")
         _run(options, program)
     except MultiGPUError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -55,18 +80,41 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parts the options of `run` from the program: everything from the script's name on belongs to the script.
+    """Parts the options of `run` and `verify` from the program: from the script's name on all belongs to the script.
 
-    Not left to argparse, which takes `-h` and `--` out of the script's arguments in some versions of Python.
+    `verify` also takes options of its own directly after the name, up to the first that it does not know, unless `--`
+    stands before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
+    versions of Python.
     """
-    if list(arguments[:1]) != ["run"]:
+    if list(arguments[:1]) not in (["run"], ["verify"]):
         return list(arguments), []
-    take_value = {_flag(name) for name, (kind, _) in RUN_OPTIONS.items() if kind is not bool}
+    is_verify = arguments[0] == "verify"
+    table = _verify_options() if is_verify else RUN_OPTIONS
+    take_value = {_flag(name) for name, (kind, _) in table.items() if kind is not bool}
     i = 1
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
         i += 2 if arguments[i] in take_value else 1
-    program = list(arguments[i:])
-    return list(arguments[:i]), program[1:] if program[:1] == ["--"] else program
+    own, program = list(arguments[:i]), list(arguments[i:])
+    if program[:1] == ["--"]:
+        return own, program[1:]
+    if not is_verify:
+        return own, program
+    switches = {switch for name, (kind, _) in table.items() if kind is bool for switch in _switches(name)}
+    start = end = 2 if program[:1] == ["-m"] else 1
+    while end < len(program) and (program[end] in switches or program[end].split("=")[0] in take_value):
+        end += 2 if program[end] in take_value else 1
+    return [*own, *program[start:end]], [*program[:start], *program[end:]]
+
+
+def _switches(name: str) -> list[str]:
+    # `--dropout` without `--no-` is left to scripts, many of which have it.
+    return [_flag(name)] if name.startswith("no_") else [_flag(name), _flag(f"no_{name}")]
+
+
+def _verify_options() -> dict[str, tuple[type, str]]:
+    from unsloth_multigpu.cli.verify import PASSED_OPTIONS
+
+    return {**VERIFY_OPTIONS, **{name: RUN_OPTIONS[name] for name in PASSED_OPTIONS}}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,20 +129,27 @@ def _parser() -> _Parser:
     parser = _Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.", allow_abbrev=False)
     version = installed_version("unsloth-multigpu") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,doctor}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,doctor,verify,bench}")
     run = commands.add_parser(
         "run",
         help="run a script that has no line of its own on every GPU",
-        usage=_RUN_USAGE,
+        usage=_USAGES["run"],
         description="Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable "
         "UNSLOTH_MULTIGPU_<NAME>.",
         allow_abbrev=False,
     )
-    for name, (kind, text) in RUN_OPTIONS.items():
-        if kind is bool:
-            run.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
-        else:
-            run.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+    _add_options(run, RUN_OPTIONS)
+    verify = commands.add_parser(
+        "verify",
+        help="compare the first steps of a script on one process and on several ranks",
+        usage=_USAGES["verify"],
+        description="Runs the script's first steps twice, on one process and on several ranks, and compares samples, "
+        "loss, gradient norm and weights. Nothing is saved but the receipt. Exit code 0 = both agree, 77 = they do "
+        "not; a script that fails ends it with the script's own code. Options may also stand right after the script, "
+        "up to the first that is not one of these; after `--` all that follows the script is its own.",
+        allow_abbrev=False,
+    )
+    _add_options(verify, _verify_options())
     doctor = commands.add_parser(
         "doctor",
         help="check versions, devices, copies between GPUs, an all-reduce and the patches",
@@ -106,7 +161,24 @@ def _parser() -> _Parser:
     output.add_argument("--seams", action="store_true", help="print only the table of patches, as Markdown")
     doctor.add_argument("--num-gpus", type=int, metavar="INT", help="ranks of the all-reduce [all; 2 without a GPU]")
     doctor.add_argument("--timeout-s", type=float, metavar="FLOAT", default=120.0, help="limit of each check [120]")
+    bench = commands.add_parser(
+        "bench",
+        help="measure one process, this package, torchrun and others side by side",
+        description="Trains a random Llama in several ways, in turns, and compares speed, waiting, memory and "
+        "gradients. Exit code 0 = measured, 1 = an arm failed.",
+        allow_abbrev=False,
+    )
+    add_bench_options(bench)
     return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, table: dict[str, tuple[type, str]]) -> None:
+    for name, (kind, text) in table.items():
+        if kind is bool:
+            action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
+            parser.add_argument(_flag(name), action=action, help=text)
+        else:
+            parser.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -127,7 +199,6 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
 
     given: dict[str, Any] = {name: getattr(options, name) for name in RUN_OPTIONS}
     config = MultiGPUConfig.resolve(given)
-    _check_program(program)
     # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
     os.environ.update({ENV_PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", RANK_MODULE, *program]
@@ -142,13 +213,13 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
     os.execv(command[0], command)
 
 
-def _check_program(program: Sequence[str]) -> None:
-    usage = f"usage: {_RUN_USAGE}"
+def _check_program(program: Sequence[str], command: str) -> None:
+    usage = f"usage: {_USAGES[command]}"
     if not program or (program[0] == "-m" and len(program) == 1):
         what = "module" if program else "script"
-        raise ConfigError(f"run: no {what} was given.", hint=f"Name it after the options.\n{usage}")
+        raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
     if program[0] != "-m" and not Path(program[0]).exists():
-        raise ConfigError(f"run: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
+        raise ConfigError(f"{command}: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
 
 
 def _flag(name: str) -> str:

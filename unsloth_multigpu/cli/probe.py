@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from unsloth_multigpu.errors import MultiGPUError
@@ -76,6 +78,20 @@ class Probe:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end what this command has started, too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave_outcome(measure: Callable[[], Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from unsloth_multigpu.errors import SetupError
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
 _TRIED_NUM_ITEMS = 64
+# Those of DPO's losses whose pairs do not meet each other.
+_PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
 WEIGHINGS = ("rows", "next tokens", "tokens")
 
 
@@ -28,20 +30,23 @@ class LossScale:
             depend on which micro-batch or rank a sample is in.
         is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging.
         weighing: What a loss that is not token-normalised averages over, one of `WEIGHINGS`.
+        rows_are_independent: The loss is a mean over rows, each of which counts the same beside whatever others.
     """
 
     is_token_normalised: bool
     is_multiplied: bool
     weighing: str = "rows"
+    rows_are_independent: bool = False
 
     def to_numbers(self) -> list[float]:
         """For sending; `from_numbers` reads it."""
-        return [float(self.is_token_normalised), float(self.is_multiplied), float(WEIGHINGS.index(self.weighing))]
+        numbers = (self.is_token_normalised, self.is_multiplied, WEIGHINGS.index(self.weighing))
+        return [float(number) for number in (*numbers, self.rows_are_independent)]
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> LossScale:
         """The scale that `to_numbers` wrote."""
-        return cls(bool(numbers[0]), bool(numbers[1]), WEIGHINGS[int(numbers[2])])
+        return cls(bool(numbers[0]), bool(numbers[1]), WEIGHINGS[int(numbers[2])], bool(numbers[3]))
 
 
 def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossScale:
@@ -58,9 +63,10 @@ def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossS
         SetupError: The loss is neither a sum over the step's count nor a mean, or cannot be seen.
     """
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-    if not counts_items:
-        return LossScale(is_token_normalised=False, is_multiplied=False)
     owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    if not counts_items:
+        scale = LossScale(is_token_normalised=False, is_multiplied=False)
+        return replace(scale, rows_are_independent=_rows_are_independent(trainer, owner, few_samples))
     # TRL marks some trainers by a text in the place of the function.
     is_own = callable(trainer.compute_loss_func) or trainer.label_smoother is not None
     if owner.__module__.startswith(_KNOWN_AUTHORS) and not is_own:
@@ -72,7 +78,10 @@ def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossS
         if not isinstance(samples[0], Mapping) or "labels" not in samples[0]:
             # Without labels there is nothing to count, and the Trainer hands no count on.
             return LossScale(is_token_normalised=False, is_multiplied=False)
-        return _try_loss(trainer, samples)
+        scale = _try_loss(trainer, samples)
+    if scale.is_token_normalised:
+        return scale
+    return replace(scale, rows_are_independent=_rows_are_independent(trainer, owner, few_samples))
 
 
 def _declared_scale(trainer: Any) -> LossScale:
@@ -113,6 +122,34 @@ def _try_loss(trainer: Any, samples: list[Any]) -> LossScale:
         is_multiplied=math.isclose(multiplied, once * trainer.accelerator.num_processes, rel_tol=0.01),
         weighing=_weighing(once, parts, samples[1:]),
     )
+
+
+def _rows_are_independent(trainer: Any, owner: type, few_samples: Callable[[], list[Any]]) -> bool:
+    """True where rows may be exchanged between micro-batches: of TRL by name, of a Trainer's own loss by trial."""
+    if owner.__name__ == "DPOTrainer":
+        return set(trainer.args.loss_type) <= _PAIRWISE_LOSSES
+    model = trainer.model
+    # A loss that a script wrote may count its calls.
+    if not owner.__module__.startswith("transformers.") or callable(trainer.compute_loss_func):
+        return False
+    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        return False
+    was_training = model.training
+    model.eval()  # Without dropout, whose masks depend on the place in a micro-batch.
+    try:
+        with kept_random_state(), torch.no_grad(), trainer.compute_loss_context_manager():
+            samples = few_samples()
+            if len(samples) < 3 or not isinstance(samples[0], Mapping) or "labels" not in samples[0]:
+                return False
+            whole, *means = (float(trainer.compute_loss(model, dict(inputs))) for inputs in samples)
+    finally:
+        model.train(was_training)
+    rows = [len(part["labels"]) for part in samples[1:]]
+    if not math.isclose(whole, sum(r * m for r, m in zip(rows, means, strict=True)) / sum(rows), rel_tol=1e-3):
+        return False
+    # A mean over tokens looks the same where these rows happen to have as many labels each.
+    labels = samples[0]["labels"]
+    return bool(labels.dim() < 2 or len({int(n) for n in labels.ne(-100).sum(dim=-1).flatten()}) > 1)
 
 
 def _forked(device: torch.device) -> Any:

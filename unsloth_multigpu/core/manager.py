@@ -38,6 +38,8 @@ class DDPManager:
         self.identity = identity
         self.config = config
         self._store: Store | None = None
+        # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
+        self.lengths_of: dict[str, list[int]] = {}
 
     @property
     def store(self) -> Store:
@@ -48,6 +50,8 @@ class DDPManager:
 
     def open_group(self) -> None:
         """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
+        if self.identity.world_size == 1:
+            return  # One process has nobody to meet; the exchanges below give it back what it brings.
         if not dist.is_initialized():
             timeout = timedelta(seconds=self.config.timeout_s)
             backend = self.config.ddp_backend or default_backend(local_device(self.identity, self.config).type)
@@ -93,15 +97,15 @@ class DDPManager:
         Raises:
             DivergenceError: On every rank; it names the facts that differ, with the values of two ranks.
         """
+        if self.identity.world_size == 1:
+            return
         names = sorted(facts)
         texts = [json.dumps(facts[name], sort_keys=True, default=str) for name in names]
         digest = hashlib.blake2b("\0".join(names + texts).encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_wire_device())
-        all_digests = [torch.empty_like(mine) for _ in range(self.identity.world_size)]
-        dist.all_gather(all_digests, mine)
-        if all(torch.equal(d, all_digests[0]) for d in all_digests):
+        all_digests = self.gather_int64([int.from_bytes(digest, "little", signed=True)])
+        if all(d == all_digests[0] for d in all_digests):
             return
-        other = next(r for r, d in enumerate(all_digests) if not torch.equal(d, all_digests[0]))
+        other = next(r for r, d in enumerate(all_digests) if d != all_digests[0])
         self.publish(f"facts/{self.identity.rank}", json.dumps(dict(zip(names, texts, strict=True))))
         values = {r: json.loads(self._facts_of(r)) for r in (0, other)}
         different = [n for n in {**values[0], **values[other]} if values[0].get(n) != values[other].get(n)]
@@ -118,6 +122,8 @@ class DDPManager:
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
         """Gives every rank rank 0's batches of sample indices. Only rank 0 reads `batches`. Collective."""
+        if self.identity.world_size == 1:
+            return [[int(i) for i in batch] for batch in batches]
         device = _wire_device()
         sizes: list[int] = []
         indices: list[int] = []
@@ -140,6 +146,8 @@ class DDPManager:
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
         import numpy
 
+        if self.identity.world_size == 1:
+            return
         state: Any = numpy.random.get_state(legacy=True)
         on_device = getattr(torch, local_device(self.identity, self.config).type)
         device_state = [] if on_device is torch.cpu else on_device.get_rng_state().tolist()
@@ -162,6 +170,8 @@ class DDPManager:
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's `text`, in the order of ranks. Collective."""
+        if self.identity.world_size == 1:
+            return [text]
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())
         lengths = [int(row[0]) for row in self.gather_floats([len(data)])]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
@@ -172,7 +182,16 @@ class DDPManager:
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, in the order of ranks. Collective."""
-        mine = torch.tensor(values, dtype=torch.float64, device=_wire_device())
+        return self._gather(values, torch.float64)
+
+    def gather_int64(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's signed 64-bit `values`, in the order of ranks. Collective. Floats would round them."""
+        return self._gather(values, torch.int64)
+
+    def _gather(self, values: Sequence[float], dtype: torch.dtype) -> list[list[Any]]:
+        if self.identity.world_size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=dtype, device=_wire_device())
         gathered = [torch.empty_like(mine) for _ in range(self.identity.world_size)]
         dist.all_gather(gathered, mine)
         return [g.tolist() for g in gathered]
@@ -191,6 +210,12 @@ def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device
 def default_backend(device_type: str) -> str:
     """The process group backend that moves tensors of a device."""
     return {"cuda": "nccl", "xpu": "xccl"}.get(device_type, "gloo")
+
+
+def gradient_backend(device: torch.device) -> str:
+    """The backend by which the default group sends tensors that lie on `device`."""
+    config = str(dist.get_backend_config())  # "cpu:gloo,cuda:nccl"
+    return dict(part.split(":") for part in config.split(",")).get(device.type, "none")
 
 
 def _wire_device() -> torch.device:

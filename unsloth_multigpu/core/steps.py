@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.loss import LossScale, count_weights, find_loss_scale
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.data.plan import check_divisible, equation
+from unsloth_multigpu.data.deal import check_divisible, equation
 from unsloth_multigpu.data.sampler import MicroBatch, Step, StepLoader, StepShape, StepStream, step_loader
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
@@ -28,6 +29,9 @@ class StepFeed:
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
+
+    Attributes:
+        current: The micro-batch that is being computed.
     """
 
     def __init__(self, trainer: Any, manager: DDPManager) -> None:
@@ -40,6 +44,8 @@ class StepFeed:
         self._piece_factor = 1.0
         self._in_loss = False
         self._loader: StepLoader | None = None
+        self.balancer = Balancer(trainer, manager)
+        self.current: MicroBatch | None = None
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
@@ -64,6 +70,7 @@ class StepFeed:
             for name in ("gather", "gather_for_metrics", "reduce"):
                 alone = functools.partial(self._unless_in_loss, getattr(trainer.accelerator, name))
                 stack.enter_context(_instance_attribute(trainer.accelerator, name, alone))
+            stack.enter_context(self.balancer.stopwatch.on_model())
             yield
 
     def _train_dataloader(self, original: Callable[[], Any]) -> StepLoader:
@@ -93,10 +100,12 @@ class StepFeed:
             world_size=self.manager.identity.world_size,
             num_accumulated=self.num_accumulated,
             regroup=self._scale.is_token_normalised,
+            planner=self.balancer.deal,
         )
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
-        logger.info("samples per step: %s", equation(sizes, shape.world_size, regroup=shape.regroup))
+        dealt = self.balancer.prepare(loader, self._scale)
+        logger.info("samples per step: %s%s", equation(sizes, shape.world_size, regroup=shape.regroup), dealt)
         self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
@@ -149,11 +158,16 @@ class StepFeed:
         self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
         for i, micro_batch in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
+            self.current = micro_batch
             self._piece_factor = self._factor(micro_batch, step, num_items)
+            self.balancer.stopwatch.start()
             with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 losses.append(original(model, micro_batch.inputs, num_items))
+            self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
             self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)
+        self.current = None
+        self.balancer.end_step()
         return torch.stack(losses).sum()
 
     def _compute_loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,12 +12,14 @@ import torch
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.loss import kept_random_state
-from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
-from unsloth_multigpu.sync.strategy import uses_every_parameter
+from unsloth_multigpu.sync.compression import check_compression, compression_settings
+from unsloth_multigpu.sync.strategy import ddp_settings
 
 logger = get_logger(__name__)
 
@@ -38,6 +40,7 @@ class DDPTrainer:
         self.report: RunReport | None = None
         self.events = events
         self.steps = StepFeed(trainer, manager)
+        self.replicas = ReplicaProof(manager, self.steps.balancer.state)
 
     def run(self, original_train: Callable[[], Any]) -> Any:
         """Runs `original_train` with this rank's share of every step, and returns what it returns."""
@@ -69,6 +72,11 @@ class DDPTrainer:
             "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
         }
         for name, is_on in other.items():
+            asked = _asked_of_ddp(self.config)
+            if is_on and asked:
+                raise SetupError(
+                    f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
+                )
             if is_on:
                 logger.warning("%s is on: unsloth_multigpu leaves this training to it", name)
         return not any(other.values())
@@ -100,6 +108,11 @@ class DDPTrainer:
             return False
         owner = next(cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls))
         if hasattr(self.trainer.args, "steps_per_generation"):
+            if plan := [a for a in _asked_of_ddp(self.config) if not a.startswith("grad_compression")]:
+                raise SetupError(
+                    f"{plan[0]} deals samples by their length, but {owner.__name__} makes its samples while it trains.",
+                    hint="Leave it out for this trainer.",
+                )
             return False
         # Unsloth writes TRL's trainers anew, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
@@ -127,13 +140,31 @@ class DDPTrainer:
         return facts
 
     def _tell_ddp(self) -> None:
-        args, handler = self.trainer.args, self.trainer.accelerator.ddp_handler
-        if handler is None:
+        """Sets what accelerate gives DDP when it wraps the model.
+
+        Raises:
+            SetupError: The gradients cannot be compressed as asked.
+        """
+        handler, compression = self.trainer.accelerator.ddp_handler, self.config.grad_compression
+        if self.manager.identity.world_size == 1:
+            if compression is not None:
+                logger.info("grad_compression=%s: one rank sends no gradients", compression)
             return
-        if self.config.find_unused_parameters is not None:
-            handler.find_unused_parameters = self.config.find_unused_parameters
-        elif args.ddp_find_unused_parameters is None and uses_every_parameter(self.trainer.model):
-            handler.find_unused_parameters = False
+        if handler is None:
+            if compression is not None:
+                raise SetupError(
+                    f"grad_compression={compression!r}, but this Trainer's accelerator has no settings for DDP.",
+                    hint="Leave grad_compression out, or do not replace the Trainer's accelerator.",
+                )
+            return
+        settings = ddp_settings(self.trainer.model, self.config, self.trainer.args)
+        if compression is not None:
+            device = self.trainer.args.device
+            check_compression(compression, gradient_backend(device), str(handler.comm_hook))
+            settings.update(compression_settings(compression))
+            logger.info("grad_compression=%s: gradients are sent smaller and are no longer exact", compression)
+        for name, value in settings.items():
+            setattr(handler, name, value)
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
@@ -162,6 +193,16 @@ class DDPTrainer:
         )
         if self.steps.num_micro_batches:
             logger.info("%s", self.report.summary())
+
+
+def _asked_of_ddp(config: MultiGPUConfig) -> list[str]:
+    """Options that nobody holds where we do not steer the training, as they were given."""
+    asked = {
+        "grad_compression": config.grad_compression,
+        "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
+        "balance": "tokens" if config.balance == "tokens" else None,
+    }
+    return [f"{name}={value!r}" for name, value in asked.items() if value is not None]
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -205,8 +246,16 @@ def _progress_callback(steered: DDPTrainer) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if steered.events is not None:
                 steered.events.mark_step(state.global_step)
+            # The Trainer saves the checkpoint of this step after this.
+            if steered.replicas.is_due(state.global_step):
+                steered.replicas.check(steered.trainer.model, state.global_step)
             # Here every rank comes by; a log call may be made on one alone.
             if control.should_log:
                 steered.steps.merge_metrics()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # What the script saves now is what has been compared.
+            if steered.replicas.is_unchecked(state.global_step):
+                steered.replicas.check(steered.trainer.model, state.global_step)
 
     return Progress()

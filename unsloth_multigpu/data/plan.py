@@ -1,98 +1,270 @@
-"""Deals the samples of one optimizer step to the ranks. Pure: positions in, positions out."""
+"""Plans a step so that every rank finishes at the same time. Pure: lengths in, positions out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.data.cost import CostModel
+
+MicroBatches = list[list[int]]
+# A plan that is so near to equal shares is not worth a search for a better one.
+_GOOD_ENOUGH = 1.005
+_TRIED_EXCHANGES = 4
+# Numbers of rows of a micro-batch that are tried, four for each doubling.
+_SIZES = sorted({round(2 ** (k / 4)) for k in range(80)})
+_EXCHANGES_PER_RANK = 4
+# Largest part of a rank's load that one group may be, where whole groups are dealt. Of many samples one try is enough.
+_GROUP_PARTS = (1.0, 0.5, 0.25)
+_MANY_SAMPLES = 256
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One micro-batch of one rank.
+class _Problem:
+    """One step: the order of its samples, what they cost, and how a rank groups those that it is given.
 
     Args:
-        positions: Places of its samples in the step, in the order of the one-process run.
-        share: What its mean loss counts in the step's loss: 1 for a whole micro-batch of the one-process run,
-            the part of the rows for a part of one, 0 for a filler. Only losses that average over rows need it.
-        reference: Which micro-batch of the one-process run it is a part of, where `deal_step` keeps them apart.
-        is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
-            takes part in the gradient exchange.
+        lengths: Tokens of each sample.
+        work: Cost of each sample alone, without the overhead of a micro-batch.
+        speeds: Relative speed of each rank.
+        group: Makes the micro-batches of a rank from its samples, sorted with the longest first.
+        cost: The model.
+        may_move: A rank may get more samples, and another fewer; else they can only be exchanged.
     """
 
-    positions: tuple[int, ...]
-    share: float = 1.0
-    reference: int = 0
-    is_filler: bool = False
+    lengths: Sequence[int]
+    work: Sequence[float]
+    speeds: Sequence[float]
+    group: Callable[[int, Sequence[int]], MicroBatches]
+    cost: CostModel
+    may_move: bool
+
+    def rank_cost(self, micro_batches: MicroBatches) -> float:
+        return sum(self.cost.of([self.lengths[i] for i in part]) for part in micro_batches)
+
+    def time(self, rank: int, micro_batches: MicroBatches) -> float:
+        return self.rank_cost(micro_batches) / self.speeds[rank]
+
+    def slowest(self, plan: Sequence[MicroBatches]) -> float:
+        return max(self.time(rank, share) for rank, share in enumerate(plan))
 
 
-_FILLER = Piece(positions=(0,), share=0.0, is_filler=True)
+def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, max_tokens: int) -> list[MicroBatches]:
+    """Splits one optimizer step's samples so that every rank finishes at the same time.
 
-
-def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool) -> list[list[Piece]]:
-    """Splits one optimizer step into contiguous shares, as even as whole samples allow.
+    Samples go to ranks longest first, each to the rank that would finish it first: with equal ranks the slowest stays
+    within 4/3 of the optimum (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"). Each rank's samples, sorted,
+    are then cut into micro-batches by dynamic programming. Another plan cuts first and deals the pieces; the faster of
+    the two is improved by moving and exchanging single samples between ranks.
 
     Args:
-        sizes: Rows of each micro-batch that the one-process run would do in this step.
-        world_size: Number of ranks.
-        regroup: True where the loss is a sum divided by the step's token count: then rows may be grouped anew, up to
-            the largest of `sizes` together. False where each micro-batch is averaged by itself: then no piece mixes
-            rows of two of them, and they stay whole if their number divides evenly.
+        lengths: Tokens of each sample without padding; position = index in the step.
+        speeds: Relative speed of each rank.
+        cost: What a micro-batch costs.
+        max_tokens: Upper limit of the tokens of one micro-batch, padding included. A longer sample stands alone.
 
     Returns:
-        `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once outside of fillers.
+        `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last, since its backward
+        pass hides the exchange of gradients best. Every index occurs once. A rank is empty where samples are too few.
     """
-    num_rows = sum(sizes)
-    if not regroup and len(sizes) % world_size == 0:
-        per_rank = len(sizes) // world_size
-        cuts = [sum(sizes[: r * per_rank]) for r in range(world_size + 1)]
-    else:
-        cuts = [r * num_rows // world_size for r in range(world_size + 1)]
-    shares = [range(cuts[r], cuts[r + 1]) for r in range(world_size)]
-    if regroup:
-        plan = [_even_pieces(share, max(sizes, default=1)) for share in shares]
-    else:
-        plan = [_pieces_within(share, sizes) for share in shares]
-    return [pieces or [_FILLER] for pieces in plan]
+    order = _longest_first(lengths)
+    work = [cost.row_work(length) for length in lengths]
+    limit = _Limit(lengths, cost, max_tokens)
+    problem = _Problem(lengths, work, speeds, lambda _, rows: limit.cut(rows, math.inf), cost, may_move=True)
+    plans = [[problem.group(rank, rows) for rank, rows in enumerate(_deal_rows(order, work, speeds))]]
+    load = sum(work) / sum(speeds) * min(speeds)
+    for part in _GROUP_PARTS if len(lengths) <= _MANY_SAMPLES else _GROUP_PARTS[-1:]:
+        groups = limit.cut(order, part * load)
+        if len(groups) >= len(speeds):
+            dealt = _deal_groups(groups, problem)
+            # A rank without a sample has to compute one all the same.
+            plans.extend([dealt] if all(dealt) else [])
+    return _improve(min(plans, key=problem.slowest), problem)
 
 
-def check_divisible(num_samples: int, world_size: int) -> None:
-    """Raises where a full step has fewer samples than there are ranks.
+def permute_step(
+    lengths: Sequence[int], rows: Sequence[Sequence[int]], speeds: Sequence[float], cost: CostModel
+) -> list[MicroBatches]:
+    """Exchanges samples between micro-batches of given numbers of rows so that all ranks finish at the same time.
 
-    Raises:
-        ConfigError: `num_samples < world_size`.
+    Args:
+        lengths: Tokens of each sample.
+        rows: Number of rows of each micro-batch of each rank: `rows[rank][micro_batch]`.
+        speeds: Relative speed of each rank.
+        cost: What a micro-batch costs.
+
+    Returns:
+        `plan[rank][micro_batch]` = indices into `lengths`, with the numbers of `rows`, in any order within a rank.
     """
-    if num_samples < world_size:
-        raise ConfigError(
-            f"An optimizer step of {num_samples} sample(s) cannot be shared by {world_size} ranks.",
-            hint=f"Raise per_device_train_batch_size or gradient_accumulation_steps to {world_size} samples or more, "
-            'or use global_batch="scale", or fewer GPUs.',
-        )
+    order = _longest_first(lengths)
+    work = [cost.row_work(length) for length in lengths]
+
+    def group(rank: int, mine: Sequence[int]) -> MicroBatches:
+        # Few rows to the longest samples: less is padded.
+        sizes = sorted(rows[rank])
+        ends = list(accumulate(sizes))
+        return [list(mine[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+    problem = _Problem(lengths, work, speeds, group, cost, may_move=False)
+    by_rows = _deal_rows(order, work, speeds, places=[sum(sizes) for sizes in rows])
+    slots = sorted((size, rank) for rank, sizes in enumerate(rows) for size in sizes)
+    plans = [by_rows, _deal_slots(order, slots, problem)]
+    return _improve(min(([group(r, m) for r, m in enumerate(p)] for p in plans), key=problem.slowest), problem)
 
 
-def equation(sizes: Sequence[int], world_size: int, *, regroup: bool) -> str:
-    """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
-    plan = deal_step(sizes, world_size, regroup=regroup)
-    pieces = [0 if p.is_filler else len(p.positions) for share in plan for p in share]
-    if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
-        return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"
-    rows = " + ".join(str(sum(len(p.positions) for p in share if not p.is_filler)) for share in plan)
-    return f"{sum(sizes)} = {rows} samples on {world_size} ranks"
+def slowest_time(
+    plan: Sequence[MicroBatches], lengths: Sequence[int], speeds: Sequence[float], cost: CostModel
+) -> float:
+    """Time of the slowest rank, in tokens."""
+    times = (
+        sum(cost.of([lengths[i] for i in part]) for part in share) / s for share, s in zip(plan, speeds, strict=True)
+    )
+    return max(times)
 
 
-def _even_pieces(share: range, max_rows: int) -> list[Piece]:
-    num_pieces = -(-len(share) // max_rows)
-    cuts = [share.start + i * len(share) // num_pieces for i in range(num_pieces + 1)] if num_pieces else []
-    return [Piece(tuple(range(a, b))) for a, b in pairwise(cuts)]
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def _pieces_within(share: range, sizes: Sequence[int]) -> list[Piece]:
-    pieces = []
-    ends = list(accumulate(sizes))
-    for reference, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-        rows = range(max(share.start, end - size), min(share.stop, end))
-        if rows:
-            pieces.append(Piece(tuple(rows), len(rows) / size, reference))
-    return pieces
+class _Limit:
+    """Cuts sorted samples into micro-batches of the least total cost within the limit of tokens."""
+
+    def __init__(self, lengths: Sequence[int], cost: CostModel, max_tokens: int) -> None:
+        self._cost = cost
+        self._max_tokens = max_tokens
+        self._padded = [cost.padded(length) for length in lengths]
+        self._work = [cost.row_work(length) for length in lengths]
+
+    def cut(self, rows: Sequence[int], max_work: float) -> MicroBatches:
+        """The best cut of `rows`, the longest first; no micro-batch of several rows has more than `max_work`."""
+        count = len(rows)
+        best, start_of = [0.0] + [math.inf] * count, [0] * (count + 1)
+        overhead, floor, is_padded = self._cost.overhead_tokens, self._cost.floor_tokens, self._cost.is_padded
+        alone = [self._work[i] for i in rows]
+        padded = [self._padded[i] for i in rows]
+        work_before, tokens_before = [0.0, *accumulate(alone)], [0, *accumulate(padded)]
+        for start in range(count):
+            base, row_work = best[start] + overhead, alone[start]
+            if is_padded:
+                most = min(self._max_tokens // max(1, padded[start]), max_work // max(1.0, row_work))
+            else:
+                most = bisect_right(tokens_before, tokens_before[start] + self._max_tokens) - 1 - start
+                most = min(most, bisect_right(work_before, work_before[start] + max_work) - 1 - start)
+            most = max(1, min(int(most), count - start))
+            # Not every size is tried, but the largest always is.
+            for size in (*_SIZES[: bisect_left(_SIZES, most)], most):
+                end = start + size
+                if is_padded and size > 1:
+                    # Where padding of the shorter half costs more than a further micro-batch, so it does for more rows.
+                    middle = start + size // 2
+                    if (end - middle) * (row_work - alone[middle]) > overhead + floor:
+                        break
+                work = size * row_work if is_padded else work_before[end] - work_before[start]
+                value = base + (work if work > floor else floor)
+                if value < best[end]:
+                    best[end], start_of[end] = value, start
+        pieces, end = [], count
+        while end:
+            pieces.append(list(rows[start_of[end] : end]))
+            end = start_of[end]
+        return pieces  # The shortest rows first, which are seldom the costliest.
+
+
+def _deal_rows(
+    order: Sequence[int], work: Sequence[float], speeds: Sequence[float], places: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Longest first, each to the rank that would finish it first; `places` limits the numbers of samples."""
+    shares: list[list[int]] = [[] for _ in speeds]
+    ranks = [rank for rank in range(len(speeds)) if places is None or places[rank]]
+    loads = [0.0] * len(speeds)
+    for left, i in zip(range(len(order), 0, -1), order, strict=True):
+        empty = [rank for rank, share in enumerate(shares) if not share] if left <= len(speeds) else []
+        if empty and left <= len(empty) and places is None:
+            rank = max(empty, key=lambda r: speeds[r])
+        else:
+            rank = min(ranks, key=lambda r: ((loads[r] + work[i]) / speeds[r], r))
+        loads[rank] += work[i]
+        shares[rank].append(i)
+        if places is not None and len(shares[rank]) == places[rank]:
+            ranks.remove(rank)
+    return shares
+
+
+def _deal_groups(groups: MicroBatches, problem: _Problem) -> list[MicroBatches]:
+    costs = [problem.cost.of([problem.lengths[i] for i in group]) for group in groups]
+    shares: list[MicroBatches] = [[] for _ in problem.speeds]
+    loads = [0.0] * len(shares)
+    for g in sorted(range(len(groups)), key=lambda g: (-costs[g], g)):
+        rank = min(range(len(shares)), key=lambda r: ((loads[r] + costs[g]) / problem.speeds[r], r))
+        loads[rank] += costs[g]
+        shares[rank].append(groups[g])
+    return shares
+
+
+def _deal_slots(order: Sequence[int], slots: Sequence[tuple[int, int]], problem: _Problem) -> list[list[int]]:
+    """Neighbours in length fill the slots (rows, rank), the heaviest of one size that of the least loaded rank."""
+    shares: list[list[int]] = [[] for _ in problem.speeds]
+    loads = [0.0] * len(shares)
+    start = 0
+    free = list(slots)
+    for size, _ in slots:
+        part = order[start : start + size]
+        start += size
+        cost = problem.cost.of([problem.lengths[i] for i in part])
+        rank = min((r for s, r in free if s == size), key=lambda r: ((loads[r] + cost) / problem.speeds[r], r))
+        free.remove((size, rank))
+        loads[rank] += cost
+        shares[rank].extend(part)
+    return shares
+
+
+def _improve(plan: list[MicroBatches], problem: _Problem) -> list[MicroBatches]:
+    """Moves and exchanges samples between the slowest and the fastest rank while the slowest gets faster."""
+    times = [problem.time(rank, share) for rank, share in enumerate(plan)]
+    for _ in range(_EXCHANGES_PER_RANK * len(plan)):
+        heavy, light = max(range(len(plan)), key=times.__getitem__), min(range(len(plan)), key=times.__getitem__)
+        average = sum(t * s for t, s in zip(times, problem.speeds, strict=True)) / sum(problem.speeds)
+        if times[heavy] <= _GOOD_ENOUGH * average or heavy == light:
+            break
+        for new_heavy, new_light in _exchanges(plan, heavy, light, times, problem):
+            shares = problem.group(heavy, new_heavy), problem.group(light, new_light)
+            found = problem.time(heavy, shares[0]), problem.time(light, shares[1])
+            if max(found) < times[heavy]:
+                plan[heavy], plan[light] = shares
+                times[heavy], times[light] = found
+                break
+        else:
+            break
+    return [sorted(share, key=lambda part: problem.cost.of([problem.lengths[i] for i in part])) for share in plan]
+
+
+def _exchanges(
+    plan: Sequence[MicroBatches], heavy: int, light: int, times: Sequence[float], problem: _Problem
+) -> list[tuple[list[int], list[int]]]:
+    """A few exchanges, those first whose work comes nearest to what the light rank should take over."""
+    work, speeds = problem.work, problem.speeds
+
+    def key(i: int) -> tuple[int, int]:
+        return -problem.lengths[i], i
+
+    mine = sorted((i for part in plan[heavy] for i in part), key=key)
+    others = sorted((i for part in plan[light] for i in part), key=key)
+    wanted = (times[heavy] - times[light]) * speeds[heavy] * speeds[light] / (speeds[heavy] + speeds[light])
+    ascending = others[::-1]
+    works = [work[i] for i in ascending]
+    found: list[tuple[float, int, int | None]] = []
+    for i in mine:
+        if problem.may_move and len(mine) > 1:
+            found.append((work[i], i, None))
+        at = bisect_left(works, work[i] - wanted)
+        found.extend((work[i] - works[k], i, ascending[k]) for k in (at - 1, at) if 0 <= k < len(works))
+    useful = sorted((e for e in found if 0 < e[0] < 2 * wanted), key=lambda e: abs(e[0] - wanted))
+    result = []
+    for _, i, j in useful[:_TRIED_EXCHANGES]:
+        new_heavy = sorted([x for x in mine if x != i] + ([] if j is None else [j]), key=key)
+        new_light = sorted([x for x in others if x != j] + [i], key=key)
+        result.append((new_heavy, new_light))
+    return result

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from unsloth_multigpu.data.plan import Piece, deal_step
+from unsloth_multigpu.data.deal import Piece, deal_step
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
@@ -27,6 +27,12 @@ class BroadcastOrder(Protocol):
     def __call__(self, batches: Iterable[Sequence[int]]) -> list[list[int]]: ...
 
 
+class StepPlanner(Protocol):
+    """Plans a step of the samples with these indices; None where it is to be dealt in order."""
+
+    def __call__(self, samples: Sequence[int], sizes: Sequence[int]) -> list[list[Piece]] | None: ...
+
+
 @dataclass(frozen=True)
 class StepShape:
     """How the samples of a step are dealt.
@@ -36,12 +42,19 @@ class StepShape:
         world_size: Number of ranks.
         num_accumulated: Micro-batches of one step of the one-process run.
         regroup: See `deal_step`.
+        planner: Deals steps whose samples it knows by their lengths.
     """
 
     rank: int
     world_size: int
     num_accumulated: int
     regroup: bool
+    planner: StepPlanner
+
+    def pieces(self, sizes: Sequence[int], samples: Sequence[int] | None = None) -> list[Piece]:
+        """This rank's pieces of a step; `samples` are its indices in a data set with random access."""
+        plan = None if samples is None else self.planner(samples, sizes)
+        return (plan or deal_step(sizes, self.world_size, regroup=self.regroup))[self.rank]
 
 
 class MicroBatch:
@@ -115,7 +128,7 @@ class StepSampler(BatchSampler):
         for start in range(0, len(batches), self._shape.num_accumulated):
             step = batches[start : start + self._shape.num_accumulated]
             samples = [i for batch in step for i in batch]
-            pieces = _pieces_of([len(b) for b in step], self._shape)
+            pieces = self._shape.pieces([len(b) for b in step], samples)
             indices = tuple(tuple(samples[p] for p in piece.positions) for piece in pieces)
             yield [_StepIndex(tuple(pieces), indices, len(step))]
 
@@ -155,7 +168,7 @@ class StepStream(IterableDataset[Step]):
         batches = iter(self._reference)
         while step := list(islice(batches, self._shape.num_accumulated)):
             rows = [row for batch in step for row in batch]
-            pieces = _pieces_of([len(b) for b in step], self._shape)
+            pieces = self._shape.pieces([len(b) for b in step])
             mine = [[rows[p] for p in piece.positions] for piece in pieces]
             yield _collate_step(pieces, mine, len(step), self._collate, self._shape.regroup)
 
@@ -258,7 +271,3 @@ def _mute(inputs: Any) -> None:
     for key in ("labels", "shift_labels"):
         if isinstance(inputs, Mapping) and isinstance(inputs.get(key), torch.Tensor):
             inputs[key].fill_(-100)
-
-
-def _pieces_of(sizes: Sequence[int], shape: StepShape) -> list[Piece]:
-    return deal_step(sizes, shape.world_size, regroup=shape.regroup)[shape.rank]

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from unsloth_multigpu.config import MultiGPUConfig
+
 # Attributes of a model's config that mean: some steps leave some parameters without a gradient.
 _CONDITIONAL_PARTS = (
     "num_experts",
@@ -18,6 +20,27 @@ _CONDITIONAL_PARTS = (
     "speech_config",
 )
 _DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[str, Any]:
+    """What DDP is told where the script said nothing: attributes of accelerate's `DistributedDataParallelKwargs`.
+
+    Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
+    several micro-batches; and `broadcast_buffers`, which DDP does as a step begins, where the ranks have just met.
+    The Trainer's optimizer is the fused one by itself. Figures are in docs/benchmarks.md.
+
+    Args:
+        model: The model without DDP's wrapper.
+        config: The run's options.
+        args: The script's `TrainingArguments`.
+    """
+    # The gradients are the buckets, and not a copy of them: one set of gradients less in memory, the same numbers.
+    settings: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if config.find_unused_parameters is not None:
+        settings["find_unused_parameters"] = config.find_unused_parameters
+    elif args.ddp_find_unused_parameters is None and uses_every_parameter(model):
+        settings["find_unused_parameters"] = False
+    return settings
 
 
 def uses_every_parameter(model: nn.Module) -> bool:

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-ump.enable_multi_gpu(num_gpus=int(sys.argv[1]))
+# Costs and speeds are given, so that two runs make the same plans and end equal to the bit.
+num_ranks = int(sys.argv[1])
+planner = {"micro_batch_overhead_tokens": 4.0, "micro_batch_floor_tokens": 0.0, "rank_speeds": (1.0,) * num_ranks}
+ump.enable_multi_gpu(num_gpus=num_ranks, **planner)
 
 import datasets  # noqa: E402
 import torch  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -27,11 +31,24 @@ ROWS = [{"input_ids": [1 + i, *range(2, 3 + i * 7 % 13)]} for i in range(22)]
 
 
 class Rows(torch.utils.data.Dataset):
+    lengths = tuple(len(row["input_ids"]) for row in ROWS)
+
     def __len__(self):
         return len(ROWS)
 
     def __getitem__(self, index):
         return ROWS[index]
+
+
+class Silent(Rows):
+    """Rows that do not say how long they are."""
+
+    lengths = None
+
+
+class Labelled(Rows):
+    def __getitem__(self, index):
+        return {**ROWS[index], "label": index % 3}
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -88,6 +105,7 @@ def mean_of_outputs(outputs, labels, num_items_in_batch=None):
 class Record(TrainerCallback):
     def __init__(self, trainer):
         self.steps = {}
+        self.num_tokens = 0
         trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
         self.trainer = trainer
 
@@ -95,7 +113,12 @@ class Record(TrainerCallback):
         if module.training and torch.is_grad_enabled():
             ids = named["input_ids"]
             labels = named.get("labels", ids)
-            real = [int(row[0]) for row, label in zip(ids, labels, strict=True) if not bool((label == -100).all())]
+            if "position_ids" in named:
+                begins = named["position_ids"][0] == 0
+                real = [] if bool((labels == -100).all()) else ids[0][begins].tolist()
+            else:
+                real = [int(row[0]) for row, label in zip(ids, labels, strict=True) if not bool((label == -100).all())]
+            self.num_tokens += ids.numel()
             self.steps.setdefault(self.trainer.state.global_step, []).extend(real)
 
 
@@ -113,6 +136,32 @@ def bert():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return BertForMaskedLM(BertConfig(vocab_size=64, **sizes, **dropout))
+
+
+def collate_labelled(rows):
+    batch = collate(rows)
+    return {**batch, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+def collate_end_to_end(rows):
+    """Rows without padding, one after the other."""
+    ids = torch.tensor([[i for row in rows for i in row["input_ids"]]])
+    position = torch.tensor([[i for row in rows for i in range(len(row["input_ids"]))]])
+    return {"input_ids": ids, "position_ids": position, "labels": ids.masked_fill(position == 0, -100)}
+
+
+def collate_to_32(rows):
+    """Every row as long as the longest that there could be."""
+    batch = collate(rows)
+    return {n: torch.nn.functional.pad(v, (0, 32 - v.shape[1]), value=-100 * (n == "labels")) for n, v in batch.items()}
+
+
+def bert_classifier():
+    """A mean over rows, of which each counts alone."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=3, **sizes, **dropout))
 
 
 class Inside(torch.nn.Module):
@@ -155,6 +204,7 @@ def train(name, trainer, **options):
     log = [h for h in trainer.state.log_history if "grad_norm" in h]
     facts = {
         "steps": record.steps,
+        "computed_tokens": record.num_tokens,
         "grad_norm": [h["grad_norm"] for h in log],
         "loss": [h["loss"] for h in log],
         "tokens_seen": trainer.state.num_input_tokens_seen,
@@ -179,6 +229,12 @@ train("smoothed", build("smoothed", label_smoothing_factor=0.1))
 train("wrapper", build("wrapper", model=Inside, remove_unused_columns=False))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
 train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))
+train("list", build("list", data=ROWS))
+train("silent", build("silent", data=Silent()))
+train("subset", build("subset", data=torch.utils.data.Subset(Rows(), range(21, -1, -1))))
+train("fixed_width", build("fixed_width", collator=collate_to_32))
+train("exchanged", build("exchanged", data=Labelled(), model=bert_classifier, collator=collate_labelled))
+train("end_to_end", build("end_to_end", collator=collate_end_to_end))
 train("streaming", build("streaming", data=Stream(), max_steps=6))
 hf_stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=3, buffer_size=8)
 train("hf_streaming", build("hf_streaming", data=hf_stream, max_steps=6))

@@ -1,0 +1,87 @@
+"""A user's script without the line: a tiny Llama, ragged rows, uneven steps. The argument plants a fault.
+
+Usage: verify_me.py [--dropout P] [--fault scaled|raise|no_training]
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--fault", default="")
+args = parser.parse_args()
+rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def collate(rows):
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def stacked(name, value):
+        return torch.stack([torch.nn.functional.pad(r[name], (0, length - len(r[name])), value=value) for r in rows])
+
+    return {
+        "input_ids": stacked("input_ids", 0),
+        "attention_mask": stacked("attention_mask", 0),
+        "labels": stacked("labels", -100),
+    }
+
+
+def row(seed):
+    ids = torch.randint(0, 64, (3 + 5 * seed % 17,), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+class Fault(TrainerCallback):
+    def on_step_begin(self, training_args, state, control, **kwargs):
+        if args.fault == "raise" and rank == 1 and state.global_step == 1:
+            raise ValueError("rank 1 fell")
+
+
+class Scaled(Trainer):
+    """Scales its gradient, but not its loss, where there are several ranks: the fault that a loss curve hides."""
+
+    def compute_loss(self, model, inputs, *positional, **named):
+        loss = super().compute_loss(model, inputs, *positional, **named)
+        if args.fault == "scaled" and world_size > 1 and self.state.global_step == 1:
+            return loss.detach() + 1.01 * (loss - loss.detach())
+        return loss
+
+
+config = LlamaConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    attention_dropout=args.dropout,
+)
+trainer = Scaled(
+    model=LlamaForCausalLM(config),
+    train_dataset=[row(seed) for seed in range(19)],
+    data_collator=collate,
+    callbacks=[Fault()],
+    args=TrainingArguments(
+        "out",
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=3,
+        num_train_epochs=2,
+        save_strategy="steps",
+        save_steps=1,
+        learning_rate=1e-3,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    ),
+)
+try:
+    if args.fault != "no_training":
+        trainer.train()
+finally:
+    if args.fault != "raise":
+        Path(f"went_on_{world_size}_{rank}").touch()
+trainer.save_model("saved")

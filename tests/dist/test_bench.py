@@ -1,0 +1,82 @@
+"""`unsloth-multigpu bench` as a user runs it, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from tests.helpers.run import finish, orphans, run_python, start, wait_until
+
+BENCH = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cpu", "--model-size", "tiny"]
+QUICK = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--batch-size", "4"]
+
+
+@pytest.mark.slow
+def test_bench_compares_the_arms(tmp_path):
+    home = tmp_path / "tmp"
+    home.mkdir()
+    arms = "one_process,ours,torchrun,rebalance,group"
+    outputs = ["--json", "out/bench.json", "--report", "report"]
+    run = run_python([*BENCH, *QUICK, "--arms", arms, *outputs], tmp_path, {"TMPDIR": str(home)})
+    assert run.code == 0, run.err
+    results = {r["name"]: r for r in json.loads((tmp_path / "out" / "bench.json").read_text())["results"]}
+    assert list(results) == arms.split(",")
+    assert {name for name, r in results.items() if not r["has_same_samples"]} == {"group"}
+    for name in ("ours", "torchrun", "rebalance"):
+        assert results[name]["norm_difference"] < 1e-5, name
+    assert results["ours"]["padding_share"]["median"] < results["torchrun"]["padding_share"]["median"]
+    assert results["one_process"]["waiting_share"]["median"] == 0.0
+    assert all(r["largest_tokens"] <= 4 * 80 and r["tokens_per_s"]["low"] > 0 for r in results.values())
+    assert all(r["peak_bytes"] > 2**27 for r in results.values())
+    for line in ("OMP_NUM_THREADS=1", "group: other samples in a step", "device: cpu"):
+        assert line in run.out
+    table = [line.split()[0] for line in run.out.splitlines() if line.split()[:1] and line.split()[0] in results]
+    assert [name for name in table if name != "group:"] == list(results)
+    assert run.err.count("round 1/1") == len(results)
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "bench.json",
+        "norms.png",
+        "report.html",
+        "shares.png",
+        "speed.png",
+        "steps.png",
+    }
+    assert list(home.iterdir()) == []
+    assert orphans(str(home)) == []
+
+
+@pytest.mark.slow
+def test_slow_rank_is_waited_for(tmp_path):
+    options = [
+        "--arms",
+        "torchrun",
+        "--slow-rank",
+        "1:0.1",
+        "--warmup",
+        "1",
+        "--lengths",
+        "fixed:40",
+        "--json",
+        "b.json",
+    ]
+    run = run_python([*BENCH, *QUICK, *options], tmp_path)
+    assert run.code == 0, run.err
+    (result,) = json.loads((tmp_path / "b.json").read_text())["results"]
+    # The other rank waits nine tenths of the time, which is 45 % of what both have; less where the machine is busy.
+    assert 0.3 < result["waiting_share"]["median"] <= 0.5
+    assert "slow rank: 1 computes at 0.1 of its speed" in run.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_bench_leaves_nothing(tmp_path, number, code):
+    process = start([*BENCH, *QUICK, "--arms", "torchrun"], tmp_path, {"TMPDIR": str(tmp_path)})
+    # torchrun and its two ranks, in whose command the settings file stands.
+    wait_until(lambda: len(orphans(f"{tmp_path}/unsloth_multigpu_bench_")) >= 3, 60, "ranks")
+    process.send_signal(number)
+    run = finish(process, 60)
+    assert (run.code, run.out, run.err) == (code, "", "")
+    assert orphans(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []

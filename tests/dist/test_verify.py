@@ -1,0 +1,132 @@
+"""`unsloth-multigpu verify` on whole scripts: right ones agree, wrong ones are named, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import ROOT, finish, orphans, run_python, start, wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
+VERIFY = ["-m", "unsloth_multigpu.cli.main", "verify"]
+
+
+def verify(folder: Path, *arguments: object, script: str = "train.py"):
+    """Runs it in a folder of its own, with temporary files beside it."""
+    if not (folder / script).exists():
+        shutil.copy(SCRIPT, folder / script)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    run = run_python([*VERIFY, *map(str, arguments)], folder, {"TMPDIR": str(scratch)})
+    left = [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")]
+    assert left == [], run.err
+    assert orphans(str(folder)) == []
+    return run
+
+
+def receipt(folder: Path, name: str = "receipt.json"):
+    return json.loads((folder / name).read_text())
+
+
+def saved(folder: Path) -> list[str]:
+    """What a script has written beside its own file."""
+    return sorted(p.name for p in folder.rglob("*") if p.name.startswith(("went_on", "saved", "checkpoint", "logs")))
+
+
+@pytest.mark.slow
+def test_right_script_agrees_and_does_not_go_on(tmp_path):
+    # The third step ends an epoch with one sample for three ranks; two of them compute a filler.
+    run = verify(tmp_path, "train.py", "--steps", 4, "--no-dropout", "--num-gpus", 3, "--dropout", "0.3")
+    assert run.code == 0, run.err
+    assert "One process and 3 ranks agree over 4 steps." in run.out
+    found = receipt(tmp_path)
+    assert found["agree"] is True
+    assert (found["reasons"], found["sources"], found["schema_version"]) == ([], [], 1)
+    assert [step["num_samples"] for step in found["steps"]] == [[9, 9], [9, 9], [1, 1], [9, 9]]
+    assert all(step["grad_norm"][0] > 0 and step["grad_norm_difference"] < 1e-5 for step in found["steps"])
+    assert all(weight["relative"] < 1e-4 for weight in found["weights"])
+    assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 3]
+    assert saved(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
+    run = verify(tmp_path, "--steps", 2, "--json", "found.json", "train.py", "--fault", "scaled")
+    assert run.code == 77, run.err
+    assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in run.out
+    assert "Look for code of the script that depends on the rank" in run.out
+    found = receipt(tmp_path, "found.json")
+    assert found["agree"] is False
+    assert found["steps"][1]["loss_difference"] < 1e-4
+    assert 5e-3 < found["steps"][1]["grad_norm_difference"] < 2e-2
+    assert not (tmp_path / "receipt.json").exists()
+
+
+@pytest.mark.slow
+def test_dropout_and_larger_steps_are_named(tmp_path):
+    run = verify(tmp_path, "train.py", "--steps", 1, "--global-batch", "scale", "--dropout", "0.3")
+    assert run.code == 77, run.err
+    assert "dropout: probabilities 0.3: ranks draw other masks" in run.out
+    assert "global_batch='scale': a step of several ranks has more samples" in run.out
+    assert "DO NOT AGREE: step 1: other samples (9 and 18 on one process and on the ranks)" in run.out
+    assert "Remove what may differ without a fault" in run.out
+
+
+@pytest.mark.slow
+def test_error_of_the_script_is_passed_on(tmp_path):
+    run = verify(tmp_path, "train.py", "--steps", 3, "--fault", "raise")
+    assert run.code == 1
+    assert run.err.count("Traceback") == 1, run.err
+    assert run.err.count("ValueError: rank 1 fell\n") == 1
+    assert "verify: the run on 2 ranks ended with exit code 1." in run.err
+    assert run.out == ""
+    assert not (tmp_path / "receipt.json").exists()
+
+
+def test_script_that_trains_nothing_is_told_so(tmp_path):
+    run = verify(tmp_path, "train.py", "--fault", "no_training")
+    assert run.code == 69
+    assert "error: train.py --fault no_training ended without a training that verify could follow.\nHint: " in run.err
+
+
+def test_exit_code_of_the_script_is_passed_on(tmp_path):
+    (tmp_path / "train.py").write_text("import sys\nprint('words')\nsys.exit(3)\n")
+    run = verify(tmp_path, "train.py")
+    assert run.code == 3
+    assert "words\n" in run.err
+    assert run.out == ""
+
+
+def test_stuck_and_stopped_runs_are_ended(tmp_path):
+    (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    run = verify(tmp_path, "train.py", "--timeout-s", 5)
+    assert run.code == 124
+    assert "did not reach its end within timeout_s=5 seconds" in run.err
+    # By SIGTERM, which the whole run must hear of.
+    err = tmp_path / "err"
+    with err.open("w") as file:
+        process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")}, stderr=file)
+        wait_until(lambda: "here" in err.read_text(), 60, "the script")
+        process.send_signal(signal.SIGTERM)
+        assert finish(process).code == 128 + signal.SIGTERM
+    assert orphans(str(tmp_path)) == []
+    assert list((tmp_path / "scratch").glob("unsloth_multigpu*")) == []
+
+
+@pytest.mark.slow
+def test_examples_with_the_line_agree(tmp_path):
+    for name in ("plain_transformers.py", "ddp_quick_start.py", "tiny_model.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    plain = verify(tmp_path, "--steps", 3, "plain_transformers.py", script="plain_transformers.py")
+    assert plain.code == 0, plain.out + plain.err
+    assert not (tmp_path / "outputs/plain_transformers/adapter").exists()
+    shutil.rmtree(tmp_path / "scratch")
+    arguments = ["--num-gpus", 3, "--steps", 2, "--", "ddp_quick_start.py", "--steps", 4, "--no-compare"]
+    unsloth = verify(tmp_path, *arguments, script="ddp_quick_start.py")
+    assert unsloth.code == 0, unsloth.out + unsloth.err
+    assert "SFTTrainer" in receipt(tmp_path)["runs"]["many"]["trainer"]
+    assert not list(tmp_path.rglob("adapter_model*"))

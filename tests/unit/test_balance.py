@@ -1,0 +1,187 @@
+"""What is decided before a plan is made: which losses and collators allow one, and what measurements change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.balance import Balancer
+from unsloth_multigpu.core.loss import LossScale
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.launch.identity import SINGLE_PROCESS
+
+TOKENS = [[1] * n for n in (3, 40, 7, 12)]
+TOKEN_SUM = LossScale(is_token_normalised=True, is_multiplied=True)
+ROW_MEAN = LossScale(is_token_normalised=False, is_multiplied=False, rows_are_independent=True)
+OTHER_MEAN = LossScale(is_token_normalised=False, is_multiplied=False)
+
+
+class Exchange(DDPManager):
+    """A manager whose other rank says what a test wants."""
+
+    def __init__(self, config: MultiGPUConfig, answers: Any = None) -> None:
+        super().__init__(SINGLE_PROCESS, config)
+        self._answers = answers
+
+    def gather_floats(self, values: Any) -> list[list[float]]:
+        return [list(v) for v in self._answers(values)] if self._answers else [list(values)]
+
+
+def pad_to(multiple: int = 1, most: int = 10_000, least: int = 0) -> Any:
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        width = max(least, *(-(-min(most, len(r["input_ids"])) // multiple) * multiple for r in rows), 0)
+        return {"input_ids": torch.tensor([(r["input_ids"] + [0] * width)[:width] for r in rows])}
+
+    collate.pad_to_multiple_of = multiple  # type: ignore[attr-defined]
+    return collate
+
+
+def end_to_end(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([[i for r in rows for i in r["input_ids"]]])}
+
+
+def loader(collate: Any = None, tokens: Any = None) -> Any:
+    return SimpleNamespace(
+        dataset=[{"input_ids": t} for t in (TOKENS if tokens is None else tokens)], collate_fn=collate or pad_to()
+    )
+
+
+def balancer(answers: Any = None, **options: Any) -> Balancer:
+    args = SimpleNamespace(device=torch.device("cpu"), length_column_name="length")
+    return Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), Exchange(MultiGPUConfig(**options), answers))
+
+
+def prepared(loader: Any, scale: LossScale = TOKEN_SUM, **options: Any) -> Balancer:
+    ours = balancer(**options)
+    ours.prepare(loader, scale)
+    return ours
+
+
+def test_planned_step_is_said_in_words() -> None:
+    assert balancer().prepare(loader(), TOKEN_SUM) == ", dealt by length (3 to 40 tokens)"
+    assert balancer().prepare(loader(), ROW_MEAN) == ", exchanged between micro-batches by length (3 to 40 tokens)"
+    assert balancer(balance="off").prepare(loader(), TOKEN_SUM) == ""
+
+
+def test_collator_says_how_rows_are_laid() -> None:
+    costs = [prepared(loader(c)).balance.cost for c in (pad_to(), pad_to(8), end_to_end)]  # type: ignore[union-attr]
+    assert [(c.is_padded, c.pad_multiple) for c in costs] == [(True, 1), (True, 8), (False, 1)]
+
+
+def test_rows_that_the_collator_cuts_count_as_cut() -> None:
+    ours = prepared(loader(pad_to(most=10)))
+    assert ours._lengths == [3, 10, 7, 10]
+
+
+@pytest.mark.parametrize("balance", ["auto", "tokens"])
+@pytest.mark.parametrize(
+    ("data", "scale", "reason"),
+    [
+        (loader(pad_to(least=64)), TOKEN_SUM, "the collator makes 64 tokens of a row of 3"),
+        (loader(lambda rows: {"pixels": 1}), TOKEN_SUM, "the collator makes no input_ids"),
+        (loader(tokens=[]), TOKEN_SUM, "the data set is empty"),
+        (loader(), OTHER_MEAN, "may depend on which rows are in it together"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_or_an_error(
+    data: Any, scale: LossScale, reason: str, balance: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = balancer(balance=balance)
+    if balance == "tokens":
+        with pytest.raises(SetupError, match=rf"balance='tokens' is not possible: .*{reason}"):
+            ours.prepare(data, scale)
+    else:
+        with caplog.at_level("INFO", "unsloth_multigpu"):
+            assert ours.prepare(data, scale) == ""
+        assert f"samples are dealt in order: {reason}" in caplog.text.replace("the loss of a micro-batch ", "")
+        assert ours.deal([0, 1], [2]) is None
+
+
+def test_mean_over_rows_is_no_token_plan() -> None:
+    with pytest.raises(SetupError, match="a mean over the rows of a micro-batch"):
+        balancer(balance="tokens").prepare(loader(), ROW_MEAN)
+
+
+def test_limit_below_the_longest_sample_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="max_tokens_per_micro_batch=39, but the longest sample has 40 tokens"):
+        balancer(max_tokens_per_micro_batch=39).prepare(loader(), TOKEN_SUM)
+    plan = prepared(loader(), max_tokens_per_micro_batch=40).deal([0, 1, 2, 3], [4])
+    assert plan is not None
+    assert all(len(p.positions) * max(len(TOKENS[i]) for i in p.positions) <= 40 for p in plan[0])
+
+
+def test_speeds_are_one_for_each_rank() -> None:
+    with pytest.raises(ConfigError, match=r"rank_speeds=\(1.0, 0.5\) has 2 numbers, but there are 1 ranks"):
+        balancer(rank_speeds=(1.0, 0.5)).prepare(loader(), TOKEN_SUM)
+
+
+def test_shape_of_the_model_gives_the_weight_of_attention() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24)})
+    model.config = SimpleNamespace(hidden_size=8, num_hidden_layers=2)  # type: ignore[assignment]
+    ours = balancer()
+    ours._trainer.model = model
+    ours.prepare(loader(), TOKEN_SUM)
+    assert ours.balance is not None
+    assert ours.balance.cost.attention == pytest.approx(12 * 8 * 2 / (6 * 8 * 32))
+
+
+class Lap:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+def measured_steps(ours: Balancer, count: int) -> None:
+    """Steps in which each micro-batch took 10 microseconds a token and 20 tokens' time besides."""
+    for _ in range(count):
+        ours._laps.extend((float(work), Lap((work + 20) * 1e-5)) for work in (50, 200, 900))
+        ours.end_step()
+
+
+def test_costs_are_measured_in_the_first_steps() -> None:
+    ours = prepared(loader())
+    measured_steps(ours, 16)
+    assert ours.balance is not None
+    assert ours.balance.cost.overhead_tokens == 16
+    assert ours.balance.cost.floor_tokens == 0
+
+
+def test_what_is_given_is_not_measured() -> None:
+    ours = prepared(loader(), micro_batch_overhead_tokens=3.0, micro_batch_floor_tokens=5.0, rank_speeds=(1.0,))
+    measured_steps(ours, 64)
+    assert ours.balance is not None
+    assert (ours.balance.cost.overhead_tokens, ours.balance.cost.floor_tokens) == (3.0, 5.0)
+
+
+def test_deterministic_algorithms_leave_the_plan_alone() -> None:
+    ours = prepared(loader())
+    before = ours.balance
+    torch.use_deterministic_algorithms(True)
+    try:
+        measured_steps(ours, 16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ours.balance == before
+
+
+def twice_as_slow(mine: list[float]) -> list[list[float]]:
+    return [mine, [mine[0], *(v * (2 if i % 2 else 1) for i, v in enumerate(mine[1:]))]]
+
+
+def test_rank_counts_as_slow_when_it_was_so_twice() -> None:
+    ours = prepared(loader())
+    ours._manager = Exchange(MultiGPUConfig(), twice_as_slow)
+    ours._last_speeds = (1.0, 1.0)
+    measured_steps(ours, 4)
+    assert ours.balance is not None
+    assert ours.balance.speeds == (1.0, 1.0)
+    measured_steps(ours, 4)
+    assert ours.balance.speeds == (1.0, 0.5)

@@ -1,0 +1,156 @@
+"""How a step's samples are dealt: properties of every plan, and the words in which it is shown."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from unsloth_multigpu.data.deal import Piece, check_divisible, deal_step, equation
+from unsloth_multigpu.errors import ConfigError
+
+settings.register_profile("unit", deadline=None, max_examples=150, derandomize=True)
+settings.load_profile("unit")
+
+# Micro-batches of one process: full ones, and now and then ragged or short ones.
+SIZES = st.one_of(
+    st.builds(lambda size, count: [size] * count, st.integers(1, 9), st.integers(1, 9)),
+    st.builds(
+        lambda size, count, last: [size] * count + [min(last, size)],
+        st.integers(1, 9),
+        st.integers(0, 8),
+        st.integers(1, 9),
+    ),
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+)
+RANKS = st.integers(1, 9)
+REGROUP = st.booleans()
+
+
+def rows(pieces: list[Piece]) -> list[int]:
+    return [p for piece in pieces if not piece.is_filler for p in piece.positions]
+
+
+@given(SIZES, RANKS, REGROUP)
+def test_plan_deals_every_sample_once_and_in_order(sizes: list[int], world_size: int, regroup: bool) -> None:
+    plan = deal_step(sizes, world_size, regroup=regroup)
+    assert [p for share in plan for p in rows(share)] == list(range(sum(sizes)))
+
+
+@given(SIZES, RANKS, REGROUP)
+def test_plan_gives_every_rank_a_piece(sizes: list[int], world_size: int, regroup: bool) -> None:
+    plan = deal_step(sizes, world_size, regroup=regroup)
+    assert len(plan) == world_size
+    assert all(share for share in plan)
+    assert all(piece.positions for share in plan for piece in share)
+
+
+@given(SIZES, RANKS, REGROUP)
+def test_filler_stands_alone_counts_nothing_and_reads_a_sample_that_exists(
+    sizes: list[int], world_size: int, regroup: bool
+) -> None:
+    for share in deal_step(sizes, world_size, regroup=regroup):
+        for piece in share:
+            if piece.is_filler:
+                assert share == [piece]
+                assert piece.share == 0.0
+                assert piece.positions == (0,)
+
+
+@given(SIZES, RANKS, REGROUP)
+def test_pieces_are_no_larger_than_the_largest_reference(sizes: list[int], world_size: int, regroup: bool) -> None:
+    plan = deal_step(sizes, world_size, regroup=regroup)
+    assert max(len(piece.positions) for share in plan for piece in share) <= max(sizes)
+
+
+@given(SIZES, RANKS)
+def test_regrouped_ranks_differ_by_one_row_at_most(sizes: list[int], world_size: int) -> None:
+    lengths = [len(rows(share)) for share in deal_step(sizes, world_size, regroup=True)]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(SIZES, RANKS)
+def test_regrouped_pieces_of_a_rank_are_as_few_and_as_even_as_can_be(sizes: list[int], world_size: int) -> None:
+    for share in deal_step(sizes, world_size, regroup=True):
+        lengths = [len(piece.positions) for piece in share]
+        assert len(share) == max(1, -(-len(rows(share)) // max(sizes)))
+        assert max(lengths) - min(lengths) <= 1
+
+
+@given(SIZES, RANKS)
+def test_ungrouped_shares_sum_to_the_number_of_references(sizes: list[int], world_size: int) -> None:
+    plan = deal_step(sizes, world_size, regroup=False)
+    assert sum(piece.share for share in plan for piece in share) == pytest.approx(len(sizes))
+
+
+@given(SIZES, RANKS)
+def test_ungrouped_piece_lies_within_one_reference_and_counts_its_part(sizes: list[int], world_size: int) -> None:
+    ends = list(accumulate(sizes))
+    for share in deal_step(sizes, world_size, regroup=False):
+        for piece in share:
+            if not piece.is_filler:
+                reference = next(i for i, end in enumerate(ends) if piece.positions[0] < end)
+                assert piece.reference == reference
+                assert piece.positions[-1] < ends[reference]
+                assert piece.share == pytest.approx(len(piece.positions) / sizes[reference])
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 9), min_size=24, max_size=24), st.integers(1, 6))
+def test_ungrouped_references_that_divide_stay_whole(per_rank: int, lengths: list[int], world_size: int) -> None:
+    sizes = lengths[: per_rank * world_size]
+    plan = deal_step(sizes, world_size, regroup=False)
+    assert [len(share) for share in plan] == [per_rank] * world_size
+    assert [len(piece.positions) for share in plan for piece in share] == sizes
+    assert all(piece.share == 1.0 for share in plan for piece in share)
+
+
+@given(SIZES, REGROUP)
+def test_one_rank_does_what_one_process_does(sizes: list[int], regroup: bool) -> None:
+    assume(not regroup or len(set(sizes)) == 1)
+    (share,) = deal_step(sizes, 1, regroup=regroup)
+    assert [len(piece.positions) for piece in share] == sizes
+
+
+@given(SIZES, RANKS, REGROUP)
+def test_rank_gets_a_filler_only_where_samples_are_too_few(sizes: list[int], world_size: int, regroup: bool) -> None:
+    fillers = [piece.is_filler for share in deal_step(sizes, world_size, regroup=regroup) for piece in share]
+    assert any(fillers) == (sum(sizes) < world_size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "regroup", "text"),
+    [
+        ([8, 8], 2, True, "16 = 2 ranks x 8 samples x 1 accumulation"),
+        ([4, 4, 4, 4], 2, True, "16 = 2 ranks x 4 samples x 2 accumulation"),
+        ([4, 4, 4, 4], 2, False, "16 = 2 ranks x 4 samples x 2 accumulation"),
+        ([8], 2, False, "8 = 2 ranks x 4 samples x 1 accumulation"),
+        ([10], 3, True, "10 = 3 + 3 + 4 samples on 3 ranks"),
+        ([2, 2, 1], 2, False, "5 = 2 + 3 samples on 2 ranks"),
+        ([4, 4, 4], 2, False, "12 = 6 + 6 samples on 2 ranks"),
+    ],
+)
+def test_equation_shows_the_step(sizes: list[int], world_size: int, regroup: bool, text: str) -> None:
+    assert equation(sizes, world_size, regroup=regroup) == text
+
+
+@given(SIZES, RANKS, REGROUP)
+def test_equation_adds_up(sizes: list[int], world_size: int, regroup: bool) -> None:
+    assume(sum(sizes) >= world_size)
+    total, _, rest = equation(sizes, world_size, regroup=regroup).partition(" = ")
+    numbers = [int(word) for word in rest.split() if word.isdigit()]
+    is_product = "accumulation" in rest
+    computed = numbers[0] * numbers[1] * numbers[2] if is_product else sum(numbers[:-1])
+    assert int(total) == sum(sizes) == computed
+
+
+@pytest.mark.parametrize(("num_samples", "world_size"), [(1, 1), (4, 4), (5, 4)])
+def test_step_with_a_sample_for_every_rank_passes(num_samples: int, world_size: int) -> None:
+    check_divisible(num_samples, world_size)
+
+
+def test_step_with_fewer_samples_than_ranks_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"An optimizer step of 3 sample\(s\) cannot be shared by 4 ranks") as error:
+        check_divisible(3, 4)
+    assert "Hint: Raise per_device_train_batch_size or gradient_accumulation_steps to 4" in str(error.value)

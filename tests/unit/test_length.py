@@ -1,0 +1,77 @@
+"""Lengths of samples: read from what is there, and never guessed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import Subset
+
+from unsloth_multigpu.data.length import read_lengths
+from unsloth_multigpu.errors import SetupError
+
+TOKENS = [[1, 2, 3], [1], [], [1, 2]]
+LENGTHS = [3, 1, 0, 2]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(TOKENS)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": TOKENS[index]}
+
+
+def lengths(dataset: Any, *, may_read_rows: bool = False) -> list[int]:
+    return read_lengths(dataset, "length", may_read_rows=may_read_rows)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Dataset.from_dict({"input_ids": TOKENS}),
+        Dataset.from_dict({"input_ids": TOKENS, "length": [9, 9, 9, 9]}),
+        Dataset.from_dict({"text": ["a"] * 4, "length": LENGTHS}),
+        Dataset.from_dict({"input_ids": TOKENS}).with_format("torch"),
+        Dataset.from_dict({"input_ids": TOKENS[::-1]}).select([3, 2, 1, 0]),
+        [{"input_ids": row} for row in TOKENS],
+        [{"input_ids": torch.tensor(row)} for row in TOKENS],
+        Rows(lengths=LENGTHS),
+        Rows(lengths=torch.tensor(LENGTHS)),
+        Subset(Rows(lengths=[*LENGTHS[::-1]]), [3, 2, 1, 0]),
+    ],
+    ids=["column", "tokens before column", "lengths", "format", "order", "list", "tensors", "own", "tensor", "subset"],
+)
+def test_lengths_are_read(dataset: Any) -> None:
+    assert lengths(dataset) == LENGTHS
+
+
+def test_answers_follow_their_prompt() -> None:
+    rows = {"prompt_ids": [[1, 2], [1]], "chosen_ids": [[1], [1, 2, 3]], "rejected_ids": [[1, 2], [1]]}
+    assert lengths(Dataset.from_dict(rows)) == [4, 4]
+
+
+def test_rows_of_another_kind_are_read_when_asked() -> None:
+    assert lengths(Rows(), may_read_rows=True) == LENGTHS
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Rows(), "Rows does not say how long its rows are"),
+        (Rows(lengths=[1]), r"Rows.lengths has 1 entries for 4 rows"),
+        (Dataset.from_dict({"text": ["a"]}), "no input_ids and no column 'length'"),
+        (Dataset.from_dict({"input_ids": [[1], None]}), "row 1 has no input_ids"),
+        (Dataset.from_dict({"text": ["a"]}).with_transform(lambda rows: rows), "get their tokens when they are read"),
+        (["a text"], "rows have no input_ids"),
+    ],
+)
+def test_unknown_lengths_are_an_error(dataset: Any, message: str) -> None:
+    with pytest.raises(SetupError, match=message) as error:
+        lengths(dataset)
+    assert error.value.hint

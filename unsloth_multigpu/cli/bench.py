@@ -1,0 +1,229 @@
+"""`unsloth-multigpu bench`: the same training in several ways, side by side on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.cli.bench_arm import ARMS, Arm, choose_arms, part_available
+from unsloth_multigpu.cli.bench_option import (
+    DEFAULT_LENGTHS,
+    MODEL_SIZES,
+    NUM_WARMUP,
+    NUM_WARMUP_SLOW,
+    BenchOptions,
+)
+from unsloth_multigpu.cli.probe import exit_on_sigterm
+from unsloth_multigpu.config import ENV_PREFIX
+from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.versions import installed_version
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.cli.bench_result import ArmResult, RankRecord
+
+_LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `bench` to its parser."""
+    defaults = BenchOptions(arms=())
+    sizes = ", ".join(f"{name} = {h} x {n}, {v}" for name, (h, n, v) in MODEL_SIZES.items())
+    what = parser.add_argument_group("what is compared")
+    arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
+    what.add_argument("--arms", metavar="A,B", help=f"[all but ours_one] {arms}")
+    what.add_argument("--ranks", type=int, metavar="N", default=defaults.num_ranks, help="[2]")
+    what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[auto]")
+    what.add_argument("--slow-rank", metavar="R:SPEED", help="rank R computes at SPEED, 0.5 say; simulated")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model-size",
+        choices=tuple(MODEL_SIZES),
+        default="small",
+        help=f"hidden x layers, vocabulary: {sizes} [small]",
+    )
+    for name in ("hidden-size", "num-layers", "vocab-size"):
+        model.add_argument(f"--{name}", type=int, metavar="N", help="in place of that of --model-size")
+    model.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default=defaults.dtype,
+        help="bf16 = autocast, and frozen weights are bf16 [fp32]",
+    )
+    model.add_argument("--train", choices=("full", "lora"), default=defaults.train, help="[full]")
+    data = parser.add_argument_group("samples")
+    data.add_argument(
+        "--lengths",
+        metavar="SPEC",
+        default=DEFAULT_LENGTHS,
+        help=f"lognormal:MEDIAN:MAX or fixed:N in tokens; file:PATH = one text per line (a byte is a token), or .jsonl "
+        f'with {{"text": "..."}} or a length in each line, repeated as often as needed [{DEFAULT_LENGTHS}]',
+    )
+    data.add_argument("--batch-size", type=int, metavar="N", default=8, help="samples of a micro-batch per device [8]")
+    data.add_argument("--accumulation", type=int, metavar="N", default=1, help="micro-batches of a step per rank [1]")
+    data.add_argument("--seed", type=int, metavar="N", default=0, help="of weights, lengths and tokens [0]")
+    run = parser.add_argument_group("measurement")
+    for name, value, text in (
+        ("steps", defaults.num_steps, f"timed optimizer steps [{defaults.num_steps}]"),
+        (
+            "warmup",
+            None,
+            f"steps before them [{NUM_WARMUP}; with --slow-rank {NUM_WARMUP_SLOW}]",
+        ),
+        ("repeats", defaults.num_repeats, f"rounds; each runs every arm once [{defaults.num_repeats}]"),
+    ):
+        run.add_argument(f"--{name}", type=int, metavar="N", default=value, help=text)
+    limit_s = defaults.timeout_s
+    run.add_argument("--timeout-s", type=float, metavar="S", default=limit_s, help=f"limit of one run [{limit_s:g}]")
+    run.add_argument("--json", metavar="FILE", help="write all figures there")
+    run.add_argument("--report", metavar="DIR", help="write report.html, its plots and bench.json there")
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Runs every arm in every round, and prints a table.
+
+    Returns:
+        0, or 1 if an arm failed.
+
+    Raises:
+        ConfigError: An option has a value that cannot be used.
+        SetupError: This machine lacks what was asked for.
+    """
+    from unsloth_multigpu.cli.bench_data import make_rows
+    from unsloth_multigpu.cli.bench_result import summarize
+    from unsloth_multigpu.cli.bench_table import LEGEND, conditions, render_table
+
+    arms, skipped = part_available(choose_arms(arguments.arms))
+    options = BenchOptions.from_arguments(arguments, [arm.name for arm in arms])
+    num_tokens = sum(map(len, make_rows(options)))
+    _check_outputs(arguments.json, arguments.report)
+    if not arms:
+        raise SetupError("; ".join(skipped) + ".", hint="Choose other arms.")
+    options = _on_device(options)
+    for line in skipped:
+        _tell(line)
+    try:
+        with exit_on_sigterm():
+            runs = _run_rounds(arms, options)
+    except LaunchError as failed:
+        _tell(f"error: {failed}")
+        return 1
+    results = summarize(runs, options.num_warmup)
+    lines = [*_machine(), *conditions(options, num_tokens, _devices(runs)), *_variables(), *skipped]
+    print("\n".join([*lines, "", render_table(results), "", *LEGEND]))
+    outcome = _outcome(options, lines, results, runs)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(outcome, indent=1), encoding="utf-8")
+    if arguments.report:
+        from unsloth_multigpu.cli.bench_report import write_report
+
+        page = write_report(Path(arguments.report), options, lines, results, runs)
+        (page.parent / "bench.json").write_text(json.dumps(outcome, indent=1), encoding="utf-8")
+        _tell(f"report: {page}")
+    return 0
+
+
+def _run_rounds(arms: Sequence[Arm], options: BenchOptions) -> dict[str, list[list[RankRecord]]]:
+    from unsloth_multigpu.cli.bench_run import run_arm
+
+    runs: dict[str, list[list[RankRecord]]] = {arm.name: [] for arm in arms}
+    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
+        for number in range(1, options.num_repeats + 1):
+            for arm in arms:
+                folder = Path(root, f"{number}_{arm.name}")
+                folder.mkdir()
+                begin_s = time.monotonic()
+                runs[arm.name].append(run_arm(arm, options, folder))
+                elapsed_s = time.monotonic() - begin_s
+                _tell(f"round {number}/{options.num_repeats}  {arm.name:<12} {elapsed_s:6.1f} s with start-up")
+    return runs
+
+
+def _on_device(options: BenchOptions) -> BenchOptions:
+    """Turns "auto" into what this machine has, and finds out whether ranks must share a card."""
+    if options.device == "cpu":
+        return options
+    from unsloth_multigpu.start import visible_accelerators
+
+    kind, count = visible_accelerators()
+    if kind != "cuda" or not count:
+        if options.device == "auto":
+            return dataclasses.replace(options, device="cpu")
+        raise SetupError(
+            f"--device cuda, but this machine has {count} CUDA device(s).",
+            hint="Use --device cpu, or check the driver and the installed torch.",
+        )
+    if 1 < count < options.num_ranks:
+        raise SetupError(
+            f"--ranks {options.num_ranks}, but {count} GPUs are visible.",
+            hint=f"Give --ranks {count}; or CUDA_VISIBLE_DEVICES=0, for ranks that share one card.",
+        )
+    return dataclasses.replace(options, device="cuda", is_card_shared=count == 1 and options.num_ranks > 1)
+
+
+def _check_outputs(json_file: str | None, report: str | None) -> None:
+    """Finds out before the measurement whether its result can be kept."""
+    if report and importlib.util.find_spec("matplotlib") is None:
+        raise SetupError(
+            "--report draws plots with matplotlib, which is not installed.",
+            hint="pip install 'unsloth-multigpu[report]'",
+        )
+    for flag, path in (("--json", json_file and Path(json_file).parent), ("--report", report and Path(report))):
+        if not path:
+            continue
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Tried, since what the permissions say does not hold for root, nor on every file system.
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError as error:
+            raise ConfigError(f"{flag}: {error}", hint="Name a folder that can be written.") from error
+    if json_file and Path(json_file).is_dir():
+        raise ConfigError(f"--json {json_file}: this is a folder.", hint="Name a file.")
+
+
+def _machine() -> list[str]:
+    versions = ", ".join(f"{name} {installed_version(name)}" for name in _LIBRARIES)
+    return [
+        f"CPU: {_cpu_name()}, {len(os.sched_getaffinity(0))} cores",
+        f"versions: Python {platform.python_version()}, {versions}",
+    ]
+
+
+def _devices(runs: dict[str, list[list[RankRecord]]]) -> str:
+    return ", ".join(sorted({rank.device for rounds in runs.values() for ranks in rounds for rank in ranks}))
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _variables() -> list[str]:
+    """Options of ours that the environment sets: they change the arms that have the line."""
+    mine = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(ENV_PREFIX)]
+    return [f"variables: {' '.join(mine)}"] if mine else []
+
+
+def _outcome(
+    options: BenchOptions, lines: Sequence[str], results: Sequence[ArmResult], runs: dict[str, list[list[RankRecord]]]
+) -> dict[str, Any]:
+    return {
+        "options": dataclasses.asdict(options),
+        "conditions": list(lines),
+        "results": [dataclasses.asdict(result) for result in results],
+        "runs": {name: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for name, rounds in runs.items()},
+    }
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,183 @@
+"""The arms of a benchmark, as data: who starts the training script, with which line and which arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.config import INTERNAL_VARIABLES
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.versions import installed_version
+
+WORKER = "unsloth_multigpu.cli.bench_worker"
+REFERENCE = "one_process"
+BASELINE = "torchrun"
+
+
+def _python(num_ranks: int) -> list[str]:
+    return [sys.executable, "-m", WORKER]
+
+
+def _torchrun(num_ranks: int) -> list[str]:
+    # The address is given because torch would look up this machine's name, which not every network knows.
+    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_ranks)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", WORKER]
+
+
+def _accelerate(num_ranks: int) -> list[str]:
+    # --multi_gpu also on the CPU: --cpu would start one process; the script itself asks for the CPU.
+    options = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    options += ["--num_processes", str(num_ranks), "--main_process_port", "0"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, "--module", WORKER]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train the same model on the same samples.
+
+    Args:
+        name: What `--arms` calls it.
+        text: What it is, in a few words.
+        command: Number of ranks -> the command, without the file of settings that follows it.
+        line: Arguments of `enable_multi_gpu()`; None = the script has no such line.
+        training: What it adds to `TrainingArguments`.
+        is_one_gpu_script: The script was written for one GPU: it accumulates what all ranks would compute together.
+        has_one_process: Only one process trains.
+        needs: A word that transformers' `training_args.py` must have; without it the arm is skipped.
+        note: What a reader must know to compare it.
+    """
+
+    name: str
+    text: str
+    command: Callable[[int], list[str]]
+    line: Mapping[str, Any] | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
+    is_one_gpu_script: bool = False
+    has_one_process: bool = False
+    needs: str | None = None
+    note: str = ""
+
+
+_ONE_GPU: dict[str, Any] = {"command": _python, "is_one_gpu_script": True}
+ARMS: Mapping[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm(REFERENCE, "Trainer, one process", has_one_process=True, **_ONE_GPU),
+        Arm("ours", "one line: enable_multi_gpu()", line={"balance": "auto"}, **_ONE_GPU),
+        Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **_ONE_GPU),
+        Arm(BASELINE, "torchrun + Trainer", _torchrun),
+        Arm(
+            "rebalance",
+            "torchrun + batch_rebalance",
+            _torchrun,
+            training={"train_sampling_strategy": "batch_rebalance"},
+            needs="batch_rebalance",
+        ),
+        Arm(
+            "group",
+            "torchrun + group_by_length",
+            _torchrun,
+            training={"train_sampling_strategy": "group_by_length"},
+            note="other samples in a step: it orders them by length",
+        ),
+        Arm("accelerate", "accelerate launch + Trainer", _accelerate),
+        Arm(
+            "ours_one",
+            'one line, one process, balance="tokens"',
+            line={"balance": "tokens"},
+            has_one_process=True,
+            **_ONE_GPU,
+        ),
+    )
+}
+DEFAULT_ARMS = tuple(name for name in ARMS if name != "ours_one")
+
+# What a launcher tells its ranks: an arm must hear it from its own.
+_LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_LAUNCHER_PREFIXES = (
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+    "FSDP_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+)
+
+
+def choose_arms(text: str | None) -> list[Arm]:
+    """The arms named in `text`, with commas between them; None = `DEFAULT_ARMS`.
+
+    Raises:
+        ConfigError: A name that is no arm, or one given twice.
+    """
+    names = list(DEFAULT_ARMS) if text is None else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in ARMS:
+            raise ConfigError(f"--arms: there is no arm {name!r}.", hint=f"Choose from {', '.join(ARMS)}.")
+        if names.count(name) > 1:
+            raise ConfigError(f"--arms: {name!r} is given twice.", hint="Name each arm once; see --repeats.")
+    return [ARMS[name] for name in names]
+
+
+def part_available(arms: Sequence[Arm]) -> tuple[list[Arm], list[str]]:
+    """The arms that the installed transformers can run, and a line for each of the others. Imports nothing."""
+    spec = importlib.util.find_spec("transformers")
+    folder = Path(next(iter(spec.submodule_search_locations or ())) if spec else "")
+    source = (folder / "training_args.py").read_text(encoding="utf-8")
+    lines = [
+        f"{arm.name}: skipped, transformers {installed_version('transformers')} has no {arm.needs}"
+        for arm in arms
+        if arm.needs and arm.needs not in source
+    ]
+    return [arm for arm in arms if not arm.needs or arm.needs in source], lines
+
+
+def num_processes(arm: Arm, options: BenchOptions) -> int:
+    """How many processes of `arm` train."""
+    return 1 if arm.has_one_process else options.num_ranks
+
+
+def num_accumulated(arm: Arm, options: BenchOptions) -> int:
+    """`gradient_accumulation_steps` of its script: every arm's step then has the same samples."""
+    return options.accumulation * (options.num_ranks if arm.is_one_gpu_script else 1)
+
+
+def arm_command(arm: Arm, options: BenchOptions) -> list[str]:
+    """The command that trains; the file of settings follows it."""
+    # Our launcher refuses more ranks than cards; ranks that another one started may share.
+    is_shared = options.is_card_shared and arm.line is not None and not arm.has_one_process
+    return (_torchrun if is_shared else arm.command)(options.num_ranks)
+
+
+def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables of an arm: this process's, without what a launcher told it, and the same threads for every rank.
+
+    Args:
+        folder: Takes temporary files and caches, so that nothing of the user's is read or left.
+    """
+    variables = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _LAUNCHER_VARIABLES | INTERNAL_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    variables |= {name: str(folder) for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}
+    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if options.device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    elif num_processes(arm, options) == 1:
+        # A Trainer alone would spread its batches over all visible cards.
+        variables["CUDA_VISIBLE_DEVICES"] = inherited.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if options.is_card_shared:
+        # accelerate would give DDP the local rank as device; there is only card 0.
+        variables["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    return variables

@@ -1,0 +1,247 @@
+"""Measures what DDP's settings cost and save, interleaved: `python -m unsloth_multigpu.cli.bench_ddp --help`.
+
+Full training and LoRA of a small random Llama in a plain torch loop, so that nothing but the settings differs. "uneven"
+has two micro-batches a step of which the ranks have the long one at different places. Round by round every setting is
+taken once; the table shows medians over rounds with min and max. Memory is what a step needs above the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+BASE: dict[str, Any] = {"find_unused_parameters": False}
+# Name -> arguments of DistributedDataParallel, and what else is tried in the same loop.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "DDP's defaults": {},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "bucket view (ours)": {"gradient_as_bucket_view": True},
+    "no buffers broadcast": {"broadcast_buffers": False},
+    "static_graph": {"static_graph": True},
+    "bucket_cap_mb=5": {"bucket_cap_mb": 5},
+    "bucket_cap_mb=100": {"bucket_cap_mb": 100},
+    "optimizer not fused": {"fused": False},
+    "bucket view, fp16": {"gradient_as_bucket_view": True, "hook": "fp16"},
+    "bucket view, powersgd": {"gradient_as_bucket_view": True, "hook": "powersgd"},
+}
+# In place of the tenth backward, which a round does not reach.
+_POWER_SGD_START = 2
+CASES = ("full", "uneven", "lora")
+
+
+def main() -> int:
+    """Starts the ranks and waits; rank 0 prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a round [4]")
+    parser.add_argument("--hidden-size", type=int, default=384)
+    parser.add_argument("--num-layers", type=int, default=6)
+    parser.add_argument("--num-tokens", type=int, default=128, help="tokens of a micro-batch [128]")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting-file", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        _run_rank(options)
+        return 0
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        command = [sys.executable, "-m", "unsloth_multigpu.cli.bench_ddp", *sys.argv[1:]]
+        own = [["--rank", str(r), "--meeting-file", f"{folder}/meeting"] for r in range(options.num_ranks)]
+        ranks = [stack.enter_context(subprocess.Popen([*command, *arguments])) for arguments in own]
+        try:
+            while all(rank.poll() is None for rank in ranks):
+                time.sleep(0.1)
+            # A rank that failed leaves the others waiting.
+            if any(rank.poll() for rank in ranks):
+                return 1
+            return max(rank.wait() for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.terminate()
+
+
+def _run_rank(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", options.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    has_own_card = device.type == "cuda" and torch.cuda.device_count() >= options.num_ranks
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if has_own_card else "gloo",
+        init_method=f"file://{options.meeting_file}",
+        rank=options.rank,
+        world_size=options.num_ranks,
+    )
+    if options.rank == 0:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, 1 thread a rank"
+        print(f"{options.num_ranks} ranks, {dist.get_backend()}, {where}, torch {torch.__version__}")
+    for case in options.cases:
+        model = _model(options, case).to(device)
+        micro_batches = _micro_batches(options, case, device)
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SETTINGS}
+        for turn in range(options.rounds):
+            names = list(SETTINGS)
+            # Another one is first each time: what comes after a long pause or a big neighbour is measured slower.
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                with contextlib.suppress(_NotPossible):
+                    found[name].append(_measure(model, micro_batches, SETTINGS[name], options.steps))
+        if options.rank == 0:
+            num = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            print(_table(f"{case}: {num / 1e6:.1f}M trainable parameters", found), flush=True)
+    dist.destroy_process_group()
+
+
+class _NotPossible(Exception):
+    """The setting does not work here, on any rank."""
+
+
+def _model(options: argparse.Namespace, case: str) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = options.hidden_size
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=2000,
+            hidden_size=size,
+            intermediate_size=3 * size,
+            num_hidden_layers=options.num_layers,
+            num_attention_heads=size // 64,
+            num_key_value_heads=size // 64,
+        )
+    )
+    if case == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=modules))
+    return model
+
+
+def _micro_batches(options: argparse.Namespace, case: str, device: Any) -> list[Any]:
+    """Token ids (1, num_tokens) of one step; in "uneven" a long and a short one, in another order on odd ranks."""
+    import torch
+
+    lengths = [options.num_tokens]
+    if case == "uneven":
+        lengths = [options.num_tokens * 3 // 2, options.num_tokens // 2][:: 1 if options.rank % 2 == 0 else -1]
+    return [torch.randint(2000, (1, n), device=device) for n in lengths]
+
+
+def _measure(
+    model: Any, micro_batches: list[Any], setting: dict[str, Any], num_steps: int
+) -> tuple[float, float, float]:
+    """Seconds of a step, peak bytes above the model, and the last gradient norm."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    arguments = {**BASE, **setting}
+    fused, hook = arguments.pop("fused", True), arguments.pop("hook", None)
+    seconds, norm = [], torch.zeros(())
+    with _peak(next(model.parameters()).device) as peak:
+        ddp = DistributedDataParallel(model, **arguments)
+        if hook is not None:
+            _compress(ddp, hook)
+        # A rate of zero: every setting starts from the same weights.
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, fused=fused)
+        for step in range(2 + num_steps):
+            dist.barrier()
+            begin = time.perf_counter()
+            for i, ids in enumerate(micro_batches):
+                with contextlib.nullcontext() if i == len(micro_batches) - 1 else ddp.no_sync():
+                    _backward(ddp(input_ids=ids, labels=ids).loss)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            norm.item()  # On an accelerator: the step is over.
+            if step >= 2:
+                seconds.append(time.perf_counter() - begin)
+    return median(seconds), peak[0], norm.item()
+
+
+def _backward(loss: Any) -> None:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        # static_graph with no_sync() in the first step; on all ranks alike.
+        if "expect_autograd_hooks_" not in str(error):
+            raise
+        raise _NotPossible from error
+
+
+def _compress(ddp: Any, hook: str) -> None:
+    import torch.distributed as dist
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from unsloth_multigpu.sync.compression import compression_settings
+
+    if hook == "powersgd" and dist.get_backend() == "gloo":
+        raise _NotPossible  # See check_compression.
+    settings = compression_settings(hook)
+    if settings["comm_state_option"]:
+        settings["comm_state_option"]["start_powerSGD_iter"] = _POWER_SGD_START
+    DistributedDataParallelKwargs(**settings).register_comm_hook(ddp)
+
+
+@contextlib.contextmanager
+def _peak(device: Any) -> Iterator[list[float]]:
+    """The list gets one number at the end: bytes needed at most above what there was at the start."""
+    import ctypes
+    import gc
+
+    import torch
+
+    gc.collect()
+    result: list[float] = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield result
+        result.append(torch.cuda.max_memory_allocated() - before)
+        return
+    ctypes.CDLL(None).malloc_trim(0)  # Else freed memory counts as still in use.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    yield result
+    result.append(_status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def _table(title: str, found: dict[str, list[tuple[float, float, float]]]) -> str:
+    base = found["DDP's defaults"]
+    lines = [f"\n{title}, {len(base)} rounds", "", "| setting | step ms (min-max) | to defaults | peak MiB | norm |"]
+    lines.append("|---|---|---|---|---|")
+    for name, rows in found.items():
+        if not rows:
+            lines.append(f"| {name} | not possible here | | | |")
+            continue
+        milliseconds = [1e3 * row[0] for row in rows]
+        ratio = median(row[0] / other[0] for row, other in zip(rows, base, strict=True))
+        spread = f"{median(milliseconds):.0f} ({min(milliseconds):.0f}-{max(milliseconds):.0f})"
+        memory = median(row[1] for row in rows) / 2**20
+        lines.append(f"| {name} | {spread} | {ratio:.3f} | {memory:.0f} | {rows[0][2]:.6g} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

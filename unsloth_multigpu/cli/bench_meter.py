@@ -1,0 +1,161 @@
+"""The instrument of every arm: what a rank computed in each step, for how long, and on which samples.
+
+Compute time of a micro-batch runs from the start of forward to the moment at which the first trainable parameter, the
+last to get one, has its gradient. What follows is waiting for other ranks. Nothing is read from a GPU before the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unsloth_multigpu.cli.bench_data import NUM_ID_TOKENS
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Clock(Protocol):
+    """Measures one span at a time; `spans_s` are all of them, in seconds."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def spans_s(self) -> list[float]: ...
+
+
+class WallClock:
+    """Spans of work on the CPU. At a `speed` below 1 it sleeps until a span took as long as at that speed."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed = speed
+        self._spans_s: list[float] = []
+
+    def begin(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    def end(self) -> None:
+        if self._speed < 1:
+            time.sleep((time.perf_counter() - self._begin_s) * (1 / self._speed - 1))
+        self._spans_s.append(time.perf_counter() - self._begin_s)
+
+    def spans_s(self) -> list[float]:
+        return self._spans_s
+
+
+class CudaClock:
+    """Spans of work on the current CUDA stream, by events."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed = speed
+        self._events: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        self._begin = self._mark()
+
+    def end(self) -> None:
+        end = self._mark()
+        if self._speed < 1:
+            # The stream stands idle while this thread sleeps: what it is given next comes later.
+            end.synchronize()
+            time.sleep(self._begin.elapsed_time(end) / 1e3 * (1 / self._speed - 1))
+            end = self._mark()
+        self._events.append((self._begin, end))
+
+    def spans_s(self) -> list[float]:
+        import torch
+
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+
+    def _mark(self) -> Any:
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Meter:
+    """Watches one model. Made before any other hook is put on it, so that a simulated slowness is part of its work.
+
+    Args:
+        model: The model that the Trainer gets.
+        vocab_size: Base of the numbers that the first tokens of a row are.
+        is_cuda: It computes on a GPU.
+        speed: 1 = its own; a slower rank is simulated by sleeping.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, vocab_size: int, is_cuda: bool, speed: float) -> None:
+        self._vocab_size = vocab_size
+        self._is_cuda = is_cuda
+        self._clock: Clock = CudaClock(speed) if is_cuda else WallClock(speed)
+        # Of each micro-batch: the rows' numbers as tokens, their tokens without padding, the length of the longest.
+        self._micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._pending: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        self._marks: list[tuple[float, float, int]] = []
+        last = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        last.register_post_accumulate_grad_hook(self._after_backward)
+
+    def mark_step(self) -> None:
+        """The step so far is whole, or (the first time) training begins."""
+        if self._is_cuda:
+            import torch
+
+            torch.cuda.synchronize()  # Logging the loss, which every arm does each step, waits as well.
+        self._marks.append((time.perf_counter(), time.process_time(), len(self._micro_batches)))
+
+    def steps(self) -> list[dict[str, Any]]:
+        """One record per step, see `bench_result.StepRecord`."""
+        spans_s = self._clock.spans_s()
+        return [
+            self._step(before, after, spans_s) for before, after in zip(self._marks[:-1], self._marks[1:], strict=True)
+        ]
+
+    def _step(
+        self, before: tuple[float, float, int], after: tuple[float, float, int], spans_s: Sequence[float]
+    ) -> dict[str, Any]:
+        first, last = before[2], after[2]
+        samples: list[int] = []
+        sizes = []
+        for ids, num_tokens, longest in self._micro_batches[first:last]:
+            # A row without a label is no sample: it fills the micro-batch of a rank that has none.
+            rows = zip(ids.tolist(), num_tokens.tolist(), strict=True)
+            samples += [high * self._vocab_size + low for (high, low), count in rows if count]
+            sizes.append([len(ids), longest, int(num_tokens.sum())])
+        return {
+            "wall_s": after[0] - before[0],
+            "cpu_s": after[1] - before[1],
+            "compute_s": sum(spans_s[first:last]),
+            "micro_batches": sizes,
+            "samples": samples,
+        }
+
+    def _before_forward(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        import torch
+
+        self._pending = None
+        if not (model.training and torch.is_grad_enabled()):
+            return  # Not a step: somebody tries the model.
+        ids, labels = kwargs["input_ids"], kwargs["labels"]
+        self._pending = (ids[:, :NUM_ID_TOKENS].clone(), (labels != -100).sum(dim=1), ids.shape[1])
+        self._clock.begin()
+
+    def _after_backward(self, parameter: Any) -> None:
+        if self._pending is not None:
+            self._clock.end()
+            self._micro_batches.append(self._pending)
+            self._pending = None
+
+
+def peak_bytes(is_cuda: bool) -> int:
+    """Most memory that this process has held: on the GPU what torch allocated, else resident memory."""
+    if is_cuda:
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    # Not getrusage: its maximum is inherited from the process that started this one.
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024

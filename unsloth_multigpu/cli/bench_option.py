@@ -1,0 +1,185 @@
+"""What a benchmark runs: the options of `unsloth-multigpu bench`, checked, as plain data that travels to the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.errors import ConfigError
+
+# Hidden size, layers, vocabulary. The last one has about 0.9e9 parameters.
+MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
+    "tiny": (64, 2, 1000),
+    "small": (256, 6, 2000),
+    "medium": (768, 12, 16000),
+    "1b": (2048, 16, 32000),
+}
+DEFAULT_LENGTHS = "lognormal:150:1024"
+HEAD_SIZE = 64
+NUM_WARMUP = 1
+# Our planner compares the ranks' speeds after 4 steps, and again after 8.
+NUM_WARMUP_SLOW = 8
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """One benchmark. `from_arguments` checks what was given.
+
+    Args:
+        arms: Names of `ARMS`, in the order in which they run.
+        num_ranks: Ranks of the arms that have several.
+        hidden_size, num_layers, vocab_size: Of a Llama with random weights.
+        dtype: "fp32", or "bf16": autocast; under LoRA the frozen weights are bf16, too.
+        train: "full" or "lora".
+        lengths: "lognormal:MEDIAN:MAX", "fixed:N" or "file:PATH"; see `bench_data`.
+        batch_size: Samples of a micro-batch per device.
+        accumulation: Micro-batches of a step per rank.
+        num_steps, num_warmup: Optimizer steps that are measured, and those before them.
+        num_repeats: Rounds; each runs every arm once.
+        slow_rank: This rank computes at `slow_speed` of its speed. None = no such rank.
+        device: "cpu" or "cuda".
+        is_card_shared: All ranks use the one visible card, over gloo.
+        timeout_s: Limit of one arm's run, in seconds.
+        seed: Of weights, lengths and tokens.
+    """
+
+    arms: tuple[str, ...]
+    num_ranks: int = 2
+    hidden_size: int = 256
+    num_layers: int = 6
+    vocab_size: int = 2000
+    dtype: str = "fp32"
+    train: str = "full"
+    lengths: str = DEFAULT_LENGTHS
+    batch_size: int = 8
+    accumulation: int = 1
+    num_steps: int = 3
+    num_warmup: int = NUM_WARMUP
+    num_repeats: int = 3
+    slow_rank: int | None = None
+    slow_speed: float = 1.0
+    device: str = "cpu"
+    is_card_shared: bool = False
+    timeout_s: float = 900.0
+    seed: int = 0
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace, arms: Sequence[str]) -> BenchOptions:
+        """Checks a command line; `device` is left as it was given.
+
+        Raises:
+            ConfigError: A value cannot be used.
+        """
+        hidden_size, num_layers, vocab_size = MODEL_SIZES[arguments.model_size]
+        slow_rank, slow_speed = _parse_slow_rank(arguments.slow_rank, arguments.ranks)
+        options = cls(
+            arms=tuple(arms),
+            num_ranks=arguments.ranks,
+            hidden_size=_given(arguments.hidden_size, hidden_size),
+            num_layers=_given(arguments.num_layers, num_layers),
+            vocab_size=_given(arguments.vocab_size, vocab_size),
+            dtype=arguments.dtype,
+            train=arguments.train,
+            lengths=_checked_lengths(arguments.lengths),
+            batch_size=arguments.batch_size,
+            accumulation=arguments.accumulation,
+            num_steps=arguments.steps,
+            num_warmup=_given(arguments.warmup, NUM_WARMUP if slow_rank is None else NUM_WARMUP_SLOW),
+            num_repeats=arguments.repeats,
+            slow_rank=slow_rank,
+            slow_speed=slow_speed,
+            device=arguments.device,
+            timeout_s=arguments.timeout_s,
+            seed=arguments.seed,
+        )
+        options._check()
+        return options
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> BenchOptions:
+        """Of what `dataclasses.asdict` gave, after it travelled as JSON."""
+        return cls(**{**values, "arms": tuple(values["arms"])})
+
+    @property
+    def num_samples_per_step(self) -> int:
+        """Samples of an optimizer step over all ranks: the same number in every arm."""
+        return self.batch_size * self.accumulation * self.num_ranks
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data set: one epoch of whole steps."""
+        return self.num_samples_per_step * (self.num_warmup + self.num_steps)
+
+    def speed_of(self, rank: int) -> float:
+        """Speed at which `rank` computes; 1 = its own."""
+        return self.slow_speed if rank == self.slow_rank else 1.0
+
+    def _check(self) -> None:
+        for flag, value, minimum in (
+            ("--ranks", self.num_ranks, 1),
+            ("--hidden-size", self.hidden_size, HEAD_SIZE),
+            ("--num-layers", self.num_layers, 1),
+            ("--vocab-size", self.vocab_size, 256 if self.lengths.startswith("file:") else 16),
+            ("--batch-size", self.batch_size, 1),
+            ("--accumulation", self.accumulation, 1),
+            ("--steps", self.num_steps, 1),
+            ("--warmup", self.num_warmup, 0),
+            ("--repeats", self.num_repeats, 1),
+            ("--seed", self.seed, 0),
+        ):
+            if value < minimum:
+                raise ConfigError(f"{flag} {value}: expected at least {minimum}.", hint=f"Give {flag} {minimum}.")
+        if self.hidden_size % HEAD_SIZE:
+            raise ConfigError(
+                f"--hidden-size {self.hidden_size}: attention heads are {HEAD_SIZE} wide.",
+                hint=f"Give a multiple of {HEAD_SIZE}.",
+            )
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"--timeout-s {self.timeout_s}: expected seconds above 0.", hint="Give --timeout-s 900.")
+        if self.num_rows > self.vocab_size**2:
+            raise ConfigError(
+                f"{self.num_rows} rows are more than two tokens of --vocab-size {self.vocab_size} can number.",
+                hint="Give a larger vocabulary, or fewer steps.",
+            )
+
+
+def _given(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value
+
+
+def _checked_lengths(text: str) -> str:
+    kind, _, rest = text.partition(":")
+    if kind == "file":
+        path = Path(rest).expanduser().resolve()  # The ranks work in another folder.
+        if path.is_file():
+            return f"file:{path}"
+        raise ConfigError(f"--lengths {text!r}: there is no such file.", hint="Give file:PATH of a text file.")
+    numbers = [int(part) for part in rest.split(":") if part.isdecimal()]
+    # Two tokens number the row, and a causal loss needs one to predict.
+    is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("lognormal", 2, 1))
+    if not is_known or min(numbers) < 3 or sorted(numbers) != numbers:
+        raise ConfigError(
+            f"--lengths {text!r}: expected lognormal:MEDIAN:MAX, fixed:N (tokens, at least 3) or file:PATH.",
+            hint=f"Give --lengths {DEFAULT_LENGTHS}, say.",
+        )
+    return text
+
+
+def _parse_slow_rank(text: str | None, num_ranks: int) -> tuple[int | None, float]:
+    if text is None:
+        return None, 1.0
+    rank, _, speed = text.partition(":")
+    try:
+        number, share = int(rank), float(speed)
+    except ValueError:
+        number, share = -1, 0.0
+    if not (0 <= number < num_ranks and 0 < share <= 1):
+        raise ConfigError(
+            f"--slow-rank {text!r}: expected R:SPEED with a rank below {num_ranks} and 0 < SPEED <= 1.",
+            hint="Give --slow-rank 1:0.5 for a second rank of half the speed.",
+        )
+    return number, share

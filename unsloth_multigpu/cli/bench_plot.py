@@ -1,0 +1,189 @@
+"""The plots of a benchmark, as PNG files. Needs matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE
+from unsloth_multigpu.cli.bench_result import ArmResult, RankRecord, Runs, measure_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
+_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#8A8F98"
+_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#8A8F98")
+_MARKS = "osD^vP*X"
+_WIDTH = 9.0
+# Where equal norms are drawn: below what fp32 can tell apart.
+_NO_DIFFERENCE = 1e-9
+_STYLE: Any = {
+    "font.size": 11,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#E4E7EB",
+    "axes.edgecolor": "#8A8F98",
+    "axes.titlesize": 13,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 14,
+    "legend.frameon": False,
+}
+
+
+def draw_plots(results: Sequence[ArmResult], runs: Runs, num_warmup: int) -> dict[str, bytes]:
+    """Draws every plot: file name -> PNG.
+
+    Args:
+        runs: `runs[arm][round]` = records of the ranks.
+        num_warmup: Steps that are not timed.
+    """
+    import matplotlib
+
+    # The figures are no pyplot ones: none needs a window, and the user's settings come back.
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        figures = {
+            "speed.png": _speed(results),
+            "shares.png": _shares(results),
+            "steps.png": _steps(runs, num_warmup),
+            "norms.png": _norms(results, runs),
+        }
+        return {name: _png(figure) for name, figure in figures.items()}
+
+
+def _figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
+    return figure, figure.subplots(rows, 1, sharex=rows > 1)
+
+
+def _png(figure: Figure) -> bytes:
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    return target.getvalue()
+
+
+def _speed(results: Sequence[ArmResult]) -> Figure:
+    figure, axes = _figure(1.3 + 0.5 * len(results))
+    _name_rows(axes, [r.name for r in results])
+    for row, r in enumerate(results):
+        speed = r.tokens_per_s
+        below, above = speed.median - speed.low, speed.high - speed.median
+        color = _BLUE if r.name.startswith("ours") else _GREY
+        axes.barh(row, speed.median, height=0.62, color=color)
+        axes.errorbar(speed.median, row, xerr=[[below], [above]], color="black", capsize=4, lw=1.2)
+        axes.annotate(_speed_label(r), (speed.high, row), (8, 0), textcoords="offset points", va="center")
+    axes.set_xlim(0, 1.45 * max(r.tokens_per_s.high for r in results))  # Room for the labels.
+    axes.set_xlabel("tokens per second, padding not counted; the line spans smallest to largest")
+    axes.set_title("Speed")
+    return figure
+
+
+def _speed_label(result: ArmResult) -> str:
+    named = ((BASELINE, result.times_baseline), (REFERENCE, result.times_reference))
+    times = [f"{ratio.median:.2f}x {name}" for name, ratio in named if ratio is not None and name != result.name]
+    return "  ".join([f"{result.tokens_per_s.median:,.0f}", *times[:1]])
+
+
+def _shares(results: Sequence[ArmResult]) -> Figure:
+    figure, axes = _figure(1.5 + 0.62 * len(results))
+    _name_rows(axes, [r.name for r in results])
+    height = 0.36
+    parts = (
+        ("padding: part of the computed tokens", _ORANGE, -height / 2, [r.padding_share for r in results]),
+        ("waiting: part of the ranks' time", _GREEN, height / 2, [r.waiting_share for r in results]),
+    )
+    largest = max(share.high for _, _, _, shares in parts for share in shares)
+    for label, color, offset, shares in parts:
+        rows = [row + offset for row in range(len(shares))]
+        axes.barh(rows, [100 * s.median for s in shares], height=height, color=color, label=label)
+        for row, share in zip(rows, shares, strict=True):
+            place = (100 * share.median, row)
+            axes.annotate(f"{share.median:.1%}", place, (5, 0), textcoords="offset points", va="center", fontsize=10)
+    axes.set_xlim(0, max(1.0, 100 * largest) * 1.15)
+    axes.set_xlabel("percent")
+    axes.set_title("What is lost")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _steps(runs: Runs, num_warmup: int) -> Figure:
+    figure, axes = _figure(1.5 + 0.5 * len(runs))
+    _name_rows(axes, list(runs))
+    times = [[s for ranks in rounds for s in measure_run(ranks, num_warmup).step_s] for rounds in runs.values()]
+    axes.boxplot(
+        times,
+        positions=range(len(times)),
+        orientation="horizontal",
+        widths=0.55,
+        whis=(0, 100),
+        manage_ticks=False,
+        patch_artist=True,
+        boxprops={"facecolor": "#CFE3F1", "edgecolor": _BLUE},
+        medianprops={"color": "black", "linewidth": 1.6},
+    )
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds of an optimizer step, all rounds; the box holds the middle half")
+    axes.set_title("Step times")
+    return figure
+
+
+def _norms(results: Sequence[ArmResult], runs: Runs) -> Figure:
+    # Two panels where there is a run to compare with.
+    compared = [r.name for r in results if r.norm_difference is not None and r.name != REFERENCE]
+    figure, drawn = _figure(6.4 if compared else 3.8, rows=2 if compared else 1)
+    above = drawn[0] if compared else drawn
+    for number, (name, rounds) in enumerate(runs.items()):
+        _norm_line(above, number, _norms_of(rounds[0]), name)
+    above.set_ylabel("gradient norm")
+    above.set_title("Gradient norms, first round")
+    lowest = above
+    if compared:
+        lowest, reference = drawn[1], _norms_of(runs[REFERENCE][0])
+        for number, (name, rounds) in enumerate(runs.items()):
+            if name in compared:
+                pairs = zip(_norms_of(rounds[0]), reference, strict=True)
+                # A logarithmic axis has no zero.
+                differences = [max(abs(m - o) / (abs(o) or 1.0), _NO_DIFFERENCE) for m, o in pairs]
+                _norm_line(lowest, number, differences, None, linestyle="none")
+        lowest.set_yscale("log")
+        lowest.set_ylim(bottom=_NO_DIFFERENCE / 2)
+        lowest.set_ylabel(f"relative difference\nfrom {REFERENCE}\n({_NO_DIFFERENCE:.0e} = none)")
+    lowest.xaxis.get_major_locator().set_params(integer=True)
+    lowest.set_xlabel("optimizer step")
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+def _norms_of(ranks: Sequence[RankRecord]) -> Sequence[float]:
+    return ranks[0].gradient_norms
+
+
+def _norm_line(axes: Axes, number: int, values: Sequence[float], label: str | None, linestyle: str = "-") -> None:
+    # Lines lie on each other where all is well: later ones are smaller, so that all of them are seen.
+    axes.plot(
+        range(1, len(values) + 1),
+        values,
+        color=_LINES[number % len(_LINES)],
+        marker=_MARKS[number % len(_MARKS)],
+        markersize=max(3, 10 - number),
+        linewidth=max(1.0, 3.4 - 0.4 * number),
+        linestyle=linestyle,
+        label=label,
+    )
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)

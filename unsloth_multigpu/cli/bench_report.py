@@ -1,0 +1,110 @@
+"""The page of a benchmark: report.html, which holds its plots and needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from unsloth_multigpu.cli.bench_arm import ARMS
+from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.cli.bench_plot import draw_plots
+from unsloth_multigpu.cli.bench_result import ArmResult, Runs
+from unsloth_multigpu.cli.bench_table import COLUMNS, LEGEND, table_rows
+
+_CAPTIONS = {
+    "speed.png": "Tokens per second of each arm",
+    "shares.png": "Padding and waiting of each arm",
+    "steps.png": "Time of an optimizer step in each arm",
+    "norms.png": "Gradient norm of each step, and its difference from one process",
+}
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>unsloth-multigpu bench</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }}
+h1 {{ font-size: 1.7rem; margin-bottom: 0 }}
+h2 {{ font-size: 1.2rem; margin: 2.4rem 0 .6rem }}
+p.date, p.legend {{ color: #59636e; margin: .2rem 0 }}
+p.legend {{ font-size: .9rem }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; margin: 0 }}
+dt {{ color: #59636e }}
+dd {{ margin: 0 }}
+div.wide {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; white-space: nowrap }}
+th, td {{ padding: .45rem .7rem; text-align: right; border-bottom: 1px solid #d9dee3 }}
+th {{ color: #59636e; font-weight: 600 }}
+th:first-child, td:first-child {{ text-align: left }}
+tr.ours td {{ background: #eaf3f9 }}
+td small {{ display: block; color: #59636e }}
+img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 1.6rem }}
+</style>
+</head>
+<body>
+<h1>unsloth-multigpu bench</h1>
+<p class="date">{date}</p>
+<h2>Conditions</h2>
+<dl>
+{conditions}
+</dl>
+<h2>Results</h2>
+<div class="wide"><table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table></div>
+{legend}
+<h2>Plots</h2>
+{plots}
+</body>
+</html>
+"""
+
+
+def write_report(
+    folder: Path, options: BenchOptions, lines: Sequence[str], results: Sequence[ArmResult], runs: Runs
+) -> Path:
+    """Writes the page and its plots into `folder`, and returns the page.
+
+    Args:
+        lines: The conditions, `name: text` each.
+        runs: `runs[arm][round]` = records of the ranks.
+    """
+    plots = draw_plots(results, runs, options.num_warmup)
+    for name, png in plots.items():
+        (folder / name).write_bytes(png)
+    page = folder / "report.html"
+    page.write_text(render_page(lines, results, plots), encoding="utf-8")
+    return page
+
+
+def render_page(lines: Sequence[str], results: Sequence[ArmResult], plots: dict[str, bytes]) -> str:
+    """The page as HTML, with the plots inside."""
+    facts = [line.partition(": ") for line in lines]
+    images = [
+        f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" alt="{_CAPTIONS[name]}">'
+        for name, png in plots.items()
+    ]
+    return _PAGE.format(
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        conditions="\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, _, text in facts),
+        head="".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS),
+        rows="\n".join(_row(cells) for cells in table_rows(results)),
+        legend="\n".join(f'<p class="legend">{html.escape(line)}</p>' for line in LEGEND),
+        plots="\n".join(images),
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    name, *rest = cells
+    # The range under the median keeps the columns narrow.
+    values = [html.escape(cell).replace(" (", "<small>").replace(")", "</small>") for cell in rest]
+    style = ' class="ours"' if name.startswith("ours") else ""
+    first = f"{html.escape(name)}<small>{html.escape(ARMS[name].text)}</small>"
+    return f"<tr{style}>" + "".join(f"<td>{cell}</td>" for cell in [first, *values]) + "</tr>"

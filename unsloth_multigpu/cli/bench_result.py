@@ -1,0 +1,200 @@
+"""What a benchmark found: records of the ranks, and the figures made of them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step of one rank.
+
+    Args:
+        wall_s: From the end of the step before to its own.
+        cpu_s: CPU time of the process in the same span.
+        compute_s: Time in forward and backward, without waiting for other ranks.
+        micro_batches: Of each: rows, longest row, tokens that are no padding.
+        samples: Numbers of the rows.
+    """
+
+    wall_s: float
+    cpu_s: float
+    compute_s: float
+    micro_batches: tuple[tuple[int, int, int], ...]
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank wrote. `gradient_norms` has one number per step, `peak_bytes` is the most memory it held."""
+
+    rank: int
+    steps: tuple[StepRecord, ...]
+    gradient_norms: tuple[float, ...]
+    peak_bytes: int
+    device: str
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
+        """Reads what the worker left."""
+        steps = tuple(
+            StepRecord(
+                step["wall_s"],
+                step["cpu_s"],
+                step["compute_s"],
+                tuple((rows, longest, tokens) for rows, longest, tokens in step["micro_batches"]),
+                tuple(step["samples"]),
+            )
+            for step in values["steps"]
+        )
+        norms = tuple(values["gradient_norms"])
+        return cls(values["rank"], steps, norms, values["peak_bytes"], values["device"])
+
+    def sizes(self, first_step: int = 0) -> list[tuple[int, int, int]]:
+        """Rows, longest row and tokens of every micro-batch from a step on."""
+        return [size for step in self.steps[first_step:] for size in step.micro_batches]
+
+
+@dataclass(frozen=True)
+class RunMeasure:
+    """One run of one arm, over its timed steps.
+
+    Args:
+        tokens_per_s: Tokens that are no padding, of all ranks, per second.
+        padding_share: Part of the computed tokens that is padding.
+        waiting_share: Part of the ranks' time between the slowest one's end and their own; see `waiting_share`.
+        cpu_s: CPU time of the slowest rank of each step, summed: what the run takes on a quiet machine.
+        peak_bytes: Most memory of one rank.
+        largest_tokens: Rows x longest row of the largest micro-batch.
+        step_s: Each step's time.
+    """
+
+    tokens_per_s: float
+    padding_share: float
+    waiting_share: float
+    cpu_s: float
+    peak_bytes: int
+    largest_tokens: int
+    step_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """At least one value is needed."""
+        ordered = sorted(values)
+        return cls(median(ordered), ordered[0], ordered[-1])
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """An arm over all rounds; None where the arm to compare with was not run.
+
+    Args:
+        times_baseline, times_reference: Its tokens per second divided by those of torchrun, and of one process, in
+            the same round.
+        norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None also
+            where the samples are others, since the gradients are then, too.
+        has_same_samples: Every step has the samples that it has in one process, over all ranks.
+    """
+
+    name: str
+    tokens_per_s: Spread
+    times_baseline: Spread | None
+    times_reference: Spread | None
+    padding_share: Spread
+    waiting_share: Spread
+    cpu_s: Spread
+    peak_bytes: int
+    largest_tokens: int
+    norm_difference: float | None
+    has_same_samples: bool | None
+
+
+# runs[arm][round] = records of its ranks
+Runs = Mapping[str, Sequence[Sequence[RankRecord]]]
+
+
+def measure_run(ranks: Sequence[RankRecord], num_warmup: int) -> RunMeasure:
+    """Figures of one run, without its first `num_warmup` steps."""
+    timed = [rank.steps[num_warmup:] for rank in ranks]
+    steps = list(zip(*timed, strict=True))
+    sizes = [size for rank in ranks for size in rank.sizes(num_warmup)]
+    num_tokens = sum(tokens for _, _, tokens in sizes)
+    wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
+    return RunMeasure(
+        tokens_per_s=num_tokens / wall_s,
+        padding_share=1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),
+        waiting_share=waiting_share([[rank.compute_s for rank in step] for step in steps]),
+        cpu_s=sum(max(rank.cpu_s for rank in step) for step in steps),
+        peak_bytes=max(rank.peak_bytes for rank in ranks),
+        largest_tokens=max(rows * longest for rank in ranks for rows, longest, _ in rank.sizes()),
+        step_s=tuple(max(rank.wall_s for rank in step) for step in steps),
+    )
+
+
+def waiting_share(compute_s: Sequence[Sequence[float]]) -> float:
+    """Part of the ranks' time that they wait for the slowest: sum(max - mean) / sum(max) over the steps.
+
+    Args:
+        compute_s: `compute_s[step][rank]` in seconds.
+    """
+    slowest = sum(max(ranks) for ranks in compute_s)
+    return sum(max(ranks) - sum(ranks) / len(ranks) for ranks in compute_s) / slowest
+
+
+def ratios(mine: Sequence[float], other: Sequence[float] | None) -> Spread | None:
+    """Spread of the ratios within each round: what slows a whole round down cancels out."""
+    return None if other is None else Spread.of(m / o for m, o in zip(mine, other, strict=True))
+
+
+def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
+    """Largest relative difference over the steps; infinite where a norm is no number."""
+    differences = [abs(m - o) / abs(o) if o else abs(m) for m, o in zip(mine, other, strict=True)]
+    return max(d if math.isfinite(d) else math.inf for d in differences)
+
+
+def samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
+    """The sample numbers of each step over all ranks, sorted: how often each was computed."""
+    return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
+
+
+def summarize(runs: Runs, num_warmup: int) -> list[ArmResult]:
+    """One result per arm, in the order of `runs`."""
+    measures = {name: [measure_run(ranks, num_warmup) for ranks in rounds] for name, rounds in runs.items()}
+    speeds = {name: [measure.tokens_per_s for measure in rounds] for name, rounds in measures.items()}
+    reference = runs.get(REFERENCE)
+    results = []
+    for name, rounds in measures.items():
+        pairs = list(zip(runs[name], reference, strict=True)) if reference is not None else []
+        is_same = all(samples_of_steps(m) == samples_of_steps(r) for m, r in pairs) if pairs else None
+        norms = [norm_difference(m[0].gradient_norms, r[0].gradient_norms) for m, r in pairs]
+        results.append(
+            ArmResult(
+                name=name,
+                tokens_per_s=Spread.of(speeds[name]),
+                times_baseline=ratios(speeds[name], speeds.get(BASELINE)),
+                times_reference=ratios(speeds[name], speeds.get(REFERENCE)),
+                padding_share=Spread.of(m.padding_share for m in rounds),
+                waiting_share=Spread.of(m.waiting_share for m in rounds),
+                cpu_s=Spread.of(m.cpu_s for m in rounds),
+                peak_bytes=max(m.peak_bytes for m in rounds),
+                largest_tokens=max(m.largest_tokens for m in rounds),
+                norm_difference=max(norms) if is_same else None,
+                has_same_samples=is_same,
+            )
+        )
+    return results

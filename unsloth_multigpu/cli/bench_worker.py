@@ -1,0 +1,143 @@
+"""The training script that every arm of a benchmark runs: a plain Trainer, and for some arms the one line before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.cli.bench_arm import ARMS, Arm, num_accumulated, num_processes
+from unsloth_multigpu.cli.bench_data import make_rows
+from unsloth_multigpu.cli.bench_option import HEAD_SIZE, BenchOptions
+
+# What transformers' BatchRebalanceSampler draws its order from, whatever it is told: with it all arms see the same.
+_ORDER_SEED = 42
+_LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def main(settings_file: str) -> None:
+    """Trains as the file of settings says, and leaves `rank_R.json` beside it."""
+    settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
+    arm, options = ARMS[settings["arm"]], BenchOptions.from_json(settings["options"])
+    if arm.line is not None:
+        from unsloth_multigpu.plugin import enable_multi_gpu
+
+        enable_multi_gpu(num_gpus=num_processes(arm, options), device=options.device, **arm.line)
+    rank = int(os.environ.get("RANK", "0"))
+    record = _train(arm, options, rank)
+    path = Path(settings_file).with_name(f"rank_{rank}.json")
+    path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
+    path.with_suffix(".part").rename(path)
+
+
+def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
+    import torch
+    from datasets import Dataset
+    from transformers import Trainer, TrainerCallback
+
+    from unsloth_multigpu.cli.bench_meter import Meter, peak_bytes
+
+    is_cuda = options.device == "cuda"
+    rows = make_rows(options)
+    model = _model(options, max(map(len, rows)))
+    meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda, speed=options.speed_of(rank))
+
+    class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            meter.mark_step()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            meter.mark_step()
+
+    trainer = Trainer(
+        model=model,
+        args=_training_arguments(arm, options),
+        # Samplers that look at lengths find them here, without reading the rows.
+        train_dataset=Dataset.from_dict({"input_ids": rows, "length": [len(row) for row in rows]}),
+        data_collator=_collate,
+        callbacks=[MarkSteps()],
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "steps": meter.steps(),
+        "gradient_norms": [entry["grad_norm"] for entry in logs],
+        "losses": [entry["loss"] for entry in logs],
+        "peak_bytes": peak_bytes(is_cuda),
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _model(options: BenchOptions, max_length: int) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(options.seed)
+    num_heads = options.hidden_size // HEAD_SIZE
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=options.vocab_size,
+            hidden_size=options.hidden_size,
+            intermediate_size=3 * options.hidden_size,
+            num_hidden_layers=options.num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads // 4 if num_heads % 4 == 0 else num_heads,
+            max_position_embeddings=max_length,
+            use_cache=False,
+        )
+    )
+    if options.train == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = model.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=_LORA_TARGETS))
+    return model
+
+
+def _training_arguments(arm: Arm, options: BenchOptions) -> Any:
+    from transformers import TrainingArguments
+
+    known = {f.name for f in dataclasses.fields(TrainingArguments)}
+    training = dict(arm.training)
+    if training.get("train_sampling_strategy") == "group_by_length" and "train_sampling_strategy" not in known:
+        training = {"group_by_length": True}  # Its name in transformers 4.
+    return TrainingArguments(
+        output_dir="output",
+        per_device_train_batch_size=options.batch_size,
+        gradient_accumulation_steps=num_accumulated(arm, options),
+        num_train_epochs=1,
+        learning_rate=1e-5,
+        optim="adamw_torch",
+        bf16=options.dtype == "bf16",
+        use_cpu=options.device == "cpu",
+        ddp_backend="gloo" if options.is_card_shared else None,
+        seed=options.seed,
+        data_seed=_ORDER_SEED,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **training,
+    )
+
+
+def _collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pads to the longest row: input_ids, attention_mask and labels, each rows x longest."""
+    import torch
+
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+        mask[number, : len(row["input_ids"])] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,250 @@
+"""`unsloth-multigpu verify`: does a script train the same on one process and on several ranks?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.cli.probe import exit_on_sigterm
+from unsloth_multigpu.cli.receipt import render
+from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
+from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
+from unsloth_multigpu.launch.folder import private_dir
+from unsloth_multigpu.launch.identity import read_identity
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.proof.comparison import Comparison, RunRecord
+
+SCHEMA_VERSION = 1
+DEFAULT_STEPS = 5
+DEFAULT_FILE = "receipt.json"
+DEFAULT_LIMIT_S = 3600.0
+_STDERR = 2
+_RANK_MODULE = "unsloth_multigpu.cli.script"
+# The supervisor gives its ranks 30 seconds to end.
+_TERMINATE_LIMIT_S = 40.0
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+# Options of a run that both runs get, too.
+PASSED_OPTIONS = (
+    "batch_size_per_gpu",
+    "global_batch",
+    "sync",
+    "balance",
+    "device",
+    "seed_per_rank",
+    "log_dir",
+    "max_tokens_per_micro_batch",
+    "grad_compression",
+    "verify_every",
+)
+
+
+def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
+    """Runs the first steps of `program` twice, prints the comparison and writes the receipt.
+
+    Args:
+        options: What the command line gave; None = not given.
+        program: The script and its arguments, or `-m`, a module and its arguments.
+
+    Returns:
+        0 where both runs agree, the exit code of `DivergenceError` where they do not, that of the script if it failed.
+
+    Raises:
+        ConfigError: A number of steps or ranks that cannot be compared.
+        SetupError: The script trained nothing that could be followed.
+        RankTimeoutError: A run took longer than `options.timeout_s`.
+    """
+    num_steps = DEFAULT_STEPS if options.steps is None else options.steps
+    limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
+    if num_steps < 1:
+        raise ConfigError(f"--steps {num_steps}; expected at least 1.", hint=f"Leave it out for {DEFAULT_STEPS}.")
+    file = Path(options.json or DEFAULT_FILE)
+    if not file.parent.is_dir():
+        raise ConfigError(f"--json {file}: there is no folder {str(file.parent)!r}.", hint="Make it, or name another.")
+    given = {name: getattr(options, name) for name in PASSED_OPTIONS}
+    # The same rules as for the options of a run.
+    config = MultiGPUConfig.resolve({**given, "num_gpus": options.num_gpus, "timeout_s": limit_s})
+    num_ranks = _num_ranks(config)
+    variables = {ENV_PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None}
+    records = []
+    with private_dir() as folder, exit_on_sigterm():
+        for name, number in (("one", 1), ("many", num_ranks)):
+            place = folder / name
+            place.mkdir()
+            label = "one process" if number == 1 else f"{number} ranks"
+            print(f"verify: {num_steps} steps on {label}", file=sys.stderr, flush=True)
+            environment = {**_common_variables(folder), **variables, **_request(place, num_steps, number, options)}
+            code = _run(program, environment, limit_s)
+            if code != 0:
+                print(f"verify: the run on {label} ended with exit code {code}.", file=sys.stderr)
+                return code
+            records.append(_read(place, program))
+        one, many = records
+        comparison = _compare(folder, one, many)
+    receipt = _receipt(program, one, many, comparison)
+    file.write_text(json.dumps(_plain(receipt), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(render(comparison, receipt["sources"], many.facts, num_ranks))
+    print(f"receipt: {file}")
+    return 0 if comparison.agree else DivergenceError.exit_code
+
+
+def _num_ranks(config: MultiGPUConfig) -> int:
+    from unsloth_multigpu.cli.allreduce import DEFAULT_CPU_RANKS
+    from unsloth_multigpu.start import visible_accelerators
+
+    if read_identity(os.environ) is not None:
+        raise SetupError("verify starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
+    num_devices = 0 if config.device == "cpu" else visible_accelerators()[1]
+    num_ranks = config.num_gpus or num_devices or DEFAULT_CPU_RANKS
+    if num_ranks == 1:
+        raise ConfigError(
+            "verify compares one process with several ranks; this would be one rank.",
+            hint="Give --num-gpus 2, with --device cpu where there is one GPU.",
+        )
+    return num_ranks
+
+
+def _common_variables(folder: Path) -> dict[str, str]:
+    """The environment of both runs, before the options of the command line."""
+    return {
+        # Neither overwrites the logs of a training nor leaves any, unless a folder is named.
+        ENV_PREFIX + "LOG_DIR": str(folder / "logs"),
+        # The order of a set of strings may decide the order of samples.
+        "PYTHONHASHSEED": "0",
+        **os.environ,
+        ENV_PREFIX + "MAX_RESTARTS": "0",
+        "WANDB_MODE": "disabled",
+    }
+
+
+def _request(folder: Path, num_steps: int, num_gpus: int, options: argparse.Namespace) -> dict[str, str]:
+    """The variables of one run alone."""
+    from unsloth_multigpu.proof.receipt import ReceiptRequest
+
+    request = ReceiptRequest(str(folder), num_steps, num_gpus, dropout=not options.no_dropout)
+    return {**request.variables(), **(_one_device() if num_gpus == 1 else {})}
+
+
+def _one_device() -> dict[str, str]:
+    """Hides all devices but the first: with several of them the Trainer would use DataParallel in one process."""
+    from unsloth_multigpu.start import visible_accelerators
+
+    kind, num_devices = visible_accelerators()
+    if num_devices < 2:
+        return {}
+    names = ("ZE_AFFINITY_MASK",) if kind == "xpu" else ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    name = next((name for name in names if os.environ.get(name)), names[-1])
+    return {name: os.environ.get(name, "0").split(",")[0]}
+
+
+def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float) -> int:
+    """Runs the program to its end, its output on this process's stderr; returns the exit code as a shell shows it."""
+    command = [sys.executable, *([] if has_own_line(program) else ["-m", _RANK_MODULE]), *program]
+    sys.stderr.flush()
+    # A group of its own, which can be ended as a whole.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=_STDERR, env=environment, start_new_session=True
+    )
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        raise RankTimeoutError(
+            f"The run did not reach its end within timeout_s={limit_s:g} seconds.",
+            hint="Compare fewer --steps, or raise --timeout-s where it only takes long.",
+        ) from None
+    finally:
+        _end(process)
+    return 128 - code if code < 0 else code
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a run: its supervisor, which ends the ranks, or helpers of a process that has ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(_TERMINATE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def has_own_line(program: Sequence[str]) -> bool:
+    """True if the source of the script or module mentions `enable_multi_gpu`: then it starts its ranks itself."""
+    path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
+    if path is not None and path.is_dir():
+        path /= "__main__.py"
+    return path is not None and path.is_file() and b"enable_multi_gpu" in path.read_bytes()
+
+
+def _module_file(name: str) -> Path | None:
+    """The file that `python -m name` runs, found without importing the packages around it."""
+    places, origin = [os.getcwd(), *sys.path], None
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            return None
+        places, origin = list(spec.submodule_search_locations or []), spec.origin
+    # A package runs its __main__.
+    return Path(places[0] if places else origin or "")
+
+
+def _read(folder: Path, program: Sequence[str]) -> RunRecord:
+    from unsloth_multigpu.proof.comparison import read_run
+
+    record = read_run(folder)
+    if record is None:
+        raise SetupError(
+            f"{' '.join(program)} ended without a training that verify could follow.",
+            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
+        )
+    if not record.steps:
+        raise SetupError("The training ended before its first optimizer step.", hint="Check max_steps and the data.")
+    return record
+
+
+def _compare(folder: Path, one: RunRecord, many: RunRecord) -> Comparison:
+    from unsloth_multigpu.proof.comparison import bounds_for, compare, compare_weights
+    from unsloth_multigpu.proof.receipt import WEIGHTS_FILE
+
+    precision = max((one.facts["precision"], many.facts["precision"]), key=_PRECISIONS.index)
+    bounds = bounds_for(precision, many.facts["optimizer"])
+    files = [folder / name / WEIGHTS_FILE for name in ("one", "many")]
+    weights = compare_weights(files[0], files[1], one.gradient_shares, bounds.noise)
+    return compare(one, many, weights, bounds)
+
+
+def _receipt(program: Sequence[str], one: RunRecord, many: RunRecord, comparison: Comparison) -> dict[str, Any]:
+    sources = {source["name"]: source for run in (one, many) for source in run.facts["sources"]}
+    facts = [{k: v for k, v in run.facts.items() if k not in ("sources", "versions")} for run in (one, many)]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": list(program),
+        "agree": comparison.agree,
+        "reasons": list(comparison.reasons),
+        "sources": list(sources.values()),
+        "bounds": asdict(comparison.bounds),
+        "versions": many.facts["versions"],
+        "runs": {"one": facts[0], "many": facts[1]},
+        "steps": [asdict(step) for step in comparison.steps],
+        "weights": [asdict(weight) for weight in comparison.weights],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON does not have, as text."""
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

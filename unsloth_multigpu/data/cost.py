@@ -1,0 +1,158 @@
+"""What a micro-batch costs, in the time of one token, and how that is found out. Pure.
+
+A micro-batch costs `overhead + max(floor, rows x (L + q L^2))`, `L` its longest row: kernels have to be launched
+however little they have to do (overhead), a device is not full below some size (floor), and attention grows with the
+square.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+# Fewer micro-batches, or micro-batches too much alike, do not tell an overhead from a slope.
+_MIN_SAMPLES = 8
+_MIN_SPREAD = 2.0
+# Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
+_EQUAL_WITHIN = 1.08
+_SPEED_GRID = 0.05
+# A micro-batch that took so many times what its work says met something else: a first compilation, a busy machine.
+_OUTLIER = 3.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of a micro-batch in tokens.
+
+    Args:
+        overhead_tokens: What each micro-batch costs whatever is in it (`c0`).
+        floor_tokens: Less work than this takes as long as this.
+        attention: The `q` of `L + q L^2`, per token.
+        is_padded: Rows are padded to the longest of their micro-batch; False where a collator lays them end to end.
+        pad_multiple: Rows are padded to a multiple of it.
+    """
+
+    overhead_tokens: float = 32.0
+    floor_tokens: float = 0.0
+    attention: float = 0.0
+    is_padded: bool = True
+    pad_multiple: int = 1
+
+    def padded(self, length: int) -> int:
+        """Tokens of a row when it is the longest."""
+        return -(-length // self.pad_multiple) * self.pad_multiple if self.is_padded else length
+
+    def row_work(self, length: int) -> float:
+        """Cost of one row that is not padded further."""
+        tokens = self.padded(length)
+        return tokens + self.attention * tokens * tokens
+
+    def work(self, lengths: Sequence[int]) -> float:
+        """Cost of the rows of one micro-batch, without overhead and floor."""
+        if self.is_padded:
+            return len(lengths) * self.row_work(max(lengths))
+        return sum(self.row_work(length) for length in lengths)
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens that a micro-batch holds in memory, padding included."""
+        return len(lengths) * self.padded(max(lengths)) if self.is_padded else sum(lengths)
+
+    def of_work(self, work: float) -> float:
+        """Cost of a micro-batch whose rows cost `work`."""
+        return self.overhead_tokens + max(self.floor_tokens, work)
+
+    def of(self, lengths: Sequence[int]) -> float:
+        """Cost of a micro-batch with rows of these lengths."""
+        return self.of_work(self.work(lengths))
+
+
+def attention_factor(hidden_size: int, num_layers: int, num_weights: int, *, is_frozen: bool) -> float:
+    """The `q` of `L + q L^2`: operations of attention per token and context token, over those of the matrices.
+
+    Forward, a token costs `2 num_weights` in the matrices and `4 hidden_size num_layers` per context token in attention
+    (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1). Backward, attention costs twice as much;
+    so do the matrices, but once where their weights are frozen.
+
+    Args:
+        hidden_size: Of the model.
+        num_layers: Of the model.
+        num_weights: Elements of the matrices that each token is multiplied with.
+        is_frozen: Their weights get no gradient, as with LoRA.
+    """
+    attention, matrices = 3 * 4 * hidden_size * num_layers, (2 if is_frozen else 3) * 2 * num_weights
+    return attention / matrices if num_weights else 0.0
+
+
+def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostModel:
+    """Finds overhead and floor from measured micro-batches.
+
+    Both are rounded to powers of two: the plan is not to change with each small difference of a measurement.
+
+    Args:
+        model: What was assumed so far; returned unchanged where the samples cannot tell.
+        samples: Work of each micro-batch in tokens, and its seconds.
+    """
+    works = sorted(work for work, _ in samples)
+    if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
+        return model
+    samples = without_outliers(samples)
+    no_floor = _fit_line(samples, 0.0)
+    floors = [2.0**k for k in range(1, 20) if works[0] < 2.0**k < works[-1] / _MIN_SPREAD] or [0.0]
+    best = min((_fit_line(samples, floor) for floor in floors), key=lambda line: line.error)
+    # A floor has to explain clearly more than a line without one.
+    line = best if best.error < 0.8 * no_floor.error else no_floor
+    if line.slope <= 0:
+        return model
+    return replace(model, overhead_tokens=_power_of_two(line.intercept / line.slope), floor_tokens=line.floor)
+
+
+def without_outliers(samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Micro-batches that took far longer than their work says are left out."""
+    usual = statistics.median(seconds / max(work, 1.0) for work, seconds in samples)
+    return [s for s in samples if s[1] <= _OUTLIER * usual * max(s[0], 1.0)] or list(samples)
+
+
+def relative_speeds(rates: Sequence[float]) -> tuple[float, ...]:
+    """Speed of each rank, the fastest 1.
+
+    Rounded, and equal where the difference is small, so that like devices get like plans.
+
+    Args:
+        rates: Cost that each rank computes in a second, waiting for others excluded; 0 = not measured.
+    """
+    if min(rates) <= 0 or max(rates) < _EQUAL_WITHIN * min(rates):
+        return (1.0,) * len(rates)
+    return tuple(max(_SPEED_GRID, round(round(r / max(rates) / _SPEED_GRID) * _SPEED_GRID, 4)) for r in rates)
+
+
+@dataclass(frozen=True)
+class _Line:
+    floor: float
+    slope: float
+    intercept: float
+    error: float
+
+
+def _fit_line(samples: Sequence[tuple[float, float]], floor: float) -> _Line:
+    """Least squares of the relative error of `intercept + slope x max(floor, work)`, neither below zero."""
+    points = [(max(floor, work), seconds, seconds**-2) for work, seconds in samples if seconds > 0]
+    total = sum(w for _, _, w in points)
+    mean_x = sum(w * x for x, _, w in points) / total
+    mean_y = sum(w * y for _, y, w in points) / total
+    spread = sum(w * (x - mean_x) ** 2 for x, _, w in points)
+    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread if spread else 0.0
+    intercept = mean_y - slope * mean_x
+    if intercept < 0:
+        intercept = 0.0
+        slope = sum(w * x * y for x, y, w in points) / sum(w * x * x for x, _, w in points)
+    return _Line(floor, slope, intercept, sum(w * (intercept + slope * x - y) ** 2 for x, y, w in points))
+
+
+def _power_of_two(value: float) -> float:
+    if value < 1:
+        return 0.0
+    power = 1.0
+    while power * 2**0.5 < value:
+        power *= 2
+    return power

@@ -1,0 +1,165 @@
+"""Deals the samples of one optimizer step to the ranks, in order or by their lengths. Pure: positions in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from unsloth_multigpu.data.cost import CostModel
+from unsloth_multigpu.data.plan import MicroBatches, permute_step, plan_step, slowest_time
+from unsloth_multigpu.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of one rank.
+
+    Args:
+        positions: Places of its samples in the step, in the order of the one-process run.
+        share: What its mean loss counts in the step's loss: 1 for a whole micro-batch of the one-process run,
+            the part of the rows for a part of one, 0 for a filler. Only losses that average over rows need it.
+        reference: Which micro-batch of the one-process run it is a part of, where `deal_step` keeps them apart.
+        is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
+            takes part in the gradient exchange.
+        work: What its rows cost, in tokens; 0 where lengths are not known.
+    """
+
+    positions: tuple[int, ...]
+    share: float = 1.0
+    reference: int = 0
+    is_filler: bool = False
+    work: float = 0.0
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What is known of the time that micro-batches take.
+
+    Args:
+        cost: Of a micro-batch.
+        speeds: Relative speed of each rank.
+        max_tokens: Most tokens of a micro-batch; None = what shares of equal numbers of rows could reach.
+    """
+
+    cost: CostModel
+    speeds: tuple[float, ...]
+    max_tokens: int | None = None
+
+
+def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool) -> list[list[Piece]]:
+    """Splits one optimizer step into contiguous shares, as even as whole samples allow.
+
+    Args:
+        sizes: Rows of each micro-batch that the one-process run would do in this step.
+        world_size: Number of ranks.
+        regroup: True where the loss is a sum divided by the step's token count: then rows may be grouped anew, up to
+            the largest of `sizes` together. False where each micro-batch is averaged by itself: then no piece mixes
+            rows of two of them, and they stay whole if their number divides evenly.
+
+    Returns:
+        `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once outside of fillers.
+    """
+    num_rows = sum(sizes)
+    if not regroup and len(sizes) % world_size == 0:
+        per_rank = len(sizes) // world_size
+        cuts = [sum(sizes[: r * per_rank]) for r in range(world_size + 1)]
+    else:
+        cuts = [r * num_rows // world_size for r in range(world_size + 1)]
+    shares = [range(cuts[r], cuts[r + 1]) for r in range(world_size)]
+    if regroup:
+        plan = [_even_pieces(share, max(sizes, default=1)) for share in shares]
+    else:
+        plan = [_pieces_within(share, sizes) for share in shares]
+    return [pieces or [_filler(0)] for pieces in plan]
+
+
+def balance_step(lengths: Sequence[int], sizes: Sequence[int], balance: Balance, *, regroup: bool) -> list[list[Piece]]:
+    """Splits one optimizer step so that all ranks finish at the same time, and no later than with `deal_step`.
+
+    Args:
+        lengths: Tokens of each sample of the step.
+        sizes: Rows of each micro-batch that the one-process run would do in this step.
+        balance: What micro-batches cost, and how fast the ranks are.
+        regroup: See `deal_step`. False keeps the numbers of rows, and is for losses that are means over rows which do
+            not meet each other; micro-batches of unequal `sizes` weigh their rows differently and are dealt in order.
+
+    Returns:
+        `plan[rank]` = its micro-batches, as from `deal_step`.
+    """
+    speeds, cost = balance.speeds, balance.cost
+    in_order = deal_step(sizes, len(speeds), regroup=regroup)
+    dealt = [[list(p.positions) for p in share if not p.is_filler] for share in in_order]
+    if not regroup and len(set(sizes)) > 1:
+        return in_order
+    if regroup:
+        planned = plan_step(lengths, speeds, cost, balance.max_tokens or _reach(dealt, lengths, cost))
+    else:
+        planned = permute_step(lengths, [[len(part) for part in share] for share in dealt], speeds, cost)
+    # A limit that was asked for holds even where it makes the step slower.
+    may_stay = balance.max_tokens is None or not regroup
+    if may_stay and slowest_time(dealt, lengths, speeds, cost) <= slowest_time(planned, lengths, speeds, cost):
+        planned = dealt
+    shortest = min(range(len(lengths)), key=lengths.__getitem__)
+    rows_of_mean = sizes[0] if not regroup else 0
+    return [
+        [_planned_piece(part, lengths, cost, rows_of_mean) for part in share] or [_filler(shortest)]
+        for share in planned
+    ]
+
+
+def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> int:
+    """Most tokens that a micro-batch could have held: as many rows as one has, each as long as the longest."""
+    parts = [part for share in dealt for part in share]
+    if not cost.is_padded:
+        return max(cost.tokens([lengths[i] for i in part]) for part in parts)
+    return max(map(len, parts)) * cost.padded(max(lengths))
+
+
+def _planned_piece(part: Sequence[int], lengths: Sequence[int], cost: CostModel, rows_of_mean: int) -> Piece:
+    share = len(part) / rows_of_mean if rows_of_mean else 1.0
+    return Piece(tuple(part), share, work=cost.work([lengths[i] for i in part]))
+
+
+def _filler(position: int) -> Piece:
+    return Piece((position,), share=0.0, is_filler=True)
+
+
+def check_divisible(num_samples: int, world_size: int) -> None:
+    """Raises where a full step has fewer samples than there are ranks.
+
+    Raises:
+        ConfigError: `num_samples < world_size`.
+    """
+    if num_samples < world_size:
+        raise ConfigError(
+            f"An optimizer step of {num_samples} sample(s) cannot be shared by {world_size} ranks.",
+            hint=f"Raise per_device_train_batch_size or gradient_accumulation_steps to {world_size} samples or more, "
+            'or use global_batch="scale", or fewer GPUs.',
+        )
+
+
+def equation(sizes: Sequence[int], world_size: int, *, regroup: bool) -> str:
+    """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
+    plan = deal_step(sizes, world_size, regroup=regroup)
+    pieces = [0 if p.is_filler else len(p.positions) for share in plan for p in share]
+    if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
+        return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"
+    rows = " + ".join(str(sum(len(p.positions) for p in share if not p.is_filler)) for share in plan)
+    return f"{sum(sizes)} = {rows} samples on {world_size} ranks"
+
+
+def _even_pieces(share: range, max_rows: int) -> list[Piece]:
+    num_pieces = -(-len(share) // max_rows)
+    cuts = [share.start + i * len(share) // num_pieces for i in range(num_pieces + 1)] if num_pieces else []
+    return [Piece(tuple(range(a, b))) for a, b in pairwise(cuts)]
+
+
+def _pieces_within(share: range, sizes: Sequence[int]) -> list[Piece]:
+    pieces = []
+    ends = list(accumulate(sizes))
+    for reference, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        rows = range(max(share.start, end - size), min(share.stop, end))
+        if rows:
+            pieces.append(Piece(tuple(rows), len(rows) / size, reference))
+    return pieces

@@ -1,0 +1,89 @@
+"""How many tokens each sample of a data set has, read without tokenizing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from unsloth_multigpu.errors import SetupError
+
+_ROWS_AT_ONCE = 10_000
+# What trainers of preferences store for each sample; both answers follow the prompt and are padded alike.
+_PREFERENCE = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> list[int]:
+    """Tokens of each sample.
+
+    Of a Hugging Face data set the column's offsets are read, or a column of lengths; of a list its rows; other data
+    sets may say so in an attribute `lengths`.
+
+    Args:
+        dataset: With random access.
+        length_column: Name of a column that holds lengths.
+        may_read_rows: Read every row of a data set of another kind, which may tokenize it.
+
+    Raises:
+        SetupError: The lengths are not known.
+    """
+    if isinstance(dataset, Subset):
+        whole = read_lengths(dataset.dataset, length_column, may_read_rows=may_read_rows)
+        return [whole[i] for i in dataset.indices]
+    if hasattr(dataset, "select_columns") and hasattr(dataset, "column_names"):
+        return _stored_lengths(dataset, length_column)
+    if isinstance(getattr(dataset, "lengths", None), Sequence | torch.Tensor):
+        lengths = [int(length) for length in dataset.lengths]
+        if len(lengths) != len(dataset):
+            raise SetupError(
+                f"{type(dataset).__name__}.lengths has {len(lengths)} entries for {len(dataset)} rows.",
+                hint="Give it one number of tokens for each row.",
+            )
+        return lengths
+    if isinstance(dataset, list | tuple) or may_read_rows:
+        return [_row_length(dataset[i]) for i in range(len(dataset))]
+    raise SetupError(
+        f"{type(dataset).__name__} does not say how long its rows are",
+        hint="Give it an attribute `lengths`: the number of tokens of each row.",
+    )
+
+
+def _stored_lengths(dataset: Any, length_column: str) -> list[int]:
+    names = dataset.column_names
+    if dataset.format["type"] == "custom":
+        raise SetupError(
+            "rows get their tokens when they are read", hint="Tokenize with Dataset.map instead of set_transform."
+        )
+    if "input_ids" in names:
+        return _list_lengths(dataset, "input_ids")
+    if all(name in names for name in _PREFERENCE):
+        prompt, chosen, rejected = (_list_lengths(dataset, name) for name in _PREFERENCE)
+        return [p + max(c, r) for p, c, r in zip(prompt, chosen, rejected, strict=True)]
+    if length_column in names:
+        return [int(length) for length in dataset.with_format(None)[length_column]]
+    raise SetupError(
+        f"rows have no input_ids and no column {length_column!r}",
+        hint=f"Tokenize the data set before it is given to the Trainer, or add a column {length_column!r}.",
+    )
+
+
+def _list_lengths(dataset: Any, name: str) -> list[int]:
+    """Reads the offsets of a column of lists; its values stay on the disk."""
+    import pyarrow.compute
+
+    lengths: list[int] = []
+    for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        lengths.extend(pyarrow.compute.list_value_length(table.column(0)).to_pylist())
+    missing = next((i for i, length in enumerate(lengths) if length is None), None)
+    if missing is not None:
+        raise SetupError(f"row {missing} has no {name}", hint="Leave rows without tokens out.")
+    return lengths
+
+
+def _row_length(row: Any) -> int:
+    tokens = row.get("input_ids") if isinstance(row, Mapping) else None
+    if not isinstance(tokens, Sequence | torch.Tensor):
+        raise SetupError("rows have no input_ids", hint="Set balance='off'.")
+    return len(tokens)

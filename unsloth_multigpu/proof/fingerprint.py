@@ -1,0 +1,53 @@
+"""Which samples does a micro-batch hold? Told by hashes of their tokens, whatever the padding and the order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+def fingerprints(inputs: Any) -> Counter[str]:
+    """Counts the samples of a micro-batch by their hash.
+
+    Args:
+        inputs: What `Trainer.training_step` gets: usually a mapping with `input_ids` of shape (rows, length), else the
+            first tensor counts. Without `attention_mask`, a row is parted where its `position_ids` begin again
+            (padding-free and packed batches).
+    """
+    if not isinstance(inputs, Mapping):  # Trainers that generate their samples get rows as the data set has them.
+        return Counter(_hash([repr(row).encode()]) for row in inputs)
+    tensors = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    tokens = {n: v for n, v in tensors.items() if n.endswith("input_ids") and v.dim() == 2}
+    if "input_ids" in tokens and "attention_mask" not in tensors and "position_ids" in tensors:
+        return Counter(_hash([_bytes(part)]) for part in _parts(tokens["input_ids"], tensors["position_ids"]))
+    if not tokens:
+        return Counter(_hash([_bytes(row)]) for row in next(iter(tensors.values()), ()))
+    # Preference data has several texts in a row, each with a mask of its own.
+    masks = {name: tensors.get(name.removesuffix("input_ids") + "attention_mask") for name in tokens}
+    texts = [_unpadded(rows, masks[name]) for name, rows in tokens.items()]
+    return Counter(_hash(row) for row in zip(*texts, strict=True))
+
+
+def _unpadded(rows: torch.Tensor, mask: torch.Tensor | None) -> list[bytes]:
+    return [_bytes(row if mask is None else row[mask[i].bool()]) for i, row in enumerate(rows)]
+
+
+def _parts(tokens: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    parts = []
+    for row, places in zip(tokens, positions, strict=True):
+        starts = (places == 0).nonzero().flatten().tolist()
+        parts += [row[start:end] for start, end in pairwise([*starts, len(row)])]
+    return parts
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _hash(texts: Sequence[bytes]) -> str:
+    return hashlib.blake2b(b"\0".join(texts), digest_size=8).hexdigest()

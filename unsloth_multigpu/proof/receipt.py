@@ -1,0 +1,260 @@
+"""What one run leaves for `unsloth-multigpu verify`: samples, loss and gradient norm of each step, and weights."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import platform
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.proof.fingerprint import fingerprints
+from unsloth_multigpu.proof.source import find_precision, find_sources, turn_dropout_off
+from unsloth_multigpu.versions import installed_version
+
+WEIGHTS_FILE = "weights.safetensors"
+_LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
+# Nothing of a run that is compared may land in the user's folders or accounts.
+_SAVERS = ("save_model", "_save_checkpoint", "save_pretrained", "push_to_hub")
+_TRACKERS = "transformers.integrations"
+
+
+@dataclass(frozen=True)
+class ReceiptRequest:
+    """What `verify` asks of a run.
+
+    Args:
+        folder: Where every rank leaves `rank_N.json`, and rank 0 its weights.
+        num_steps: Optimizer steps after which the run ends.
+        num_gpus: Ranks of this run; wins over the script's own number.
+        dropout: False = every dropout probability is set to 0.
+    """
+
+    folder: str
+    num_steps: int
+    num_gpus: int
+    dropout: bool
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> ReceiptRequest | None:
+        """The request that `environment` carries, if it does."""
+        text = environment.get(ENV_RECEIPT)
+        return None if text is None else cls(**json.loads(text))
+
+    def variables(self) -> dict[str, str]:
+        """The environment that carries this request."""
+        return {ENV_RECEIPT: json.dumps(asdict(self))}
+
+
+def same_random_choices() -> None:
+    """Lets a script that shuffles, splits or makes LoRA weights without a seed do the same in both runs."""
+    import numpy
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+class Recorder:
+    """Follows one training of this rank, and ends it after the steps that were asked for.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        request: What to record.
+        rank: This rank.
+        config: The run's options.
+        is_filler: Tells whether the inputs of `training_step` only keep this rank in the exchange of gradients.
+
+    Raises:
+        SetupError: The training is not one of whole weights on every rank.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        request: ReceiptRequest,
+        rank: int,
+        config: MultiGPUConfig,
+        is_filler: Callable[[], bool],
+    ) -> None:
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise SetupError(
+                "verify compares runs in which every rank has all weights; FSDP or DeepSpeed is on.",
+                hint="Switch it off for this comparison.",
+            )
+        self._trainer = trainer
+        self._request = request
+        self._rank = rank
+        self._config = config
+        self._is_filler = is_filler
+        self._first_step = 0
+        self._samples: dict[int, Counter[str]] = defaultdict(Counter)
+        self._figures: dict[int, dict[str, float | None]] = defaultdict(dict)
+        self._gradient_shares: dict[str, float] = {}
+        self._facts: dict[str, Any] = {}
+
+    @contextmanager
+    def on_trainer(self) -> Iterator[None]:
+        """Records while it is open. Enter it before anything else puts methods on the trainer."""
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        with ExitStack() as stack:
+            for name, value in (("logging_nan_inf_filter", False), ("eval_on_start", False)):
+                stack.enter_context(_attribute(trainer.args, name, value))
+            original = trainer.training_step
+            stack.enter_context(_attribute(trainer, "training_step", functools.partial(self._training_step, original)))
+            for owner in (trainer, trainer.model):
+                for name in (n for n in _SAVERS if hasattr(owner, n)):
+                    stack.enter_context(_attribute(owner, name, _do_nothing))
+            stack.enter_context(_attribute(handler, "callbacks", [c for c in handler.callbacks if not _is_tracker(c)]))
+            trainer.add_callback(_recording_callback(self))
+            yield
+
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_filler():
+            self._samples[self._step() + 1].update(fingerprints(inputs))
+        return original(model, inputs, *args, **kwargs)
+
+    def _step(self) -> int:
+        """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
+        return int(self._trainer.state.global_step) - self._first_step
+
+    def begin(self) -> None:
+        """Called when the training begins, with the model that it trains."""
+        self._first_step = int(self._trainer.state.global_step)
+        if not self._request.dropout:
+            turn_dropout_off(self._trainer.model)
+        self._facts = _facts(self._trainer, self._config)
+
+    def note_gradients(self) -> None:
+        """Called between the last backward and the optimizer's step."""
+        named = [(n, p.grad) for n, p in self._trainer.model.named_parameters() if p.grad is not None]
+        if self._rank != 0 or not named:
+            return
+        device = self._trainer.args.device
+        norms = torch.stack([torch.linalg.vector_norm(g.detach().float()).to(device) for _, g in named])
+        total = float(torch.linalg.vector_norm(norms))
+        # Without clipping some versions of transformers do not log it.
+        self._figures[self._step() + 1]["grad_norm"] = total
+        if total > 0 and torch.isfinite(norms).all():
+            for (name, _), share in zip(named, (norms / total).tolist(), strict=True):
+                self._gradient_shares[name] = max(share, self._gradient_shares.get(name, 0.0))
+
+    def note_logs(self, logs: Mapping[str, Any]) -> None:
+        """Called with what the Trainer logs after a step."""
+        if "loss" in logs:
+            found = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
+            self._figures[self._step()].update(found)
+
+    def steer(self, control: Any) -> None:
+        """Called at the end of a step and of an epoch: each step is logged, nothing saved, and the last one ends it."""
+        control.should_log = True
+        control.should_save = control.should_evaluate = False
+        if self._step() >= self._request.num_steps:
+            control.should_training_stop = True
+
+    def write(self) -> None:
+        """Leaves what was recorded in the request's folder."""
+        folder = Path(self._request.folder)
+        if self._rank == 0:
+            _save_weights(self._trainer.model, folder / WEIGHTS_FILE)
+        steps = [
+            {
+                "step": step,
+                "loss": None,
+                "grad_norm": None,
+                **self._figures.get(step, {}),
+                "samples": self._samples[step],
+            }
+            for step in range(1, self._step() + 1)
+        ]
+        record = {"rank": self._rank, "steps": steps, "gradient_shares": self._gradient_shares, "facts": self._facts}
+        (folder / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
+
+
+def leave_process() -> NoReturn:
+    """Ends this process well, before the script's next line, which may save over the user's model.
+
+    No SystemExit: a `finally` or `except` around the training would go on with the script. Exit handlers run, as
+    multiprocessing runs them at the end of its children: they close the process group and end data loading workers.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _facts(trainer: Any, config: MultiGPUConfig) -> dict[str, Any]:
+    device = trainer.args.device
+    on_card = device.type in ("cuda", "xpu")
+    return {
+        "world_size": int(trainer.args.world_size),
+        "device": getattr(torch, device.type).get_device_name(device) if on_card else f"cpu, {platform.machine()}",
+        "trainer": type(trainer).__name__,
+        "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
+        "precision": find_precision(trainer),
+        "sources": [asdict(source) for source in find_sources(trainer, config)],
+        "config": asdict(config),
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _LIBRARIES}},
+    }
+
+
+def _save_weights(model: Any, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # Copies: parameters may be views of one buffer, which the format refuses.
+    save_file({name: p.detach().to("cpu", copy=True).contiguous() for name, p in trained.items()}, path)
+
+
+def _is_tracker(callback: Any) -> bool:
+    return any(cls.__module__.startswith(_TRACKERS) for cls in type(callback).__mro__)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for what saves or uploads."""
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of one object, and puts back what the object itself had."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is missing else setattr(owner, name, before)
+
+
+def _recording_callback(recorder: Recorder) -> Any:
+    from transformers import TrainerCallback
+
+    class Recording(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recorder.begin()
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recorder.note_gradients()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recorder.steer(control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            recorder.steer(control)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
+            recorder.note_logs(logs)
+
+    return Recording()

@@ -1,0 +1,184 @@
+"""Replica proof: do all ranks still hold the same trainable weights, bit by bit?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.errors import DivergenceError
+from unsloth_multigpu.logs import get_logger
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.core.manager import DDPManager
+
+logger = get_logger(__name__)
+
+_NUM_NAMED = 4
+_INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements of one chunk. The CPU's cache holds a small one; an accelerator wants few launches.
+_CPU_CHUNK, _ACCELERATOR_CHUNK = 2**16, 2**21
+
+
+class ReplicaProof:
+    """Compares the trainable weights, the step and the options of all ranks by 64-bit hashes.
+
+    The Trainer calls `on_step_end` before it saves the checkpoint of that step, so a diverged state is not saved at a
+    step that is checked.
+
+    Args:
+        manager: This rank's manager. Its `config.verify_every` says how often; 0 = never.
+        extra: Gives a text that must be equal on all ranks as well.
+    """
+
+    def __init__(self, manager: DDPManager, extra: Callable[[], str] = str) -> None:
+        self._manager = manager
+        self._extra = extra
+        self._last_equal_step: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        """True after the first step of this training and after every `verify_every` steps."""
+        every = self._manager.config.verify_every
+        is_alone = self._manager.identity.world_size == 1
+        return every > 0 and not is_alone and (self._last_equal_step is None or step % every == 0)
+
+    def is_unchecked(self, step: int) -> bool:
+        """True at the end of a training whose last step was not due."""
+        return self._last_equal_step not in (None, step)
+
+    def check(self, model: nn.Module, step: int) -> None:
+        """Compares this rank with the others. Collective: one all_gather of two numbers where all are equal.
+
+        Args:
+            model: The model without DDP's wrapper.
+            step: Finished optimizer steps.
+
+        Raises:
+            DivergenceError: On every rank; it names ranks and tensors.
+        """
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        hashes = tensor_hashes([p for _, p in named])
+        facts = {
+            "step": step,
+            "config": str(self._manager.config),
+            "trainable tensors": _text_hash(str([(n, tuple(p.shape), p.dtype) for n, p in named])),
+            "plan": self._extra(),
+        }
+        found = self._manager.gather_int64([_text_hash(str(hashes)), _text_hash(json.dumps(facts))])
+        if any(row[1] != found[0][1] for row in found):
+            self._raise_for_facts(facts, step)
+        if any(row[0] != found[0][0] for row in found):
+            rows = [json.loads(text) for text in self._manager.gather_texts(json.dumps(hashes))]
+            self._raise(step, describe_divergence([n for n, _ in named], rows))
+        self._last_equal_step = step
+
+    def _raise_for_facts(self, facts: dict[str, Any], step: int) -> None:
+        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(facts))]
+        other = next(r for r, theirs in enumerate(ranks) if theirs != ranks[0])
+        differ = [name for name in facts if ranks[0][name] != ranks[other][name]]
+        self._raise(
+            step, "; ".join(f"{n}: rank 0 has {ranks[0][n]}, rank {other} has {ranks[other][n]}" for n in differ)
+        )
+
+    def _raise(self, step: int, what: str) -> None:
+        last = self._last_equal_step
+        since = f"All ranks were equal after step {last}." if last is not None else "It is the first check."
+        raise DivergenceError(
+            f"The ranks' replicas differ after step {step}: {what}. {since}",
+            hint="Look for what changes weights or gradients on one rank alone: a callback or hook, weights set after "
+            "the model was wrapped, DDP(init_sync=False), faulty memory. verify_every=1 finds the step.",
+        )
+
+
+def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A signed 64-bit hash of each tensor's bits, computed where it lies.
+
+    The bits of each element, read as an integer, times an odd 64-bit weight of its position, summed modulo 2^64. An odd
+    weight has an inverse there, so any change in one element, of one bit or of many, changes the hash for certain.
+    Changes in several elements cancel with a chance of about 2^-32 at most. Any floating dtype, any strides.
+    Temporary memory is bounded: about 48 MiB on an accelerator, 2 MiB on the CPU.
+    """
+    weights: dict[torch.device, torch.Tensor] = {}
+    hashes = []
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.device not in weights:
+                size = _CPU_CHUNK if tensor.device.type == "cpu" else _ACCELERATOR_CHUNK
+                longest = max(t.numel() for t in tensors if t.device == tensor.device)
+                weights[tensor.device] = _odd_weights(min(size, max(1, longest)), tensor.device, seed=0)
+            hashes.append(_tensor_hash(tensor, weights[tensor.device]))
+        # One copy from each device, and not one for each tensor.
+        by_device = {d: iter(torch.stack([h for h in hashes if h.device == d]).tolist()) for d in weights}
+    return [next(by_device[h.device]) for h in hashes]
+
+
+def _tensor_hash(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The hash as a scalar on the tensor's device."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.view(_INTEGER_OF_BYTES[real.element_size()])
+    pieces = _pieces(bits, len(weights))
+    if bits.dtype == torch.int64:
+        # Two flipped top bits would cancel: 2^63 times any odd number is the same.
+        pieces = (piece ^ (piece >> 32) for piece in pieces)
+    sums = torch.stack([(weights[: len(piece)] * piece).sum() for piece in pieces])
+    return (sums * _odd_weights(len(sums), sums.device, seed=1)).sum()
+
+
+def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Flat parts of at most `size` elements. Where a tensor is not contiguous only a part of it is copied at a time."""
+    if bits.is_contiguous() or bits.numel() <= size:
+        yield from bits.reshape(-1).split(size)
+        return
+    for rows in bits.split(max(1, size * len(bits) // bits.numel())):
+        yield from _pieces(rows[0] if len(rows) == 1 else rows, size)
+
+
+def _odd_weights(num_weights: int, device: torch.device, *, seed: int) -> torch.Tensor:
+    """Pseudo-random odd int64 numbers, the same on every device. Source: the finalizer of splitmix64."""
+    x = (torch.arange(1, num_weights + 1, device=device) + (seed << 40)) * -0x61C8864680B583EB
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return (x ^ (x >> 31)) | 1
+
+
+def describe_divergence(names: Sequence[str], hashes: Sequence[Sequence[int]]) -> str:
+    """Says which ranks differ in which tensors.
+
+    Args:
+        names: Of the tensors.
+        hashes: `hashes[rank][tensor]`; they differ somewhere.
+    """
+    tensors_of: dict[str, list[str]] = {}
+    for name, column in zip(names, zip(*hashes, strict=True), strict=True):
+        if len(set(column)) > 1:
+            tensors_of.setdefault(_who_differs(column), []).append(name)
+    parts = []
+    for who, tensors in tensors_of.items():
+        more = f" and {len(tensors) - _NUM_NAMED} more" if len(tensors) > _NUM_NAMED else ""
+        listed = ", ".join(tensors[:_NUM_NAMED]) + more
+        parts.append(f"{who} in {len(tensors)} of {len(names)} trainable tensors: {listed}")
+    return "; ".join(parts)
+
+
+def _who_differs(column: Sequence[int]) -> str:
+    """The minority, where more than half of the ranks agree; else all groups of ranks that agree."""
+    groups: dict[int, list[int]] = {}
+    for rank, value in enumerate(column):
+        groups.setdefault(value, []).append(rank)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    if 2 * len(ordered[0]) > len(column):
+        odd = sorted(rank for group in ordered[1:] for rank in group)
+        return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other ranks"
+    return " and ".join(_ranks(group) for group in ordered) + " differ"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _text_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
