@@ -30,6 +30,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "grad_compression": ("bf16", "fp16", "powersgd"),
     "ddp_backend": ("nccl", "gloo", "xccl"),
 }
+_PLANNER_OPTIONS = (
+    "max_tokens_per_micro_batch",
+    "micro_batch_overhead_tokens",
+    "micro_batch_floor_tokens",
+    "rank_speeds",
+)
 _MAY_BE_NONE = ("grad_compression", "ddp_backend")
 # 31 years; torch counts in nanoseconds of 64 bits.
 _MAX_SECONDS = 1e9
@@ -159,16 +165,16 @@ def _check_planner_options(config: MultiGPUConfig) -> None:
             hint="Set rank_speeds=(1.0, 0.5), say, or leave it out.",
         )
 
-    limit = config.max_tokens_per_micro_batch
-    if limit is not None and config.balance == "off":
+    given = [f"{n}={getattr(config, n)!r}" for n in _PLANNER_OPTIONS if getattr(config, n) is not None]
+    if given and config.balance == "off":
         raise ConfigError(
-            f"max_tokens_per_micro_batch={limit} needs the planner, and balance='off'.",
-            hint="Set balance='auto', or leave one of them out.",
+            f"{given[0]} is for the planner, and balance='off'.", hint="Set balance='auto', or leave one of them out."
         )
-    if not config.keeps_global_batch and (limit is not None or config.balance == "tokens"):
-        asked = "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
+    if config.balance == "tokens":
+        given.append("balance='tokens'")
+    if given and not config.keeps_global_batch:
         raise ConfigError(
-            f"{asked} deals the samples of a step, and global_batch='scale' leaves that to Hugging Face.",
+            f"{given[0]} deals the samples of a step, and global_batch='scale' leaves that to Hugging Face.",
             hint="Set global_batch='keep' and leave batch_size_per_gpu out.",
         )
 

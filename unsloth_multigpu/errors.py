@@ -78,6 +78,6 @@ class RankTimeoutError(DistributedError, TimeoutError):
 
 
 class DivergenceError(DistributedError):
-    """The ranks run with different settings, versions or data."""
+    """The ranks run with different settings, data or weights, or a run is not the one that it was compared with."""
 
     exit_code = 77

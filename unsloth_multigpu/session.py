@@ -49,9 +49,11 @@ class Session:
         """Stands in for `Trainer.train`."""
         self.registry.verify()
         steered = None
-        # One process is left alone, unless it was asked for; the receipt compares with a run that is.
-        is_planned = self.config.balance == "tokens" and ENV_RECEIPT not in os.environ
-        if self.identity.world_size > 1 or is_planned:
+        # One process is left alone, unless a plan was asked for; the receipt compares with a run that is.
+        asks_for_plan = self.config.balance == "tokens" or self.config.max_tokens_per_micro_batch is not None
+        if self.identity.world_size == 1 and self.config.grad_compression is not None:
+            logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
+        if self.identity.world_size > 1 or (asks_for_plan and ENV_RECEIPT not in os.environ):
             from unsloth_multigpu.core.trainer import DDPTrainer
 
             steered = DDPTrainer(trainer, self.manager(), self.events)
@@ -116,9 +118,20 @@ def _patches(session: Session) -> list[Patch]:
     config, identity = session.config, session.identity
     device_type = _claim_device(session)
     patches = trainer_patches(config, identity.world_size, device_type, session.run_training, session.manager)
+    others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]
+    if others and ENV_RECEIPT in os.environ:
+        # Nobody would end the training after the steps that were asked for.
+        raise SetupError(
+            f"verify compares runs in which every rank has all weights; {others[0]} is set.",
+            hint="Unset it for this comparison.",
+        )
     if identity.world_size == 1:
         return patches
-    others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]
+    if others and config.grad_compression is not None:
+        raise SetupError(
+            f"grad_compression={config.grad_compression!r} steers DDP, but {others[0]} is set.",
+            hint="Leave one of them out.",
+        )
     if others:
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []

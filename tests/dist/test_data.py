@@ -97,6 +97,20 @@ def test_rows_of_known_lengths_are_dealt_with_less_padding(folder):
         assert computed_tokens(folder, name) < 0.8 * in_order, name
 
 
+def test_one_process_is_planned_when_asked(folder):
+    names = ["plain", "workers", "list", "end_to_end"]
+    out = folder / "one"
+    out.mkdir()
+    run = run_python([SCRIPT, "1", out, ",".join(names)], cwd=folder, env={"UNSLOTH_MULTIGPU_BALANCE": "tokens"})
+    assert run.code == 0, run.err
+    for name in names:
+        planned, (plain,) = json.loads((out / f"{name}_0.json").read_text()), ranks(folder, 1, name)
+        assert samples([planned]) == samples([plain])
+        assert planned["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+        if name != "end_to_end":
+            assert planned["computed_tokens"] < 0.8 * plain["computed_tokens"], name
+
+
 def test_one_line_says_how_samples_are_dealt(folder):
     lines = (folder / "2" / "stderr.txt").read_text().splitlines()
     for reason, count in {

@@ -27,6 +27,7 @@ TOLERANCE = 1e-4  # Measured: 2e-7 in gradient norms, 1e-7 in weights.
 class Run:
     out: Path
     ranks: list[dict[str, Any]]
+    err: str
 
     @property
     def adapter(self) -> dict[str, torch.Tensor]:
@@ -42,7 +43,9 @@ def start_script(name: str, model: Path, folder: Path, *options: str) -> subproc
 def finish_script(process: subprocess.Popen, folder: Path, *, num_ranks: int) -> Run:
     finished = finish(process, TIMEOUT_S)
     assert finished.code == 0, f"exit code {finished.code}\n{finished.out[-2000:]}\n{finished.err[-4000:]}"
-    return Run(folder, [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)])
+    return Run(
+        folder, [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)], finished.err
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,10 @@ def test_sft_runs_unsloths_own_trainer(runs: tuple[Run, Run]) -> None:
         assert {rank["trainer"] for rank in run.ranks} == {"UnslothSFTTrainer"}
     # An adapter uses all its parameters: looking for unused ones costs a walk over the graph in each step.
     assert not any(rank["find_unused_parameters"] for rank in runs[1].ranks)
+
+
+def test_sft_steps_are_planned(runs: tuple[Run, Run]) -> None:
+    assert "dealt by length" in runs[1].err
 
 
 def test_sft_ranks_share_the_samples_of_each_step(runs: tuple[Run, Run]) -> None:
@@ -118,7 +125,9 @@ def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None
 def test_dpo_trains_on_two_ranks(model: Path) -> None:
     folder = model.parent / "dpo"
     with start_script("gpu_path_dpo.py", model, folder) as process:
-        first, second = finish_script(process, folder, num_ranks=2).ranks
+        run = finish_script(process, folder, num_ranks=2)
+    assert "exchanged between micro-batches by length" in run.err
+    first, second = run.ranks
     assert first["trainer"] == "UnslothDPOTrainer"
     assert first["adapter_hash"] == second["adapter_hash"]
     assert first["grad_norms"] == second["grad_norms"]

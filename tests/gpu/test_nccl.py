@@ -30,3 +30,11 @@ def test_two_cards_train_as_one(tmp_path, rows):
 def test_doctor_finds_no_fault(tmp_path):
     run = run_python(["-m", "unsloth_multigpu.cli.main", "doctor"], cwd=tmp_path, env=VISIBLE)
     assert run.code == 0, run.out
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
+    environment = {"UNSLOTH_MULTIGPU_GRAD_COMPRESSION": compression, "UNSLOTH_MULTIGPU_VERIFY_EVERY": "1"}
+    out = tmp_path / "log.json"
+    run = run_python([SCRIPT, "--num-gpus", "2", "--out", out], cwd=tmp_path, env={**VISIBLE, **environment})
+    assert run.code == 0, run.err

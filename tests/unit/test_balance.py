@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,21 @@ def pad_to(multiple: int = 1, most: int = 10_000, least: int = 0) -> Any:
 
 
 def end_to_end(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.tensor([[i for r in rows for i in r["input_ids"]]])}
+    ids = torch.tensor([[i for r in rows for i in r["input_ids"]]])
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(r["input_ids"])) for r in rows])[None]}
+
+
+def joined(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": end_to_end(rows)["input_ids"]}
+
+
+def with_unmasked_starts(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    batch = end_to_end(rows)
+    return {**batch, "labels": batch["input_ids"]}
+
+
+def with_pictures(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    return {**pad_to()(rows), "pixel_values": torch.zeros(len(rows), 3, 99)}
 
 
 def loader(collate: Any = None, tokens: Any = None) -> Any:
@@ -85,6 +100,9 @@ def test_rows_that_the_collator_cuts_count_as_cut() -> None:
     [
         (loader(pad_to(least=64)), TOKEN_SUM, "the collator makes 64 tokens of a row of 3"),
         (loader(lambda rows: {"pixels": 1}), TOKEN_SUM, "the collator makes no input_ids"),
+        (loader(joined), TOKEN_SUM, "the collator joins rows without telling them apart"),
+        (loader(with_unmasked_starts), TOKEN_SUM, "the collator joins rows without telling them apart"),
+        (loader(with_pictures), TOKEN_SUM, "rows are more than their tokens: pixel_values"),
         (loader(tokens=[]), TOKEN_SUM, "the data set is empty"),
         (loader(), OTHER_MEAN, "may depend on which rows are in it together"),
     ],
@@ -101,6 +119,20 @@ def test_what_cannot_be_planned_is_said_or_an_error(
             assert ours.prepare(data, scale) == ""
         assert f"samples are dealt in order: {reason}" in caplog.text.replace("the loss of a micro-batch ", "")
         assert ours.deal([0, 1], [2]) is None
+
+
+def test_router_of_experts_is_no_token_plan() -> None:
+    ours = balancer(balance="tokens")
+    ours._trainer.model.config = SimpleNamespace(output_router_logits=True)
+    with pytest.raises(SetupError, match="the router's loss counts once for each micro-batch"):
+        ours.prepare(loader(), TOKEN_SUM)
+
+
+def test_row_without_a_label_ends_an_exchange() -> None:
+    for scale, labels, ends in ((ROW_MEAN, [1, -100], True), (ROW_MEAN, [1, 2], False), (TOKEN_SUM, [1, -100], False)):
+        ours = prepared(loader(), scale)
+        with pytest.raises(SetupError, match="A row has the label -100") if ends else nullcontext():
+            ours.check_labels([{"labels": torch.tensor(labels)}])
 
 
 def test_mean_over_rows_is_no_token_plan() -> None:
@@ -122,7 +154,9 @@ def test_speeds_are_one_for_each_rank() -> None:
 
 
 def test_shape_of_the_model_gives_the_weight_of_attention() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24)})
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24), "adapted": nn.Identity()})
+    # As a layer of PEFT: it has the sizes of the layer that it holds.
+    vars(model["adapted"]).update(base_layer=model["a"], in_features=8, out_features=8)
     model.config = SimpleNamespace(hidden_size=8, num_hidden_layers=2)  # type: ignore[assignment]
     ours = balancer()
     ours._trainer.model = model

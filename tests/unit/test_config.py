@@ -198,7 +198,7 @@ def test_wrong_argument_is_named_with_a_hint(option: str, value: object, message
 def test_limit_that_nothing_would_hold_is_an_error() -> None:
     with pytest.raises(ConfigError) as error:
         MultiGPUConfig(balance="off", max_tokens_per_micro_batch=512)
-    assert_says(error, "max_tokens_per_micro_batch=512 needs the planner, and balance='off'", "balance='auto'")
+    assert_says(error, "max_tokens_per_micro_batch=512 is for the planner, and balance='off'", "balance='auto'")
     with pytest.raises(ConfigError) as error:
         MultiGPUConfig(global_batch="scale", balance="tokens")
     assert_says(error, "balance='tokens' deals the samples of a step, and global_batch='scale'", "batch='keep'")

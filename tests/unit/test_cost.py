@@ -56,7 +56,14 @@ def test_overhead_and_floor_are_found(overhead: float, floor: float) -> None:
 def test_one_slow_micro_batch_changes_nothing() -> None:
     samples = [(float(w), (32 + w) * 1e-5) for w in range(50, 3000, 100)]
     assert fit_cost(CostModel(), [*samples, (60.0, 5.0)]) == fit_cost(CostModel(), samples)
-    assert without_outliers([*samples, (60.0, 5.0)]) == samples
+    assert without_outliers(CostModel(), [*samples, (60.0, 5.0)]) == samples
+
+
+def test_small_micro_batches_that_show_the_floor_are_kept() -> None:
+    samples = [(float(w), (500 + max(2000, w)) * 1e-5) for w in range(50, 6000, 100)]
+    assert without_outliers(CostModel(), samples) == samples
+    found = fit_cost(CostModel(), samples)
+    assert found.of_work(60) == pytest.approx(2500, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ LAYERS = {
     "core.trainer": 3,
     "core.steps": 3,
     "core.balance": 3,
+    "core.collation": 3,
     "core.stopwatch": 3,
     "core.serial": 3,
     "hooks.*": 4,

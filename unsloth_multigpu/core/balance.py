@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from unsloth_multigpu.core.loss import LossScale, kept_random_state
+from unsloth_multigpu.core.collation import as_collated
+from unsloth_multigpu.core.loss import LossScale, has_router_loss, kept_random_state
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.stopwatch import Lap, Stopwatch
 from unsloth_multigpu.data.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
@@ -49,7 +51,7 @@ class Balancer:
         self._config = manager.config
         self._lengths: list[int] = []
         self._regroup = True
-        self._laps: list[tuple[float, Lap]] = []
+        self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
         self._num_steps = 0
         self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
         self.balance: Balance | None = None
@@ -73,19 +75,22 @@ class Balancer:
             return ""
         limit = self._config.max_tokens_per_micro_batch
         is_demanded = self._config.balance == "tokens" or limit is not None
+        reason = None
         try:
-            self._regroup = _may_regroup(scale, is_demanded=is_demanded)
+            self._regroup = _may_regroup(scale, self._trainer, is_demanded=is_demanded)
             self._lengths, cost = self._read(loader)
-        except SetupError as reason:
+            self.balance = Balance(cost, tuple(speeds), limit)
+        except SetupError as error:
+            reason = error
+        digest = hashlib.blake2b(repr(self._lengths).encode(), digest_size=8).hexdigest()
+        self._manager.check_same({"lengths of samples": digest, "balance": reason.args[0] if reason else self.state()})
+        if reason is not None:
             if is_demanded:
                 asked = "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
-                raise SetupError(f"{asked} is not possible: {reason.args[0]}.", hint=reason.hint) from None
+                raise SetupError(f"{asked} is not possible: {reason.args[0]}.", hint=reason.hint)
             logger.info("balance: samples are dealt in order: %s", reason.args[0])
             return ""
         self._check_limit()
-        self.balance = Balance(cost, tuple(speeds), limit)
-        digest = hashlib.blake2b(repr(self._lengths).encode(), digest_size=8).hexdigest()
-        self._manager.check_same({"lengths of samples": digest, "balance": self.state()})
         dealt = "dealt" if self._regroup else "exchanged between micro-batches"
         return f", {dealt} by length ({min(self._lengths)} to {max(self._lengths)} tokens)"
 
@@ -105,7 +110,7 @@ class Balancer:
         if not found:
             raise SetupError("the data set is empty", hint="Set balance='off'.")
         with kept_random_state():
-            return _as_collated(found, loader, self._cost())
+            return as_collated(found, loader, self._cost())
 
     def _cost(self) -> CostModel:
         assumed = _ASSUMED.get(self._trainer.args.device.type, _ASSUMED_ON_DEVICE)
@@ -132,9 +137,26 @@ class Balancer:
 
     def note(self, piece: Piece) -> None:
         """Keeps the time of a micro-batch, which has just been computed."""
-        lap = self.stopwatch.lap() if self._measures() and not piece.is_filler else None
+        # Pieces that were dealt in order, as in a short last step, do not know their work.
+        lap = self.stopwatch.lap() if piece.work and self._measures() else None
         if lap is not None and self._num_steps >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
+
+    def check_labels(self, inputs: Sequence[Any]) -> None:
+        """Raises where exchanged rows turn out not to count alike: a mean over labels leaves ignored ones out.
+
+        Raises:
+            SetupError: A micro-batch has a row without a label.
+        """
+        if self.balance is None or self._regroup:
+            return
+        for micro_batch in inputs:
+            labels = micro_batch.get("labels")
+            if isinstance(labels, torch.Tensor) and labels.dim() == 1 and bool((labels == -100).any()):
+                raise SetupError(
+                    "A row has the label -100, so that rows do not all count the same.",
+                    hint="Set balance='off', or leave rows without a label out.",
+                )
 
     def _measures(self) -> bool:
         if self.balance is None or torch.are_deterministic_algorithms_enabled():
@@ -148,13 +170,14 @@ class Balancer:
         is_first = self._num_steps in _FIRST_EXCHANGES
         if not self._measures() or not (is_first or self._num_steps % _EXCHANGE_EVERY == 0):
             return
-        mine = [(work, lap.seconds()) for work, lap in self._laps[-_MOST_LAPS:]]
+        mine = [(work, lap.seconds()) for work, lap in self._laps]
         self._laps.clear()
         flat = [value for pair in mine for value in pair]
         rows = self._manager.gather_floats([len(mine), *flat, *[0.0] * (2 * _MOST_LAPS - len(flat))])
         laps = [list(zip(row[1::2], row[2::2], strict=True))[: int(row[0])] for row in rows]
         if all(laps):
-            self._learn([without_outliers(rank) for rank in laps], may_fit=is_first)
+            assert self.balance is not None
+            self._learn([without_outliers(self.balance.cost, rank) for rank in laps], may_fit=is_first)
 
     def _learn(self, laps: Sequence[Sequence[tuple[float, float]]], *, may_fit: bool) -> None:
         assert self.balance is not None
@@ -183,8 +206,13 @@ class Balancer:
         return str(self.balance)
 
 
-def _may_regroup(scale: LossScale, *, is_demanded: bool) -> bool:
+def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:
     """True where micro-batches can be made anew, False where only rows can be exchanged between them."""
+    if scale.is_token_normalised and has_router_loss(trainer):
+        raise SetupError(
+            "the router's loss counts once for each micro-batch",
+            hint="Set output_router_logits=False in the model's config, or balance='off'.",
+        )
     if scale.is_token_normalised:
         return True
     if scale.rows_are_independent and not is_demanded:
@@ -197,48 +225,6 @@ def _may_regroup(scale: LossScale, *, is_demanded: bool) -> bool:
     )
 
 
-def _as_collated(lengths: list[int], loader: Any, cost: CostModel) -> tuple[list[int], CostModel]:
-    """Compares the lengths with what the collator makes of the shortest and the longest row, and learns how it pads.
-
-    Raises:
-        SetupError: It makes more of them than their lengths say, so that a plan would not hold the limit of memory.
-    """
-    shortest = min(range(len(lengths)), key=lengths.__getitem__)
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    alone, both = (_collated(loader, rows) for rows in ([shortest], [shortest, longest]))
-    multiple = _pad_multiple(loader.collate_fn)
-    padded = dataclasses.replace(cost, pad_multiple=multiple)
-    if len(both) == len(alone) and both.shape[-1] > alone.shape[-1]:
-        # One row of both: nothing is padded, but for the end.
-        total = lengths[shortest] + lengths[longest]
-        if both.numel() <= padded.padded(total):
-            return lengths, dataclasses.replace(cost, is_padded=False)
-    widest = both.shape[-1]
-    # A collator may cut what is too long.
-    cut = [min(length, widest) for length in lengths]
-    if alone.shape[-1] > padded.padded(cut[shortest]) or widest > padded.padded(cut[longest]):
-        raise SetupError(
-            f"the collator makes {alone.shape[-1]} tokens of a row of {lengths[shortest]} and {widest} of one of "
-            f"{lengths[longest]}",
-            hint="Let it pad to the longest row of the batch.",
-        )
-    return cut, padded
-
-
-def _collated(loader: Any, rows: Sequence[int]) -> torch.Tensor:
-    batch = loader.collate_fn([loader.dataset[i] for i in rows])
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        raise SetupError("the collator makes no input_ids", hint="Set balance='off'.")
-    return ids
-
-
-def _pad_multiple(collate: Any) -> int:
-    # The Trainer wraps a collator that takes columns away.
-    inner = getattr(collate, "data_collator", collate)
-    return int(getattr(inner, "pad_to_multiple_of", None) or 1)
-
-
 def _attention_of(model: nn.Module) -> float:
     """The `q` of the cost from the model's shape; 0 for a model that does not tell it."""
     config: Any = getattr(model, "config", None)
@@ -246,6 +232,8 @@ def _attention_of(model: nn.Module) -> float:
     hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))
     # By the names of their sizes: weights of quantised layers are packed.
     matrices: list[Any] = [m for m in model.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
+    # PEFT's layers have the sizes of the layer that they hold.
+    matrices = [m for m in matrices if not hasattr(m, "base_layer")]
     num_weights = sum(int(m.in_features) * int(m.out_features) for m in matrices)
     if not isinstance(hidden_size, int) or not isinstance(num_layers, int):
         return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import random
@@ -15,9 +16,12 @@ import torch
 from unsloth_multigpu.errors import SetupError
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
-_TRIED_NUM_ITEMS = 64
+# Two counts so far apart that a part of the loss which is not divided by them shows, however small.
+_FEW_ITEMS, _MANY_ITEMS = 64, 2**24
 # Those of DPO's losses whose pairs do not meet each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
+# Where TRL's trainers collect what they log.
+_METRICS = ("_metrics", "_stored_metrics", "_total_train_tokens")
 WEIGHINGS = ("rows", "next tokens", "tokens")
 
 
@@ -52,8 +56,8 @@ class LossScale:
 def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossScale:
     """Finds out how the trainer's loss scales. Every rank must call it, with the same samples.
 
-    Of TRL and Unsloth it is known. A model of transformers may take loss arguments and still average its loss, and what
-    a script wrote may do anything: these are tried on a few samples, without gradient.
+    Of TRL's and Unsloth's SFTTrainer it is known. A model of transformers may take loss arguments and still average its
+    loss, and what a script wrote may do anything: these are tried on a few samples, without gradient.
 
     Args:
         trainer: A transformers Trainer.
@@ -64,92 +68,139 @@ def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossS
     """
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    if not counts_items:
-        scale = LossScale(is_token_normalised=False, is_multiplied=False)
-        return replace(scale, rows_are_independent=_rows_are_independent(trainer, owner, few_samples))
+    name = owner.__name__.removeprefix("_Unsloth") if owner.__module__.startswith(_KNOWN_AUTHORS) else ""
     # TRL marks some trainers by a text in the place of the function.
     is_own = callable(trainer.compute_loss_func) or trainer.label_smoother is not None
-    if owner.__module__.startswith(_KNOWN_AUTHORS) and not is_own:
+    if counts_items and name == "SFTTrainer" and not is_own:
         return _declared_scale(trainer)
-    with kept_random_state():
+    is_stock = owner.__module__.startswith("transformers.")
+    plain = LossScale(
+        is_token_normalised=False,
+        is_multiplied=False,
+        rows_are_independent=name == "DPOTrainer" and _has_pairwise_loss(trainer),
+    )
+    if not counts_items and not is_stock:
+        return plain  # A loss that a script wrote may count its calls.
+    with kept_random_state(), _kept_metrics(trainer):
         samples = few_samples()
         if not samples:
-            return _declared_scale(trainer)
-        if not isinstance(samples[0], Mapping) or "labels" not in samples[0]:
+            return _declared_scale(trainer) if counts_items else plain
+        labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
+        if not isinstance(labels, torch.Tensor):
             # Without labels there is nothing to count, and the Trainer hands no count on.
-            return LossScale(is_token_normalised=False, is_multiplied=False)
-        scale = _try_loss(trainer, samples)
-    if scale.is_token_normalised:
-        return scale
-    return replace(scale, rows_are_independent=_rows_are_independent(trainer, owner, few_samples))
+            return plain
+        trial = _Trial(trainer, samples)
+        scale = trial.scale() if counts_items else plain
+        if scale.is_token_normalised:
+            return scale
+        count = _FEW_ITEMS if counts_items else None
+        return trial.weighed(scale, count, is_stock=is_stock and not callable(trainer.compute_loss_func))
+
+
+def has_router_loss(trainer: Any) -> bool:
+    """True where a mixture of experts adds a loss of its own for each micro-batch, whatever is in it."""
+    config: Any = getattr(trainer.model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False))
+
+
+def _has_pairwise_loss(trainer: Any) -> bool:
+    return set(trainer.args.loss_type) <= _PAIRWISE_LOSSES and not has_router_loss(trainer)
 
 
 def _declared_scale(trainer: Any) -> LossScale:
-    model = trainer.model
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_model(trainer)
     loss_function = getattr(base, "loss_function", None)
     takes_count = loss_function is not None and "num_items_in_batch" in inspect.signature(loss_function).parameters
     return LossScale(takes_count or trainer.compute_loss_func is not None, is_multiplied=True)
 
 
-def _try_loss(trainer: Any, samples: list[Any]) -> LossScale:
-    args = trainer.args
-    average = args.average_tokens_across_devices
-
-    def loss_of(num_items: int, inputs: Any, *, over_ranks: bool = False) -> float:
-        args.average_tokens_across_devices = over_ranks
-        count = torch.tensor(num_items, device=args.device)
-        # The same dropout masks each time.
-        with trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), _forked(args.device):
-            return float(trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=count))
-
-    try:
-        with torch.no_grad():
-            once, half = loss_of(_TRIED_NUM_ITEMS, samples[0]), loss_of(2 * _TRIED_NUM_ITEMS, samples[0])
-            multiplied = loss_of(_TRIED_NUM_ITEMS, samples[0], over_ranks=True)
-            parts = [loss_of(_TRIED_NUM_ITEMS, part) for part in samples[1:]]
-    finally:
-        args.average_tokens_across_devices = average
-    is_sum, is_mean = (math.isclose(half, x, rel_tol=0.01) for x in (once / 2, once))
-    if not math.isfinite(once) or is_sum == is_mean:
-        raise SetupError(
-            f"The loss of the first samples is {once:.4g}, and {half:.4g} where twice as many tokens are said to be in "
-            "the step: it is neither divided by them as a whole nor a mean, so ranks cannot be weighed.",
-            hint="A part that is not divided, as a router's, goes with SFTTrainer; else use global_batch='scale'.",
-        )
-    return LossScale(
-        is_token_normalised=is_sum,
-        is_multiplied=math.isclose(multiplied, once * trainer.accelerator.num_processes, rel_tol=0.01),
-        weighing=_weighing(once, parts, samples[1:]),
-    )
-
-
-def _rows_are_independent(trainer: Any, owner: type, few_samples: Callable[[], list[Any]]) -> bool:
-    """True where rows may be exchanged between micro-batches: of TRL by name, of a Trainer's own loss by trial."""
-    if owner.__name__ == "DPOTrainer":
-        return set(trainer.args.loss_type) <= _PAIRWISE_LOSSES
+def _base_model(trainer: Any) -> Any:
     model = trainer.model
-    # A loss that a script wrote may count its calls.
-    if not owner.__module__.startswith("transformers.") or callable(trainer.compute_loss_func):
-        return False
-    if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        return False
-    was_training = model.training
-    model.eval()  # Without dropout, whose masks depend on the place in a micro-batch.
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class _Trial:
+    """Losses of a few samples, of their first half and of their second."""
+
+    def __init__(self, trainer: Any, samples: list[Any]) -> None:
+        self._trainer = trainer
+        self._whole, *self._parts = samples
+
+    def _loss(self, inputs: Any, num_items: int | None, *, over_ranks: bool = False) -> float:
+        trainer, args = self._trainer, self._trainer.args
+        before, args.average_tokens_across_devices = args.average_tokens_across_devices, over_ranks
+        count = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items, device=args.device)}
+        try:
+            # The same dropout masks each time.
+            with (
+                torch.no_grad(),
+                trainer.compute_loss_context_manager(),
+                trainer.accelerator.autocast(),
+                _forked(args.device),
+            ):
+                return float(trainer.compute_loss(trainer.model, dict(inputs), **count))
+        finally:
+            args.average_tokens_across_devices = before
+
+    def scale(self) -> LossScale:
+        """Is it divided by the count, and multiplied by the number of ranks?"""
+        few, many = (self._loss(self._whole, n) for n in (_FEW_ITEMS, _MANY_ITEMS))
+        multiplied = self._loss(self._whole, _FEW_ITEMS, over_ranks=True)
+        is_sum, is_mean = (math.isclose(many, x, rel_tol=0.01) for x in (few * _FEW_ITEMS / _MANY_ITEMS, few))
+        if not math.isfinite(few) or is_sum == is_mean:
+            raise SetupError(
+                f"The loss of the first samples is {few:.4g} where {_FEW_ITEMS} tokens are said to be in the step, and "
+                f"{many:.4g} where {_MANY_ITEMS} are: it is neither divided by them as a whole nor a mean, so ranks "
+                "cannot be weighed.",
+                hint="A part that is not divided, as a router's, goes with SFTTrainer; else use global_batch='scale'.",
+            )
+        is_multiplied = math.isclose(multiplied, few * self._trainer.accelerator.num_processes, rel_tol=0.01)
+        return LossScale(is_token_normalised=is_sum, is_multiplied=is_multiplied)
+
+    def weighed(self, scale: LossScale, count: int | None, *, is_stock: bool) -> LossScale:
+        """What a mean is taken over, and whether rows may be exchanged between micro-batches."""
+        model = self._trainer.model
+        was_training = model.training
+        model.eval()  # Without dropout, whose masks depend on the place in a micro-batch.
+        try:
+            whole, *means = (self._loss(inputs, count) for inputs in (self._whole, *self._parts))
+        finally:
+            model.train(was_training)
+        predicted = {w: _mean_of(means, [count_weights(part, w) for part in self._parts]) for w in WEIGHINGS}
+        # Sorted by what is likelier where some agree, as with rows of one length.
+        weighing = min(WEIGHINGS, key=lambda w: abs(predicted[w] - whole))
+        return replace(
+            scale, weighing=weighing, rows_are_independent=is_stock and self._rows_count_alone(whole, predicted)
+        )
+
+    def _rows_count_alone(self, whole: float, predicted: Mapping[str, float]) -> bool:
+        """True only where the samples prove it: the mean over rows is met, and no other one could be meant."""
+        base, labels = _base_model(self._trainer), self._whole["labels"]
+        if not type(base).__module__.startswith("transformers.") or has_router_loss(self._trainer):
+            return False
+        if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in base.modules()):
+            return False
+        if not math.isclose(whole, predicted["rows"], rel_tol=1e-4):
+            return False
+        if labels.dim() < 2:
+            # Weights of classes show only where there are several.
+            return labels.is_floating_point() or len(set(labels.tolist())) > 1
+        return not any(math.isclose(whole, predicted[w], rel_tol=1e-3) for w in WEIGHINGS if w != "rows")
+
+
+def _mean_of(means: list[float], weights: list[int]) -> float:
+    return sum(w * m for w, m in zip(weights, means, strict=True)) / max(1, sum(weights))
+
+
+@contextmanager
+def _kept_metrics(trainer: Any) -> Iterator[None]:
+    """Keeps what a trainer collects for its log while its loss is tried."""
+    kept = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
     try:
-        with kept_random_state(), torch.no_grad(), trainer.compute_loss_context_manager():
-            samples = few_samples()
-            if len(samples) < 3 or not isinstance(samples[0], Mapping) or "labels" not in samples[0]:
-                return False
-            whole, *means = (float(trainer.compute_loss(model, dict(inputs))) for inputs in samples)
+        yield
     finally:
-        model.train(was_training)
-    rows = [len(part["labels"]) for part in samples[1:]]
-    if not math.isclose(whole, sum(r * m for r, m in zip(rows, means, strict=True)) / sum(rows), rel_tol=1e-3):
-        return False
-    # A mean over tokens looks the same where these rows happen to have as many labels each.
-    labels = samples[0]["labels"]
-    return bool(labels.dim() < 2 or len({int(n) for n in labels.ne(-100).sum(dim=-1).flatten()}) > 1)
+        vars(trainer).update(kept)
 
 
 def _forked(device: torch.device) -> Any:
@@ -171,17 +222,6 @@ def kept_random_state() -> Iterator[None]:
         random.setstate(python)
         numpy.random.set_state(numpys)
         torch.set_rng_state(torchs)
-
-
-def _weighing(whole: float, means: list[float], parts: list[Any]) -> str:
-    """What the loss averages over: that by whose numbers the means of the halves give the mean of the whole."""
-
-    def error(weighing: str) -> float:
-        weights = [count_weights(part, weighing) for part in parts]
-        return abs(sum(w * m for w, m in zip(weights, means, strict=True)) / max(1, sum(weights)) - whole)
-
-    # Sorted by what is likelier where some agree, as with rows of one length.
-    return min(WEIGHINGS, key=error)
 
 
 def count_weights(inputs: Any, weighing: str) -> int:

@@ -66,10 +66,10 @@ class StepFeed:
             # A mean over each rank's own tokens is not what one process computes.
             args.average_tokens_across_devices = True
             for name, override in overrides.items():
-                stack.enter_context(_instance_attribute(trainer, name, override))
+                stack.enter_context(instance_attribute(trainer, name, override))
             for name in ("gather", "gather_for_metrics", "reduce"):
                 alone = functools.partial(self._unless_in_loss, getattr(trainer.accelerator, name))
-                stack.enter_context(_instance_attribute(trainer.accelerator, name, alone))
+                stack.enter_context(instance_attribute(trainer.accelerator, name, alone))
             stack.enter_context(self.balancer.stopwatch.on_model())
             yield
 
@@ -84,7 +84,7 @@ class StepFeed:
             raw.append(loader)
             return loader
 
-        with _instance_attribute(trainer.accelerator, "prepare_data_loader", keep_raw):
+        with instance_attribute(trainer.accelerator, "prepare_data_loader", keep_raw):
             original()
         if len(raw) != 1:
             raise SetupError(
@@ -130,11 +130,17 @@ class StepFeed:
         step = next(epoch_iterator, None)
         if step is None:
             return [], None
+        self.balancer.check_labels([m.inputs for m in step.micro_batches])
         for micro_batch in step.micro_batches:
             # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
             micro_batch.inputs = self.trainer._prepare_inputs(micro_batch.inputs)
         inputs = [m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
+        if self._scale.is_token_normalised and num_items is None:
+            raise SetupError(
+                f"{type(self.trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
+                hint="Give the samples labels, or use global_batch='scale'.",
+            )
         is_split = step.num_references % self.manager.identity.world_size != 0
         if is_split and self._scale.weighing != "rows" and not self._scale.is_token_normalised:
             self._weigh_by_labels(step)
@@ -244,7 +250,7 @@ def _few_samples(trainer: Any, loader: Any) -> list[Any]:
 
 
 @contextmanager
-def _instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Sets an attribute on one object, and puts back what the object itself had."""
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)

@@ -96,7 +96,7 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     works = sorted(work for work, _ in samples)
     if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
         return model
-    samples = without_outliers(samples)
+    samples = without_outliers(model, samples)
     no_floor = _fit_line(samples, 0.0)
     floors = [2.0**k for k in range(1, 20) if works[0] < 2.0**k < works[-1] / _MIN_SPREAD] or [0.0]
     best = min((_fit_line(samples, floor) for floor in floors), key=lambda line: line.error)
@@ -104,13 +104,18 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     line = best if best.error < 0.8 * no_floor.error else no_floor
     if line.slope <= 0:
         return model
-    return replace(model, overhead_tokens=_power_of_two(line.intercept / line.slope), floor_tokens=line.floor)
+    return replace(
+        model, overhead_tokens=_power_of_two(min(line.intercept / line.slope, works[-1])), floor_tokens=line.floor
+    )
 
 
-def without_outliers(samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Micro-batches that took far longer than their work says are left out."""
-    usual = statistics.median(seconds / max(work, 1.0) for work, seconds in samples)
-    return [s for s in samples if s[1] <= _OUTLIER * usual * max(s[0], 1.0)] or list(samples)
+def without_outliers(model: CostModel, samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Leaves out micro-batches that took far longer than `model` says, and than most others did."""
+    usual = statistics.median(seconds / model.of_work(work) for work, seconds in samples)
+    middle = statistics.median(seconds for _, seconds in samples)
+    # Small ones may take as long as others: that is what overhead and floor are found by.
+    kept = [(work, s) for work, s in samples if s <= _OUTLIER * max(usual * model.of_work(work), middle)]
+    return kept or list(samples)
 
 
 def relative_speeds(rates: Sequence[float]) -> tuple[float, ...]:

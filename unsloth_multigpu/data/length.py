@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import Subset
 
 from unsloth_multigpu.errors import SetupError
@@ -34,7 +33,7 @@ def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> li
         return [whole[i] for i in dataset.indices]
     if hasattr(dataset, "select_columns") and hasattr(dataset, "column_names"):
         return _stored_lengths(dataset, length_column)
-    if isinstance(getattr(dataset, "lengths", None), Sequence | torch.Tensor):
+    if hasattr(getattr(dataset, "lengths", None), "__len__"):
         lengths = [int(length) for length in dataset.lengths]
         if len(lengths) != len(dataset):
             raise SetupError(
@@ -74,8 +73,12 @@ def _list_lengths(dataset: Any, name: str) -> list[int]:
     import pyarrow.compute
 
     lengths: list[int] = []
-    for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
-        lengths.extend(pyarrow.compute.list_value_length(table.column(0)).to_pylist())
+    try:
+        for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+            lengths.extend(pyarrow.compute.list_value_length(table.column(0)).to_pylist())
+    except pyarrow.ArrowNotImplementedError:
+        kind = dataset.features[name]
+        raise SetupError(f"{name} is no column of lists but {kind}", hint="Set balance='off'.") from None
     missing = next((i for i, length in enumerate(lengths) if length is None), None)
     if missing is not None:
         raise SetupError(f"row {missing} has no {name}", hint="Leave rows without tokens out.")
@@ -84,6 +87,6 @@ def _list_lengths(dataset: Any, name: str) -> list[int]:
 
 def _row_length(row: Any) -> int:
     tokens = row.get("input_ids") if isinstance(row, Mapping) else None
-    if not isinstance(tokens, Sequence | torch.Tensor):
+    if tokens is None or isinstance(tokens, str):
         raise SetupError("rows have no input_ids", hint="Set balance='off'.")
     return len(tokens)

@@ -55,10 +55,10 @@ class _Problem:
 def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, max_tokens: int) -> list[MicroBatches]:
     """Splits one optimizer step's samples so that every rank finishes at the same time.
 
-    Samples go to ranks longest first, each to the rank that would finish it first: with equal ranks the slowest stays
-    within 4/3 of the optimum (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"). Each rank's samples, sorted,
-    are then cut into micro-batches by dynamic programming. Another plan cuts first and deals the pieces; the faster of
-    the two is improved by moving and exchanging single samples between ranks.
+    Samples go to ranks longest first, each to the rank that would finish it first: with equal ranks, and counting rows
+    alone, the slowest stays within 4/3 of the optimum (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"). Each
+    rank's samples, sorted, are then cut into micro-batches by dynamic programming. Another plan cuts first and deals
+    the pieces; the faster of the two is improved by moving and exchanging single samples between ranks.
 
     Args:
         lengths: Tokens of each sample without padding; position = index in the step.

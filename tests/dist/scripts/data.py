@@ -1,4 +1,7 @@
-"""Feeds a plain Trainer from every kind of data source and writes which samples each step saw. Usage: data.py N OUT"""
+"""Feeds a plain Trainer from every kind of data source and writes which samples each step saw.
+
+Usage: data.py N OUT [NAMES], with NAMES in commas: only these.
+"""
 
 import json
 import os
@@ -199,6 +202,8 @@ def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None
 
 
 def train(name, trainer, **options):
+    if sys.argv[3:] and name not in sys.argv[3].split(","):
+        return
     record = Record(trainer)
     trainer.train(**options)
     log = [h for h in trainer.state.log_history if "grad_norm" in h]

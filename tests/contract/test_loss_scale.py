@@ -1,0 +1,122 @@
+"""How real losses of transformers scale, and which of them let rows be exchanged between micro-batches."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from unsloth_multigpu.core.loss import find_loss_scale
+from unsloth_multigpu.core.steps import _few_samples
+from unsloth_multigpu.errors import SetupError
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+BERT = BertConfig(num_labels=3, **SIZES)
+
+
+class OwnClassifier(BertForSequenceClassification):
+    """A model that a script wrote: its loss may do anything."""
+
+
+class Counting(Trainer):
+    """Collects figures in its loss, as TRL's trainers do."""
+
+    def compute_loss(self, *args, **kwargs):
+        self._metrics["train"].append(1.0)
+        return super().compute_loss(*args, **kwargs)
+
+
+def token_labels(row):
+    return [i % 3 for i in row]
+
+
+def every_third(row):
+    return [token if i % 3 == 0 else -100 for i, token in enumerate(row)]
+
+
+ONE_LABEL = {"one class": lambda row: 1, "classes": lambda row: len(row) % 3, "regression": lambda row: len(row) / 9}
+
+
+def rows_with(label_of):
+    rng = random.Random(3)
+    rows = [[rng.randrange(1, 64) for _ in range(rng.randrange(2, 30))] for _ in range(16)]
+    return [{"input_ids": row, "labels": label_of(row)} for row in rows]
+
+
+def collate(rows):
+    width = max(len(r["input_ids"]) for r in rows)
+
+    def padded(name, value):
+        return torch.tensor([r[name] + [value] * (width - len(r[name])) for r in rows])
+
+    ids = padded("input_ids", 0)
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    is_list = isinstance(rows[0]["labels"], list)
+    return {**batch, "labels": padded("labels", -100) if is_list else torch.tensor([r["labels"] for r in rows])}
+
+
+def scale_of(tmp_path, model, label_of):
+    torch.manual_seed(0)
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
+    trainer = Trainer(model=model, args=args, train_dataset=rows_with(label_of), data_collator=collate)
+    return find_loss_scale(trainer, functools.partial(_few_samples, trainer, trainer.get_train_dataloader()))
+
+
+def test_language_model_is_a_sum_over_the_steps_tokens(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+    assert scale_of(tmp_path, model, list).is_token_normalised
+
+
+@pytest.mark.parametrize(("labels", "is_proven"), [("classes", True), ("regression", True), ("one class", False)])
+def test_classifier_is_a_mean_over_rows_that_count_alone(tmp_path, labels, is_proven):
+    config = BertConfig(num_labels=1 if labels == "regression" else 3, **SIZES)
+    scale = scale_of(tmp_path, BertForSequenceClassification(config), ONE_LABEL[labels])
+    assert (scale.is_token_normalised, scale.weighing) == (False, "rows")
+    assert scale.rows_are_independent is is_proven
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("model", "label_of"), [(BertForTokenClassification, token_labels), (BertForMaskedLM, every_third)]
+)
+def test_mean_over_tokens_is_not_taken_for_one_over_rows(tmp_path, model, label_of, seed):
+    torch.manual_seed(seed)  # Of the head: where all tokens have nearly the same loss, both means are nearly equal.
+    scale = scale_of(tmp_path, model(BERT), label_of)
+    assert not scale.is_token_normalised
+    assert not scale.rows_are_independent
+
+
+def test_model_of_a_script_is_not_trusted(tmp_path):
+    assert not scale_of(tmp_path, OwnClassifier(BERT), ONE_LABEL["classes"]).rows_are_independent
+
+
+@pytest.mark.parametrize("coefficient", [1.0, 0.001])
+def test_undivided_part_is_refused_however_small(tmp_path, coefficient):
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}
+    router = {"output_router_logits": True, "router_aux_loss_coef": coefficient}
+    with pytest.raises(SetupError, match="neither divided by them as a whole nor a mean"):
+        scale_of(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **router)), list)
+
+
+def test_trial_leaves_no_trace_in_what_is_logged(tmp_path):
+    model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
+    trainer = Counting(model=model, args=args, train_dataset=rows_with(list), data_collator=collate)
+    trainer._metrics = {"train": []}
+    calls = functools.partial(_few_samples, trainer, trainer.get_train_dataloader())
+    assert find_loss_scale(trainer, calls).is_token_normalised
+    assert trainer._metrics == {"train": []}
