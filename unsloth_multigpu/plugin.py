@@ -165,14 +165,14 @@ def get_multi_gpu_status() -> MultiGPUStatus:
 
 
 def _as_verified(config: MultiGPUConfig) -> MultiGPUConfig:
-    """`unsloth-multigpu verify` runs a script on a number of ranks of its own choice."""
+    """`unsloth-multigpu verify` chooses the number of ranks, and looks at the weights of rank 0 for all of them."""
     if ENV_RECEIPT not in os.environ:
         return config
     from unsloth_multigpu.proof.receipt import ReceiptRequest
 
     request = ReceiptRequest.read(os.environ)
     assert request is not None
-    return dataclasses.replace(config, num_gpus=request.num_gpus)
+    return dataclasses.replace(config, num_gpus=request.num_gpus, verify_every=1)
 
 
 def _is_worker() -> bool:

@@ -17,20 +17,23 @@ QUICK = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--ba
 def test_bench_compares_the_arms(tmp_path):
     home = tmp_path / "tmp"
     home.mkdir()
-    arms = "one_process,ours,torchrun,rebalance,group"
+    arms = "one_process,ours,ours_off,torchrun,rebalance,group,accelerate,ours_one,line_one"
     outputs = ["--json", "out/bench.json", "--report", "report"]
     run = run_python([*BENCH, *QUICK, "--arms", arms, *outputs], tmp_path, {"TMPDIR": str(home)})
     assert run.code == 0, run.err
     results = {r["name"]: r for r in json.loads((tmp_path / "out" / "bench.json").read_text())["results"]}
     assert list(results) == arms.split(",")
     assert {name for name, r in results.items() if not r["has_same_samples"]} == {"group"}
-    for name in ("ours", "torchrun", "rebalance"):
+    for name in results.keys() - {"group"}:
         assert results[name]["norm_difference"] < 1e-5, name
     assert results["ours"]["padding_share"]["median"] < results["torchrun"]["padding_share"]["median"]
-    assert results["one_process"]["waiting_share"]["median"] == 0.0
+    assert results["ours_off"]["padding_share"]["median"] == results["torchrun"]["padding_share"]["median"]
+    assert results["ours_one"]["padding_share"]["median"] < results["line_one"]["padding_share"]["median"]
+    for name in ("one_process", "ours_one", "line_one"):
+        assert results[name]["waiting_share"]["median"] == 0.0
     assert all(r["largest_tokens"] <= 4 * 80 and r["tokens_per_s"]["low"] > 0 for r in results.values())
     assert all(r["peak_bytes"] > 2**27 for r in results.values())
-    for line in ("OMP_NUM_THREADS=1", "group: other samples in a step", "device: cpu"):
+    for line in ("threads: 1 in every rank of every arm", "group: other samples in a step", "device: cpu"):
         assert line in run.out
     table = [line.split()[0] for line in run.out.splitlines() if line.split()[:1] and line.split()[0] in results]
     assert [name for name in table if name != "group:"] == list(results)
@@ -45,6 +48,25 @@ def test_bench_compares_the_arms(tmp_path):
     }
     assert list(home.iterdir()) == []
     assert orphans(str(home)) == []
+
+
+@pytest.mark.slow
+def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
+    options = ["--arms", "one_process,ours,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
+    run = run_python([*BENCH, *QUICK, *options, "--steps", "1", "--warmup", "1", "--json", "b.json"], tmp_path)
+    assert run.code == 0, run.err
+    outcome = json.loads((tmp_path / "b.json").read_text())
+    for result in outcome["results"][1:]:
+        assert result["has_same_samples"], result["name"]
+        assert result["norm_difference"] < 2e-2, result["name"]
+    num_micro_batches = {
+        name: [len(step["micro_batches"]) for step in rounds[0][0]["steps"]] for name, rounds in outcome["runs"].items()
+    }
+    # A script for one GPU accumulates what two ranks do together.
+    assert num_micro_batches["one_process"] == [4, 4]
+    assert num_micro_batches["torchrun"] == [2, 2]
+    assert "accumulation 2, 2 ranks; scripts for one GPU accumulate 4" in run.out
+    assert "bf16, lora training" in run.out
 
 
 @pytest.mark.slow

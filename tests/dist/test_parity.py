@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "parity.py"
 JOBS = [
     f"{kind}:{shape}"
     for shape in ("24x4x2", "26x3x3", "19x3x3")
-    for kind in ("trainer_peft", "sft_lora", "sft_full", "dpo", "classifier")
+    for kind in ("trainer_peft", "sft_lora", "sft_full", "dpo", "classifier", "sft_padding_free", "sft_packing")
     if shape == "26x3x3" or kind in ("trainer_peft", "sft_lora", "dpo")
 ]
 BROKEN = "broken_trainer_peft:26x3x3"

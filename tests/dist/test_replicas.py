@@ -97,6 +97,12 @@ def test_powersgd_begins_with_the_tenth_gradient(norms):
     assert norms["powersgd"][10:] == pytest.approx(norms["none"][10:], rel=0.5)
 
 
+def test_second_training_of_a_trainer_is_compressed_as_the_first(tmp_path):
+    found = run(tmp_path, 2, "twice", "grad_compression=fp16", "max_steps=2")
+    assert found.code == 0, found.err
+    assert found.err.count("grad_compression=fp16: gradients are sent smaller and are no longer exact") == 2
+
+
 @pytest.mark.parametrize("compression", ["bf16", "powersgd"])
 def test_compression_that_gloo_cannot_carry_is_refused_before_training(tmp_path, compression):
     found = run(tmp_path, 2, "none", f"grad_compression={compression}")

@@ -32,9 +32,10 @@ def receipt(folder: Path, name: str = "receipt.json"):
     return json.loads((folder / name).read_text())
 
 
-def saved(folder: Path) -> list[str]:
-    """What a script has written beside its own file."""
-    return sorted(p.name for p in folder.rglob("*") if p.name.startswith(("went_on", "saved", "checkpoint", "logs")))
+def left(folder: Path) -> list[str]:
+    """Every file in the folder, but those that are there on purpose and temporary ones of libraries."""
+    files = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    return [str(p) for p in files if p.parts[0] not in ("train.py", "scratch", "receipt.json")]
 
 
 @pytest.mark.slow
@@ -50,7 +51,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert all(step["grad_norm"][0] > 0 and step["grad_norm_difference"] < 1e-5 for step in found["steps"])
     assert all(weight["relative"] < 1e-4 for weight in found["weights"])
     assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 3]
-    assert saved(tmp_path) == []
+    assert left(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -64,6 +65,60 @@ def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
     assert found["steps"][1]["loss_difference"] < 1e-4
     assert 5e-3 < found["steps"][1]["grad_norm_difference"] < 2e-2
     assert not (tmp_path / "receipt.json").exists()
+
+
+@pytest.mark.slow
+def test_fault_behind_the_gradient_is_named(tmp_path):
+    # Replicas stay equal, and so do loss and gradient norm of the first step. Beside the weights the fault is small.
+    arguments = ["train.py", "--steps", 1, "--num-gpus", 2, "--lr", 1e-5, "--fault", "learning_rate"]
+    run = verify(tmp_path, *arguments)
+    assert run.code == 77, run.err
+    assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: weights: the updates of " in run.out
+    found = receipt(tmp_path)
+    assert len(found["reasons"]) == 1
+    assert all(weight["relative"] == pytest.approx(1 / 3, rel=0.05) for weight in found["weights"] if weight["counts"])
+    assert sum(weight["counts"] for weight in found["weights"]) > 10
+    shutil.rmtree(tmp_path / "scratch")
+    right = verify(tmp_path, *arguments[:-2])
+    assert right.code == 0, right.out + right.err
+
+
+@pytest.mark.slow
+def test_rank_with_other_weights_is_found_whatever_the_script_says(tmp_path):
+    # Nor where it has gone before its line starts the ranks.
+    line = "import os\nos.makedirs('below', exist_ok=True)\nos.chdir('below')\n"
+    line += "from unsloth_multigpu import enable_multi_gpu\nenable_multi_gpu(verify_every=0)\n"
+    (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
+    run = verify(tmp_path, "train.py", "--steps", 2, "--fault", "one_rank")
+    assert run.code == 77, run.err
+    assert "DivergenceError" in run.err
+    assert "verify: the run on 2 ranks ended with exit code 77." in run.err
+
+
+def test_training_that_the_line_does_not_reach_is_not_begun(tmp_path):
+    line = "import unsloth_multigpu\nif __name__ == 'no':\n    unsloth_multigpu.enable_multi_gpu()\n"
+    (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
+    run = verify(tmp_path, "train.py", "--steps", 1)
+    assert run.code == 1
+    assert run.err.count("SetupError: verify cannot follow this training and does not begin it") == 1, run.err
+    assert left(tmp_path) == ["went_on_1_0"]  # By its `finally`.
+
+
+@pytest.mark.slow
+def test_line_that_is_a_comment_is_no_line(tmp_path):
+    (tmp_path / "train.py").write_text("# enable_multi_gpu()\n" + SCRIPT.read_text())
+    run = verify(tmp_path, "train.py", "--steps", 1)
+    assert run.code == 0, run.err
+    assert left(tmp_path) == []
+
+
+def test_argument_that_overrules_an_option_is_told(tmp_path):
+    line = "from unsloth_multigpu import enable_multi_gpu\nenable_multi_gpu(balance='off')\n"
+    (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
+    run = verify(tmp_path, "--balance", "auto", "train.py", "--steps", 1)
+    assert run.code == 64, run.err
+    assert "asked for balance='auto', but the script's enable_multi_gpu() says 'off'" in run.err
+    assert left(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -219,3 +219,15 @@ def test_rank_counts_as_slow_when_it_was_so_twice() -> None:
     assert ours.balance.speeds == (1.0, 1.0)
     measured_steps(ours, 4)
     assert ours.balance.speeds == (1.0, 0.5)
+
+
+@pytest.mark.parametrize(("num_laps", "speeds"), [(7, (1.0, 1.0)), (8, (1.0, 0.5))])
+def test_few_micro_batches_say_nothing_of_speeds(num_laps: int, speeds: tuple[float, ...]) -> None:
+    ours = prepared(loader())
+    ours._manager = Exchange(MultiGPUConfig(), twice_as_slow)
+    ours._last_speeds = (1.0, 1.0)
+    for step in range(1, 33):
+        ours._laps.extend([(100.0, Lap(0.1))] * (num_laps if step in (4, 8, 16, 32) else 0))  # type: ignore[list-item]
+        ours.end_step()
+    assert ours.balance is not None
+    assert ours.balance.speeds == speeds

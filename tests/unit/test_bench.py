@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import math
 import statistics
 import subprocess
@@ -10,15 +12,25 @@ import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import start
-from unsloth_multigpu.cli import bench, bench_arm, main
-from unsloth_multigpu.cli.bench_arm import ARMS, Arm, arm_command, arm_environment, choose_arms, num_accumulated
+from unsloth_multigpu.cli import bench, bench_arm, bench_ddp, main
+from unsloth_multigpu.cli.bench_arm import (
+    ARMS,
+    Arm,
+    arm_command,
+    arm_environment,
+    choose_arms,
+    num_accumulated,
+    speed_of,
+)
 from unsloth_multigpu.cli.bench_data import make_rows
 from unsloth_multigpu.cli.bench_meter import Meter
 from unsloth_multigpu.cli.bench_option import BenchOptions
@@ -35,7 +47,8 @@ from unsloth_multigpu.cli.bench_result import (
     waiting_share,
 )
 from unsloth_multigpu.cli.bench_run import run_arm
-from unsloth_multigpu.cli.bench_table import COLUMNS, render_table
+from unsloth_multigpu.cli.bench_table import COLUMNS, conditions, render_table
+from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 
 
@@ -43,8 +56,8 @@ def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), sam
     return StepRecord(wall_s, cpu_s, compute_s, tuple(micro_batches), tuple(samples))
 
 
-def rank(number: int, *steps: StepRecord, norms=None, peak_bytes=100) -> RankRecord:
-    return RankRecord(number, steps, tuple(norms or [1.0] * len(steps)), peak_bytes, "cpu")
+def rank(number: int, *steps: StepRecord, norms=None, peak_bytes=100, num_threads=1) -> RankRecord:
+    return RankRecord(number, steps, tuple(norms or [1.0] * len(steps)), peak_bytes, "cpu", num_threads)
 
 
 def test_waiting_is_counted_step_by_step() -> None:
@@ -105,6 +118,11 @@ def test_arm_without_others_has_nothing_to_compare() -> None:
         None,
     ) * 4
     assert render_table([result]).splitlines()[1].split().count("-") == 4
+
+
+def test_numbers_that_json_lacks_are_text() -> None:
+    text = json_text({"a": [math.inf, (math.nan, 1.5)], "b": {"c": -math.inf}, "d": None})
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": ["inf", ["nan", 1.5]], "b": {"c": "-inf"}, "d": None}
 
 
 def test_default_lengths_are_ragged_as_documented() -> None:
@@ -189,9 +207,12 @@ def test_slow_rank_gives_the_planner_time_to_notice() -> None:
     def options(*arguments: str) -> BenchOptions:
         return BenchOptions.from_arguments(main._parser().parse_args(["bench", *arguments]), [])
 
-    assert options().num_warmup == 1
-    slow = options("--slow-rank", "1:0.5")
-    assert (slow.num_warmup, slow.speed_of(0), slow.speed_of(1)) == (8, 1.0, 0.5)
+    # The check of replicas after the first step is counted in the second.
+    assert options().num_warmup == 2
+    slow = options("--slow-rank", "0:0.5")
+    assert (slow.num_warmup, speed_of(ARMS["ours"], slow, 0), speed_of(ARMS["ours"], slow, 1)) == (8, 0.5, 1.0)
+    # One process, with which the others are compared, is not slowed.
+    assert {speed_of(arm, slow, 0) for arm in ARMS.values() if arm.has_one_process} == {1.0}
     assert options("--slow-rank", "1:0.5", "--warmup", "2").num_warmup == 2
     assert (options("--model-size", "1b", "--num-layers", "3").hidden_size, options().vocab_size) == (2048, 2000)
 
@@ -353,6 +374,82 @@ def test_failing_arm_ends_the_bench_with_its_output(monkeypatch, tmp_path, capsy
     assert "| its reason" in captured.err
     assert captured.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def planted_rounds(monkeypatch, *, fails_in: str = "") -> list[str]:
+    """Arms that only note that they ran, as "ROUND_ARM"; `fails_in` is the one that fails. What ran is returned."""
+    ran = []
+
+    def run(arm, options, folder):
+        ran.append(folder.name)
+        if folder.name == fails_in:
+            raise LaunchError("it failed", hint="")
+        # An infinite norm: no JSON has it.
+        ranks = range(bench_arm.num_processes(arm, options))
+        return [rank(r, *[step(wall_s=len(ran))] * 5, norms=[math.inf] * 5, num_threads=r + 1) for r in ranks]
+
+    monkeypatch.setattr("unsloth_multigpu.cli.bench_run.run_arm", run)
+    return ran
+
+
+def test_each_round_begins_with_another_arm(monkeypatch) -> None:
+    ran = planted_rounds(monkeypatch)
+    arms = choose_arms("one_process,ours,torchrun")
+    runs, failed = bench._run_rounds(arms, BenchOptions(arms=(), num_repeats=4))
+    assert [name.split("_", 1)[1][:3] for name in ran] == [
+        *("one", "our", "tor"),
+        *("our", "tor", "one"),
+        *("tor", "one", "our"),
+        *("one", "our", "tor"),
+    ]
+    assert failed is None
+    assert list(runs) == ["one_process", "ours", "torchrun"]
+    assert [ranks[0].steps[0].wall_s for ranks in runs["torchrun"]] == [3, 5, 7, 12]
+
+
+def test_rounds_that_are_whole_are_kept_where_a_later_one_fails(monkeypatch, tmp_path, capsys) -> None:
+    ran = planted_rounds(monkeypatch, fails_in="3_one_process")
+    file = tmp_path / "bench.json"
+    options = ["--device", "cpu", "--arms", "one_process,ours,torchrun", "--repeats", "3", "--json", str(file)]
+    assert main.main(["bench", *options]) == 1
+    assert ran[-2:] == ["3_torchrun", "3_one_process"]
+    captured = capsys.readouterr()
+    assert "error: it failed" in captured.err
+    assert "2 round(s)" in captured.out
+    assert "stopped: an arm failed in round 3 of 3" in captured.out
+    assert "threads: 1 or 2 in every rank of every arm" in captured.out
+    written = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert [len(rounds) for rounds in written["runs"].values()] == [2, 2, 2]
+    assert written["runs"]["ours"][1][0]["gradient_norms"] == ["inf"] * 5
+
+
+def test_conditions_say_what_else_differs() -> None:
+    options = BenchOptions(arms=("ours", "torchrun"), slow_rank=0, slow_speed=0.5)
+    lines = conditions(options, 1000, "cpu", "1")
+    assert any("ours: DDP does not search for unused parameters" in line for line in lines)
+    assert any("arms of one process are not slowed" in line for line in lines)
+
+
+def test_gradients_of_a_setting_that_failed_are_no_memory_of_the_next(monkeypatch) -> None:
+    class Model(nn.Linear):
+        def forward(self, input_ids, labels):
+            return SimpleNamespace(loss=super().forward(input_ids).sum())
+
+    model, seen = Model(2, 2), []
+    model(torch.ones(1, 2), None).loss.backward()
+
+    @contextlib.contextmanager
+    def peak(_device):
+        seen.append([parameter.grad for parameter in model.parameters()])
+        yield [0.0]
+
+    monkeypatch.setattr(bench_ddp, "_peak", peak)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        bench_ddp._measure(model, [torch.ones(1, 2)], {}, num_steps=1)
+    finally:
+        dist.destroy_process_group()
+    assert seen == [[None, None]]
 
 
 def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:

@@ -6,21 +6,25 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.run import orphans, wait_until
 from unsloth_multigpu import start, versions
-from unsloth_multigpu.cli import allreduce, device, doctor, main, probe, seam, verdict, verify
+from unsloth_multigpu.cli import allreduce, device, doctor, main, probe, script, seam, verdict, verify
 from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
-from unsloth_multigpu.errors import LaunchError, SetupError
+from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.plugin import enable_multi_gpu
 
@@ -35,7 +39,7 @@ class Replaced(BaseException):
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """Records what `run` would execute, in a folder that has a train.py."""
-    (tmp_path / "train.py").write_text("")
+    (tmp_path / "train.py").write_text("pass")
     monkeypatch.chdir(tmp_path)
     calls = []
 
@@ -151,6 +155,15 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["verify", "train.py", "--num-gpus", "1", "--device", "cpu"], "this would be one rank"),
         (["verify", "train.py", "--global-batch", "some"], "global_batch='some'; expected 'keep' or 'scale'"),
         (["verify", "train.py", "--json", "absent/receipt.json"], "--json absent/receipt.json: there is no folder"),
+        (
+            ["verify", "train.py", "--json", "train.py"],
+            "--json train.py: what is there is no receipt, and would be lost",
+        ),
+        (
+            ["verify", "--json=a", "train.py", "--json", "b"],
+            "verify: --json is given before and behind the script.\nHi",
+        ),
+        (["verify", "--seed-per-rank", "train.py", "--no-seed-per-rank"], "--seed-per-rank is given before and behind"),
         (["doctor", "--num-gpus", "-1"], "num_gpus=-1; expected a whole number of at least 1"),
         (["doctor", "--json", "--seams"], "not allowed with argument"),
     ],
@@ -171,28 +184,96 @@ def test_wrong_command_line_is_told_with_a_hint(started, capsys, arguments, mess
 
 
 @pytest.mark.parametrize(
-    ("arguments", "own", "program"),
+    ("arguments", "own", "behind", "program"),
     [
-        (["train.py", "--lr", "1e-4"], [], ["train.py", "--lr", "1e-4"]),
-        (["--steps", "3", "train.py"], ["--steps", "3"], ["train.py"]),
+        (["train.py", "--lr", "1e-4"], [], [], ["train.py", "--lr", "1e-4"]),
+        (["--steps", "3", "train.py"], ["--steps", "3"], [], ["train.py"]),
         (
             ["train.py", "--steps", "3", "--lr", "1", "--steps", "9"],
+            [],
             ["--steps", "3"],
             ["train.py", "--lr", "1", "--steps", "9"],
         ),
         (
             ["--json=a", "train.py", "--no-dropout", "--num-gpus=3", "x"],
-            ["--json=a", "--no-dropout", "--num-gpus=3"],
+            ["--json=a"],
+            ["--no-dropout", "--num-gpus=3"],
             ["train.py", "x"],
         ),
-        (["--steps=3", "--", "train.py", "--steps", "9"], ["--steps=3"], ["train.py", "--steps", "9"]),
-        (["-m", "pkg.train", "--balance", "off", "-h"], ["--balance", "off"], ["-m", "pkg.train", "-h"]),
-        (["train.py", "--no-dropout", "--dropout", "0.1"], ["--no-dropout"], ["train.py", "--dropout", "0.1"]),
-        (["train.py", "--max-restarts", "3"], [], ["train.py", "--max-restarts", "3"]),
+        (["--steps=3", "--", "train.py", "--steps", "9"], ["--steps=3"], [], ["train.py", "--steps", "9"]),
+        (["-m", "pkg.train", "--balance", "off", "-h"], [], ["--balance", "off"], ["-m", "pkg.train", "-h"]),
+        (["train.py", "--no-dropout", "--dropout", "0.1"], [], ["--no-dropout"], ["train.py", "--dropout", "0.1"]),
+        (["train.py", "--max-restarts", "3"], [], [], ["train.py", "--max-restarts", "3"]),
+        (["train.py", "--verify-every", "0"], [], [], ["train.py", "--verify-every", "0"]),
     ],
 )
-def test_verify_takes_its_options_before_and_directly_after_the_script(arguments, own, program):
-    assert main.split_program(["verify", *arguments]) == (["verify", *own], program)
+def test_verify_takes_its_options_before_and_directly_after_the_script(arguments, own, behind, program):
+    assert main.split_program(["verify", *arguments]) == (["verify", *own], behind, program)
+
+
+def test_verify_says_what_it_takes_from_behind_the_script(started, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "run_verify", lambda options, program: 0)
+    assert main.main(["verify", "--steps", "2", "train.py", "--json", "b.json", "--lr", "1"]) == 0
+    assert capsys.readouterr().err.startswith("verify: takes --json b.json; put `--` before the script")
+    assert main.main(["verify", "--steps", "2", "--", "train.py", "--json", "b.json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_verify_replaces_receipts_and_nothing_else(tmp_path):
+    file = tmp_path / "file"
+    verify._check_place(file)
+    for text in ("", json.dumps({"schema_version": 1, "reasons": [], "agree": True})):
+        file.write_text(text)
+        verify._check_place(file)
+    for text in ("lr: 1", "[1, 2]", "3", "{}", json.dumps({"schema_version": 1, "arms": []})):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="is no receipt"):
+            verify._check_place(file)
+    file.write_bytes(b"\xff\xfe")
+    for place in (file, tmp_path):
+        with pytest.raises(ConfigError, match="is no receipt"):
+            verify._check_place(place)
+
+
+def test_options_that_the_script_overrules_are_told():
+    record = SimpleNamespace(facts={"config": {"balance": "tokens", "device": "auto", "log_dir": "logs"}})
+    verify._check_followed({"balance": "tokens", "device": None}, record)
+    with pytest.raises(
+        ConfigError, match=r"asked for balance='off', but the script's enable_multi_gpu\(\) says 'tokens'"
+    ):
+        verify._check_followed({"balance": "off"}, record)
+
+
+def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, capsys):
+    asked = []
+
+    def ranks_to_start(config):
+        asked.append(config.num_gpus)
+        raise SetupError("num_gpus=4, but 1 GPU(s) are visible.", hint="Set num_gpus=1.")
+
+    monkeypatch.setattr(start, "ranks_to_start", ranks_to_start)
+    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
+    monkeypatch.setattr(verify, "_run", lambda *arguments: pytest.fail("a run was started"))
+    assert main.main(["verify", "--num-gpus", "4", "train.py"]) == SetupError.exit_code
+    assert "num_gpus=4, but 1 GPU(s) are visible" in capsys.readouterr().err
+    assert asked == [4]
+
+
+HELPER = """
+import signal, subprocess, sys
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+helper = subprocess.Popen([sys.executable, "-c", code, sys.argv[1]], stdout=subprocess.PIPE)
+helper.stdout.readline()
+"""
+
+
+def test_verify_kills_helpers_that_stay():
+    marker = f"helper_of_{os.getpid()}_{time.monotonic_ns()}"
+    process = subprocess.Popen([sys.executable, "-c", HELPER, marker], start_new_session=True)
+    assert process.wait(60) == 0
+    assert len(orphans(marker)) == 1
+    verify._end(process)
+    wait_until(lambda: orphans(marker) == [], 20, "the end of the helper")
 
 
 @pytest.mark.parametrize("error", [SetupError, LaunchError])
@@ -213,15 +294,25 @@ def test_verify_starts_no_ranks_inside_a_rank(started, capsys):
 
 def test_script_with_the_line_is_known_without_running_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, source in (("mine", "enable_multi_gpu()"), ("plain", "train()")):
+    plain = (
+        '"""Add enable_multi_gpu()."""\nfrom a import enable_multi_gpu  # enable_multi_gpu()\nprint(enable_multi_gpu)'
+    )
+    for name, source in (("mine", "import a\nif 1:\n  a.b.enable_multi_gpu(num_gpus=2)"), ("plain", plain)):
         (tmp_path / f"{name}.py").write_text(source)
         (tmp_path / "pkg" / name).mkdir(parents=True)
         (tmp_path / "pkg" / "__init__.py").write_text("raise RuntimeError('imported')")
         (tmp_path / "pkg" / name / "__main__.py").write_text(source)
         (tmp_path / "pkg" / f"{name}_train.py").write_text(source)
         forms = [[f"{name}.py"], ["-m", name], ["-m", f"pkg.{name}_train"], ["-m", f"pkg.{name}"], [f"pkg/{name}"]]
-        assert [verify.has_own_line(form) for form in forms] == [name == "mine"] * len(forms)
-    assert not verify.has_own_line(["-m", "pkg.absent"])
+        assert [script.has_own_line(form) for form in forms] == [name == "mine"] * len(forms)
+    assert not script.has_own_line(["-m", "pkg.absent"])
+    for name, source in (
+        ("bare.py", b"enable_multi_gpu()"),
+        ("wrong.py", b"enable_multi_gpu("),
+        ("app.zip", b"PK\0()"),
+    ):
+        (tmp_path / name).write_bytes(source)
+        assert script.has_own_line([name]) == (name == "bare.py")
 
 
 def test_verify_shows_one_process_one_device(monkeypatch):
@@ -230,7 +321,15 @@ def test_verify_shows_one_process_one_device(monkeypatch):
         with mock.patch.dict(os.environ, {} if before is None else {"CUDA_VISIBLE_DEVICES": before}):
             if before is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            assert verify._one_device() == {"CUDA_VISIBLE_DEVICES": alone}
+            assert verify._devices(MultiGPUConfig(), 1) == {"CUDA_VISIBLE_DEVICES": alone}
+            assert verify._devices(MultiGPUConfig(), 4) == {}
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_verify_on_the_cpu_hides_the_gpus_of_both_runs(monkeypatch, num_gpus):
+    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
+    found = verify._devices(MultiGPUConfig(device="cpu"), num_gpus)
+    assert found == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
 
 def test_version_is_that_of_the_distribution(capsys):

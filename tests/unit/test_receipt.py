@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from unsloth_multigpu import plugin, session
 from unsloth_multigpu.cli import receipt as table
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
+from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.proof import comparison, receipt, source
 from unsloth_multigpu.proof.fingerprint import fingerprints
 
@@ -45,6 +49,29 @@ def test_fingerprint_parts_rows_without_padding():
         "position_ids": torch.tensor([[place for row in ROWS for place in range(len(row))]]),
     }
     assert fingerprints(flat) == fingerprints(padded(ROWS))
+
+
+def test_fingerprint_parts_a_row_that_begins_in_the_middle_of_a_sample():
+    def packed(row, positions):
+        return fingerprints({"input_ids": torch.tensor([row]), "position_ids": torch.tensor([positions])})
+
+    whole = packed([6, 7, 8, 9], [1, 2, 0, 1])
+    assert whole == fingerprints(padded([[6, 7], [8, 9]]))
+    assert packed([5, 6], [3, 4]) != packed([5, 9], [3, 4])
+
+
+def test_fingerprint_takes_no_mask_of_who_sees_whom():
+    rows = torch.tensor([[5, 6, 7], [8, 9, 4]])
+    mask = torch.ones(2, 1, 3, 3).tril()
+    assert fingerprints({"input_ids": rows, "attention_mask": mask}) == fingerprints({"input_ids": rows})
+
+
+def test_fingerprint_knows_a_sample_of_kto_whatever_text_is_put_beside_it():
+    def row(text, other):
+        return {**padded([text]), **{f"KL_{name}": value for name, value in padded([other]).items()}}
+
+    assert fingerprints(row([5, 6], [7])) == fingerprints(row([5, 6], [8, 9]))
+    assert fingerprints(row([5, 6], [7])) != fingerprints(row([5, 7], [7]))
 
 
 def test_fingerprint_covers_every_text_of_a_row():
@@ -135,8 +162,16 @@ def run_of(steps=STEPS, **facts):
     return comparison.RunRecord(tuple(records), {}, facts)
 
 
-def judged(steps, weights=()):
+WEIGHTS = (comparison.WeightDifference("w", (1.0, 1.0), 0.0, True),)
+
+
+def judged(steps, weights=WEIGHTS):
     return comparison.compare(run_of(), run_of(steps), weights, BOUNDS)
+
+
+def judged_alike(steps, weights=WEIGHTS, **facts):
+    """The verdict over two runs that have left the same."""
+    return comparison.compare(run_of(steps, **facts), run_of(steps, **facts), weights, BOUNDS)
 
 
 def test_equal_runs_agree():
@@ -165,31 +200,90 @@ def test_first_disagreement_is_named(steps, reason):
 
 
 def test_loss_near_zero_is_not_compared_with_itself():
-    one, many = run_of([(1e-9, 0.5, {})]), run_of([(-3e-9, 0.5, {})])
-    assert comparison.compare(one, many, (), BOUNDS).agree
+    one, many = run_of([(1e-9, 0.5, {"a": 1})]), run_of([(-3e-9, 0.5, {"a": 1})])
+    assert comparison.compare(one, many, WEIGHTS, BOUNDS).agree
 
 
-def test_weights_are_compared_tensor_by_tensor(tmp_path):
+OVERFLOW = (2.5, math.inf, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("steps", "weights", "reason"),
+    [
+        ([(2.5, 0.7, {})], WEIGHTS, "step 1: nothing could be compared, neither run has a sample"),
+        ([STEPS[0], (None, 0.7, {"a": 1})], WEIGHTS, "step 2: nothing could be compared, neither run has a loss"),
+        (
+            [STEPS[0], (2.5, None, {"a": 1})],
+            WEIGHTS,
+            "step 2: nothing could be compared, neither run has a grad",
+        ),
+        ([OVERFLOW, (math.nan, math.nan, {"a": 1})], WEIGHTS, "nothing could be compared: no step has a gradient norm"),
+        ([(0.0, 0.0, {"a": 1})], WEIGHTS, "nothing could be compared: no step has a gradient norm above 0"),
+        (STEPS, (), "nothing could be compared: no weights were moved"),
+        (
+            STEPS,
+            [comparison.WeightDifference("w", (0.0, 0.0), 0.0, False)],
+            "nothing could be compared: no weights were moved; the first steps of fp16 overflow",
+        ),
+    ],
+)
+def test_runs_that_have_nothing_are_not_said_to_agree(steps, weights, reason):
+    found = judged_alike(steps, weights)
+    assert len(found.reasons) == 1
+    assert found.reasons[0].startswith(reason)
+    text = table.render(found, [], run_of().facts, 2)
+    assert "ONE PROCESS AND 2 RANKS WERE NOT SHOWN TO AGREE: " in text
+    assert not judged_alike([(None, None, {})], ()).agree
+
+
+def test_steps_that_overflow_may_come_before_one_that_does_not():
+    assert judged_alike([OVERFLOW, *STEPS]).agree
+
+
+@pytest.mark.parametrize("name", ["device", "precision", "optimizer", "trainer"])
+def test_runs_of_two_kinds_disagree(name):
+    found = comparison.compare(run_of(**{name: "this"}), run_of(**{name: "that"}), WEIGHTS, BOUNDS)
+    assert found.reasons == (f"{name}: this in one process, that in the ranks",)
+
+
+def test_updates_are_compared_tensor_by_tensor(tmp_path):
     tensors = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.zeros(2)}
     other = {**tensors, "b": torch.ones(4) * 1.5, "c": torch.ones(4) * 3}
     for name, content in (("one", tensors), ("many", other)):
         save_file(content, tmp_path / name)
-    found = comparison.compare_weights(tmp_path / "one", tmp_path / "many", {"b": 0.9, "c": 1e-9}, BOUNDS.noise)
-    assert [(w.name, w.counts) for w in found] == [("b", True), ("a", True), ("d", True), ("c", False)]
-    assert found[0].relative == pytest.approx(1 / 3)
+    found = comparison.compare_updates(tmp_path / "one", tmp_path / "many", {"b": 0.9, "c": 1e-9}, BOUNDS.noise)
+    assert [(w.name, w.counts) for w in found] == [("b", True), ("a", True), ("c", False), ("d", False)]
+    assert (found[0].relative, found[0].update_norm) == (pytest.approx(1 / 3), (2.0, 3.0))
     verdict = comparison.compare(run_of(), run_of(), found, BOUNDS)
-    assert verdict.reasons == ("final weights: 1 of 4 tensors differ, b by 3.3e-01 (bound 1e-03)",)
+    assert verdict.reasons == ("weights: the updates of 1 of 4 tensors differ, b by 3.3e-01 (bound 1e-03)",)
     del other["a"]
     save_file({**other, "e": torch.ones(1), "d": torch.zeros(3)}, tmp_path / "many")
-    found = comparison.compare_weights(tmp_path / "one", tmp_path / "many", {}, BOUNDS.noise)
+    found = comparison.compare_updates(tmp_path / "one", tmp_path / "many", {}, BOUNDS.noise)
     assert {w.name for w in found if w.relative == math.inf} == {"a", "d", "e"}
 
 
-def test_weights_that_are_no_number_disagree(tmp_path):
-    save_file({"a": torch.ones(2)}, tmp_path / "one")
-    save_file({"a": torch.tensor([1.0, math.nan])}, tmp_path / "many")
-    found = comparison.compare_weights(tmp_path / "one", tmp_path / "many", {}, BOUNDS.noise)
+def test_updates_that_are_no_number_disagree_and_come_first(tmp_path):
+    numbers = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    save_file(numbers, tmp_path / "one")
+    save_file({**numbers, "a": torch.zeros(2), "b": torch.tensor([1.0, math.nan])}, tmp_path / "many")
+    found = comparison.compare_updates(tmp_path / "one", tmp_path / "many", {}, BOUNDS.noise)
+    assert [w.name for w in found] == ["b", "a", "c"]
     assert not comparison.compare(run_of(), run_of(), found, BOUNDS).agree
+
+
+@pytest.mark.parametrize(
+    ("num_moved", "num_elements", "counts"),
+    [(0, 4, False), (3, 40, False), (39, 40, True), (499, 4096, False), (500, 4096, True)],
+)
+def test_update_counts_where_rounding_did_not_choose_what_moved(tmp_path, num_moved, num_elements, counts):
+    update = torch.zeros(num_elements)
+    save_file({"w": update.clone()}, tmp_path / "one")
+    update[:num_moved] = 1
+    save_file({"w": update}, tmp_path / "many")
+    (found,) = comparison.compare_updates(tmp_path / "one", tmp_path / "many", {}, BOUNDS.noise)
+    assert found.counts is counts
+    # All that one run moved and the other did not is told.
+    assert found.relative == (1.0 if num_moved else 0.0)
 
 
 def test_bounds_follow_precision_and_optimizer():
@@ -218,6 +312,7 @@ def test_table_shows_figures_marks_and_verdict():
     found = {"name": "dropout", "found": "p 0.1", "advice": "--no-dropout"}
     text = table.render(judged(STEPS), [found], run_of().facts, 3)
     assert "  dropout: p 0.1. For agreement: --no-dropout." in text
+    assert "\nCompared: the beginning of the script's first train(). What comes after it was not run.\n" in text
     assert text.endswith("One process and 3 ranks agree over 2 steps.")
 
 
@@ -237,6 +332,9 @@ class Saver(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         model.save_pretrained(args.output_dir + "/mine")
         self.trainer.save_model(args.output_dir + "/mine_too")
+        self.trainer.save_state()
+        model.save_pretrained_merged(args.output_dir + "/merged")
+        model.save_pretrained_gguf(args.output_dir + "/gguf")
 
 
 @pytest.fixture
@@ -245,6 +343,7 @@ def trainer(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, attention_dropout=0.1, **sizes))
     model.lm_head.weight.requires_grad_(False)
+    model.save_pretrained_merged = model.save_pretrained_gguf = lambda path: Path(path).mkdir(parents=True)
     args = TrainingArguments(
         str(tmp_path / "out"),
         per_device_train_batch_size=2,
@@ -282,6 +381,7 @@ def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
     type(callback).on_log = lambda self, args, state, control, logs=None, **k: learning_rates.append(
         logs.get("learning_rate")
     )
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     found = record(trainer, tmp_path / "receipt", dropout=False)
     trainer.remove_callback(callback)
     assert [step["step"] for step in found["steps"]] == [1, 2]
@@ -292,9 +392,9 @@ def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
     saved = {p.name for p in (tmp_path / "out").rglob("*")} if (tmp_path / "out").exists() else set()
     assert saved == set()
     trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
-    weights = load_file(tmp_path / "receipt" / receipt.WEIGHTS_FILE)
-    assert weights.keys() == trained.keys() == found["gradient_shares"].keys()
-    assert all(torch.equal(weights[name], p) for name, p in trained.items())
+    updates = load_file(tmp_path / "receipt" / receipt.UPDATES_FILE)
+    assert updates.keys() == trained.keys() == found["gradient_shares"].keys()
+    assert all(torch.equal(updates[name], p - before[name]) and updates[name].any() for name, p in trained.items())
     assert math.hypot(*found["gradient_shares"].values()) == pytest.approx(1, rel=0.5)
     assert [s["name"] for s in found["facts"]["sources"]] == []
     assert found["facts"]["precision"] == "fp32"
@@ -305,15 +405,135 @@ def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
 
 
 def test_recorder_names_dropout_and_counts_no_filler(trainer, tmp_path):
-    trainer.callback_handler.callbacks = [
-        c for c in trainer.callback_handler.callbacks if not isinstance(c, (Tracker, Saver))
-    ]
+    plain(trainer)
     found = record(trainer, tmp_path / "receipt", is_filler=lambda: trainer.state.global_step == 1)
     assert [s["name"] for s in found["facts"]["sources"]] == ["dropout"]
     assert [sum(step["samples"].values()) for step in found["steps"]] == [2, 0]
+
+
+def plain(trainer):
+    """Without the callbacks that must not be called, or that save."""
+    handler = trainer.callback_handler
+    handler.callbacks = [c for c in handler.callbacks if not isinstance(c, (Tracker, Saver))]
+    return trainer
+
+
+def test_resumed_training_keeps_its_checkpoints_and_what_it_trained(trainer, tmp_path):
+    args = plain(trainer).args
+    args.max_steps = 3
+    trainer.train()
+    args.max_steps, args.save_total_limit, args.load_best_model_at_end = 9, 1, True
+    args.metric_for_best_model = "loss"
+    out = tmp_path / "out"
+    state = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())
+    best = {"best_model_checkpoint": str(out / "checkpoint-1"), "best_global_step": 1, "best_metric": 0.1}
+    (out / "checkpoint-3" / "trainer_state.json").write_text(json.dumps({**state, **best}))
+    # Resumes from the newest.
+    before = load_file(out / "checkpoint-3" / "model.safetensors")
+    names = sorted(p.name for p in out.iterdir())
+    assert {"checkpoint-1", "checkpoint-2", "checkpoint-3"} <= set(names)
+
+    class Follow(type(trainer)):
+        def train(self, *positional, **named):
+            return super().train(resume_from_checkpoint=True)
+
+    trainer.__class__ = Follow
+    found = record(trainer, tmp_path / "receipt")
+    assert [step["step"] for step in found["steps"]] == [1, 2]
+    assert sorted(p.name for p in out.iterdir()) == names
+    updates = load_file(tmp_path / "receipt" / receipt.UPDATES_FILE)
+    now = dict(trainer.model.named_parameters())
+    for name, update in updates.items():
+        assert update.any()
+        assert torch.allclose(now[name], before[name] + update)
+    assert (args.save_total_limit, args.load_best_model_at_end) == (1, True)
+
+
+def test_updates_are_those_of_the_last_step_whatever_is_loaded_after_it(trainer, tmp_path):
+    before = {n: p.detach().clone() for n, p in plain(trainer).model.named_parameters()}
+
+    class Loads(TrainerCallback):
+        def on_train_end(self, args, state, control, model=None, **kwargs):
+            for name, p in model.named_parameters():
+                p.data.copy_(before[name])
+
+    trainer.add_callback(Loads())
+    record(trainer, tmp_path / "receipt")
+    updates = load_file(tmp_path / "receipt" / receipt.UPDATES_FILE)
+    assert all(update.any() for update in updates.values())
+
+
+def test_norm_of_clipped_gradients_is_no_gradient_norm(trainer, tmp_path):
+    plain(trainer)
+    original = trainer.callback_handler.on_log
+    # As a version of transformers that does not log it.
+    trainer.callback_handler.on_log = lambda args, state, control, logs: original(
+        args, state, control, {name: value for name, value in logs.items() if name != "grad_norm"}
+    )
+    found = record(trainer, tmp_path / "clipped")
+    assert [step["grad_norm"] for step in found["steps"]] == [None, None]
+    trainer.args.max_grad_norm = 0.0
+    found = record(trainer, tmp_path / "whole")
+    assert all(step["grad_norm"] > 0.01 for step in found["steps"])
+
+
+def test_folder_that_is_too_small_is_told_before_the_training(trainer, tmp_path, monkeypatch):
+    num_bytes = sum(p.nbytes for p in plain(trainer).model.parameters() if p.requires_grad)
+    for num_gpus, needed in ((1, 2 * num_bytes), (2, num_bytes)):
+        free = needed - 1
+        monkeypatch.setattr(receipt.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        with pytest.raises(SetupError, match="for the updates of the weights") as raised:
+            record(trainer, tmp_path / f"small_{num_gpus}", num_gpus=num_gpus)
+        assert "TMPDIR" in raised.value.hint
+        monkeypatch.setattr(receipt.shutil, "disk_usage", lambda folder, free=needed: SimpleNamespace(free=free))
+        record(trainer, tmp_path / f"enough_{num_gpus}", num_gpus=num_gpus)
 
 
 def test_other_parallelism_is_refused(trainer, tmp_path):
     trainer.is_fsdp_enabled = True
     with pytest.raises(SetupError, match="FSDP"):
         record(trainer, tmp_path / "receipt")
+
+
+def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(tmp_path, monkeypatch):
+    request = receipt.ReceiptRequest(str(tmp_path), num_steps=1, num_gpus=3, dropout=True)
+    monkeypatch.setenv(ENV_RECEIPT, request.variables()[ENV_RECEIPT])
+    config = plugin._as_verified(MultiGPUConfig(num_gpus=1, verify_every=0))
+    assert (config.num_gpus, config.verify_every) == (3, 1)
+    (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if "TrainingArguments" in p.target)
+    args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False, steps_per_generation=1)
+    patch.wrap(lambda self: None)(args)
+    assert (args.push_to_hub, args.use_cpu) == (False, False)
+
+
+def test_one_process_that_was_asked_for_the_cpu_trains_there():
+    config = MultiGPUConfig(device="cpu")
+    (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if "TrainingArguments" in p.target)
+    args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False)
+    patch.wrap(lambda self: None)(args)
+    assert (args.push_to_hub, args.use_cpu) == (True, True)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_verified_run_is_refused_where_nobody_would_end_it(monkeypatch, num_gpus):
+    monkeypatch.setenv(ENV_RECEIPT, "{}")
+    monkeypatch.setenv("UNSLOTH_TP_SIZE", "2")
+    identity = SimpleNamespace(world_size=num_gpus, rank=0, local_rank=0, local_world_size=num_gpus)
+    monkeypatch.setattr(session, "_claim_device", lambda opened: "cpu")
+    opened = session.Session(MultiGPUConfig(), identity, console=None)
+    with pytest.raises(SetupError, match="UNSLOTH_TP_SIZE=2 is set"):
+        session._patches(opened)
+
+
+def test_training_that_nobody_follows_does_not_begin():
+    is_followed = [False]
+    registry = PatchRegistry([followed_train_patch(lambda: is_followed[0])])
+    registry.apply()
+    try:
+        with pytest.raises(SetupError, match="enable_multi_gpu\\(\\) is not in effect"):
+            Trainer.train(None)
+        is_followed[0] = True
+        with pytest.raises(AttributeError):
+            Trainer.train(None)
+    finally:
+        registry.undo()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +42,6 @@ def test_every_single_bit_changes_the_hash(small_chunks: None, name: str) -> Non
         for bit in range(num_bits):
             changed = tensor.clone()
             bits(changed)[place] ^= -(2**bit) if bit == num_bits - 1 else 2**bit
-            assert changed is not tensor
             hashes.add(hash_of(changed))
     assert len(hashes) == 1 + len(tensor) * num_bits
 
@@ -145,34 +146,70 @@ def test_message_names_the_first_tensors_and_counts_the_rest() -> None:
     assert found == "rank 0 and rank 1 differ in 6 of 9 trainable tensors: t0, t1, t2, t3 and 2 more"
 
 
+class Group:
+    """Ranks as threads, which meet in every exchange."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.said: list[Any] = [None] * num_ranks
+        self.barrier = threading.Barrier(num_ranks, timeout=20)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.said[rank] = value
+        self.barrier.wait()
+        everything = list(self.said)
+        self.barrier.wait()
+        return everything
+
+
 class Manager:
-    """Rank 0 of two; `other` changes what rank 1 says."""
+    """One rank of a group."""
 
-    identity = SimpleNamespace(world_size=2)
-
-    def __init__(self, every: int, other: Any = lambda said: said) -> None:
+    def __init__(self, every: int, rank: int, group: Group) -> None:
         self.config = MultiGPUConfig(verify_every=every)
-        self.other = other
+        self.identity = SimpleNamespace(rank=rank, world_size=len(group.said))
+        self.group = group
         self.num_gathers = 0
 
     def gather_int64(self, values: list[int]) -> list[list[int]]:
         self.num_gathers += 1
-        return [values, [v + (self.other("") != "") for v in values]]
+        return self.group.exchange(self.identity.rank, list(values))
 
     def gather_texts(self, text: str) -> list[str]:
-        return [text, self.other(text)]
+        return self.group.exchange(self.identity.rank, text)
 
 
-def proof(manager: Manager, extra: Any = str) -> Any:
+def checked_by(models: list[Any], extras: list[str] | None = None, *, step: int = 7) -> list[str]:
+    """What each rank's check of its model raises, "" for nothing."""
     from unsloth_multigpu.proof.replicas import ReplicaProof
 
-    return ReplicaProof(manager, extra)  # type: ignore[arg-type]
+    group = Group(len(models))
+    extras = extras or [""] * len(models)
+
+    def check(rank: int) -> str:
+        proof = ReplicaProof(Manager(1, rank, group), lambda: extras[rank])  # type: ignore[arg-type]
+        try:
+            proof.check(models[rank], step)
+        except DivergenceError as error:
+            return f"{error} Hint: {error.hint}"
+        assert not proof.is_unchecked(step)
+        return ""
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        return list(pool.map(check, range(len(models))))
 
 
-def model() -> Any:
+def model(**changes: float) -> Any:
+    """Two layers of ones; `changes` are added to one weight of the layer that they name."""
+    import torch
     from torch import nn
 
-    return nn.Linear(2, 2)
+    result = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("a", "b")})
+    with torch.no_grad():
+        for name, parameter in result.named_parameters():
+            parameter.fill_(1)
+            if name.endswith("weight"):
+                parameter[1, 1] += changes.get(name.split(".")[0], 0)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -180,21 +217,106 @@ def model() -> Any:
     [(0, 0, []), (1, 0, [1, 2, 3, 4, 5, 6]), (3, 0, [1, 3, 6]), (3, 4, [5, 6, 9]), (100, 0, [1]), (2, 1, [2, 4, 6])],
 )
 def test_check_is_due_after_the_first_step_and_every_so_many(every: int, start: int, due: list[int]) -> None:
-    manager = Manager(every)
-    checked = proof(manager)
+    from unsloth_multigpu.proof.replicas import ReplicaProof
+
+    manager = Manager(every, 0, Group(1))
+    manager.identity.world_size = 2
+    proof = ReplicaProof(manager)  # type: ignore[arg-type]
     steps = []
     for step in range(start + 1, max([*due, 6]) + 1):
-        if checked.is_due(step):
-            checked.check(model(), step)
+        if proof.is_due(step):
+            proof.check(model(), step)
             steps.append(step)
     assert steps == due
     assert manager.num_gathers == len(due)
 
 
-def test_facts_that_differ_are_named() -> None:
-    checked = proof(Manager(1, lambda text: text.replace("mine", "theirs") or "different"), lambda: "mine")
-    with pytest.raises(DivergenceError, match="after step 7: plan: rank 0 has mine, rank 1 has theirs"):
-        checked.check(model(), 7)
+@pytest.mark.parametrize(("every", "is_best_loaded", "steps"), [(2, False, []), (2, True, [4]), (0, True, [])])
+def test_best_checkpoint_is_compared_although_the_last_step_was(
+    every: int, is_best_loaded: bool, steps: list[int]
+) -> None:
+    from unsloth_multigpu.core.trainer import _progress_callback
+    from unsloth_multigpu.proof.replicas import ReplicaProof
+
+    manager = Manager(every, 0, Group(1))
+    manager.identity.world_size = 2
+    replicas = ReplicaProof(manager)  # type: ignore[arg-type]
+    checked: list[int] = []
+    replicas.check = lambda _model, step: checked.append(step)  # type: ignore[method-assign, assignment]
+    replicas._last_equal_step = 4 if every else None
+    steered: Any = SimpleNamespace(manager=manager, replicas=replicas, trainer=SimpleNamespace(model=None))
+    state, args = SimpleNamespace(global_step=4), SimpleNamespace(load_best_model_at_end=is_best_loaded)
+    _progress_callback(steered).on_train_end(args, state, None)
+    assert checked == steps
+
+
+def test_equal_ranks_go_on() -> None:
+    assert checked_by([model(), model(), model()], ["x"] * 3) == [""] * 3
+
+
+def test_weights_that_differ_are_named_on_every_rank() -> None:
+    for error in checked_by([model(), model(), model(b=1e-6)]):
+        assert "after step 7: rank 2 differs from the other ranks in 1 of 4 trainable tensors: b.weight." in error
+        # What may lie in the cards and in the optimizer, and what to do then.
+        assert "seed_per_rank=False" in error
+        assert "verify_every=0" in error
+
+
+def test_facts_that_differ_are_named_before_the_weights() -> None:
+    for error in checked_by([model(), model(b=1.0)], ["mine", "theirs"]):
+        assert "after step 7: plan: rank 0 has mine, rank 1 has theirs." in error
+
+
+def test_weights_that_ddp_leaves_to_each_rank_are_not_compared() -> None:
+    def with_own(change: float) -> Any:
+        result = model(b=change)
+        result._ddp_params_and_buffers_to_ignore = ["b.weight"]
+        return result
+
+    assert checked_by([with_own(0.0), with_own(1.0)]) == ["", ""]
+    frozen = [model(), model(b=1.0)]
+    for each in frozen:
+        each["b"].requires_grad_(False)
+    assert checked_by(frozen) == ["", ""]
+
+
+def test_weights_made_of_other_tensors_are_compared_part_by_part() -> None:
+    import torch
+    from torch import nn
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def with_parts(last: float) -> Any:
+        result = nn.Module()
+        inner = TwoTensor(torch.ones(3), torch.tensor([1.0, 1.0, last]))
+        result.weight = nn.Parameter(TwoTensor(inner, TwoTensor(torch.zeros(3), torch.zeros(3))))
+        return result
+
+    assert checked_by([with_parts(1.0), with_parts(1.0)]) == ["", ""]
+    for error in checked_by([with_parts(1.0), with_parts(2.0)]):
+        assert "rank 0 and rank 1 differ in 1 of 4 trainable tensors: weight.a.b." in error
+
+
+def test_small_tensors_take_few_launches_each() -> None:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from unsloth_multigpu.proof.replicas import tensor_hashes
+
+    class Count(TorchDispatchMode):
+        num_calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_calls += 1
+            return func(*args, **(kwargs or {}))
+
+    def num_calls(num_tensors: int) -> int:
+        tensors = [torch.ones(3) for _ in range(num_tensors)]
+        with Count() as count:
+            tensor_hashes(tensors)
+        return count.num_calls
+
+    # Most of them are views, which launch nothing.
+    assert num_calls(11) - num_calls(1) <= 10 * 8
 
 
 def test_gathered_integers_keep_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:

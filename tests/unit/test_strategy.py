@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -100,6 +101,29 @@ def test_lora_on_a_dense_model_uses_every_parameter(options: dict[str, Any]) -> 
     assert is_sure(model)
 
 
+@pytest.mark.parametrize("part", ["lm_head", "embed_tokens", "mtp", "multi_modal_projector", "shared_expert"])
+def test_lora_on_a_part_that_may_be_passed_by_is_not_sure(part: str) -> None:
+    from torch import nn
+
+    def with_lora_on(*names: str) -> Any:
+        model = tiny(llama())
+        model[part] = nn.Linear(2, 2)  # type: ignore[index, operator]
+        return adapted(model, target_modules=list(names))
+
+    assert is_sure(with_lora_on("q_proj"))
+    assert not is_sure(with_lora_on("q_proj", part))
+
+
+def test_pooler_is_not_sure() -> None:
+    from torch import nn
+
+    model = tiny(llama())
+    model["pooler"] = nn.Linear(2, 2)  # type: ignore[index, operator]
+    assert not is_sure(model)  # BigBirdForCausalLM has one.
+    model["pooler"].requires_grad_(False)  # type: ignore[index]
+    assert is_sure(model)
+
+
 def test_second_adapter_is_not_sure() -> None:
     assert not is_sure(adapted(tiny(llama()), ("default", "other")))
 
@@ -158,6 +182,7 @@ def test_full_training_of_anything_but_a_language_model_is_not_sure(name: str) -
         ("Qwen2_5OmniConfig", {}),
         ("WhisperConfig", {"encoder_layerdrop": 0.1}),
         ("Wav2Vec2Config", {"layerdrop": 0.1}),
+        ("GPT2Config", {"add_cross_attention": True}),
     ],
 )
 def test_model_with_parts_that_a_step_may_leave_out_is_not_sure(name: str, changes: dict[str, Any]) -> None:
@@ -205,6 +230,41 @@ def test_ddp_is_told_once_the_model_is_known(option: bool | None, argument: bool
     assert handler.gradient_as_bucket_view is True
 
 
+class Accelerator:
+    """Notes what it would give DDP. `is_transformers_4`: the Trainer makes new settings just before."""
+
+    def __init__(self, handler: Any, *, is_transformers_4: bool = False, scaler: Any = None) -> None:
+        self.ddp_handler = handler
+        self.is_transformers_4 = is_transformers_4
+        self.scaler = scaler
+        self.told: list[Any] = []
+
+    def wrap_model(self, model: Any) -> None:
+        if self.is_transformers_4:
+            self.ddp_handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no")
+        assert self.prepare_model(model, device_placement=True) == "wrapped"
+
+    def prepare_model(self, model: Any, device_placement: bool) -> str:
+        assert device_placement
+        self.told.append(copy.copy(self.ddp_handler))
+        return "wrapped"
+
+
+def wrap(
+    config: MultiGPUConfig, model: Any, accelerator: Accelerator, find_unused_parameters: bool | None = None
+) -> None:
+    """What a `train()` does that wraps the model."""
+    from unsloth_multigpu.core.trainer import DDPTrainer
+
+    args = SimpleNamespace(
+        gradient_accumulation_steps=1, ddp_find_unused_parameters=find_unused_parameters, device="cpu"
+    )
+    trainer = SimpleNamespace(model=model, args=args, accelerator=accelerator)
+    steered = DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO), None)  # type: ignore[arg-type]
+    with steered._settings_of_ddp():
+        accelerator.wrap_model(model)
+
+
 def told_by(
     config: MultiGPUConfig,
     model: Any,
@@ -212,17 +272,46 @@ def told_by(
     hook: str = "no",
     **other: Any,
 ) -> Any:
-    """The handler that accelerate reads, after `DDPTrainer` has written to it."""
+    """The settings that accelerate reads when it makes DDP."""
+    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook=hook, comm_state_option={})
+    accelerator = Accelerator(**{"handler": handler, **other})
+    wrap(config, model, accelerator, find_unused_parameters)
+    (told,) = accelerator.told
+    return told
+
+
+@pytest.mark.parametrize("is_transformers_4", [False, True])
+def test_ddp_is_told_also_where_its_settings_are_made_late(over: Any, is_transformers_4: bool) -> None:
+    over("nccl")
+    told = told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), is_transformers_4=is_transformers_4)
+    assert (str(told.comm_hook), told.gradient_as_bucket_view, told.find_unused_parameters) == ("fp16", True, False)
+    told = told_by(MultiGPUConfig(find_unused_parameters=True), tiny(llama()), is_transformers_4=is_transformers_4)
+    assert told.find_unused_parameters is True
+
+
+def test_second_training_finds_the_settings_of_the_script(over: Any) -> None:
+    over("nccl")
+    handler = SimpleNamespace(find_unused_parameters=True, comm_hook="no", comm_state_option={})
+    accelerator, before = Accelerator(handler), dict(vars(handler))
+    for number in (1, 2):
+        wrap(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), accelerator)
+        assert [str(told.comm_hook) for told in accelerator.told] == ["fp16"] * number
+        assert vars(handler) == before
+        assert accelerator.ddp_handler is handler
+        assert "prepare_model" not in vars(accelerator)
+
+
+def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
+    # With `model_init` the Trainer makes another model as it begins to train.
     from unsloth_multigpu.core.trainer import DDPTrainer
 
-    handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook=hook, comm_state_option={})
-    args = SimpleNamespace(
-        gradient_accumulation_steps=1, ddp_find_unused_parameters=find_unused_parameters, device="cpu"
-    )
-    accelerator = SimpleNamespace(**{"ddp_handler": handler, **other})
-    trainer = SimpleNamespace(model=model, args=args, accelerator=accelerator)
-    DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO), None)._tell_ddp()  # type: ignore[arg-type]
-    return handler
+    accelerator = Accelerator(SimpleNamespace(find_unused_parameters="untouched"))
+    args = SimpleNamespace(gradient_accumulation_steps=1, ddp_find_unused_parameters=None, device="cpu")
+    trainer = SimpleNamespace(model=tiny(), args=args, accelerator=accelerator)
+    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    with DDPTrainer(trainer, manager, None)._settings_of_ddp():  # type: ignore[arg-type]
+        accelerator.wrap_model(tiny(llama()))
+    assert accelerator.told[0].find_unused_parameters is False
 
 
 @pytest.fixture
@@ -266,10 +355,17 @@ def test_compression_beside_a_hook_of_the_script_is_refused(over: Any) -> None:
     told_by(MultiGPUConfig(), tiny(llama()), hook="power_sgd")
 
 
-def test_compression_without_settings_for_ddp_is_refused() -> None:
-    told_by(MultiGPUConfig(), tiny(llama()), ddp_handler=None)
-    with pytest.raises(SetupError, match="has no settings for DDP"):
-        told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), ddp_handler=None)
+def test_compression_is_told_where_the_accelerator_has_no_settings(over: Any) -> None:
+    over("nccl")
+    told = told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), handler=None)
+    assert (str(told.comm_hook), told.gradient_as_bucket_view) == ("fp16", True)
+
+
+def test_powersgd_beside_a_scaler_is_refused(over: Any) -> None:
+    over("nccl")
+    with pytest.raises(SetupError, match="powersgd' cannot work with fp16=True"):
+        told_by(MultiGPUConfig(grad_compression="powersgd"), tiny(llama()), scaler="a GradScaler")
+    told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), scaler="a GradScaler")
 
 
 @pytest.mark.parametrize("option", [None, "fp16"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import platform
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, Arm, choose_arms, part_available
+from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, part_available
 from unsloth_multigpu.cli.bench_option import (
     DEFAULT_LENGTHS,
     MODEL_SIZES,
@@ -23,6 +22,7 @@ from unsloth_multigpu.cli.bench_option import (
     NUM_WARMUP_SLOW,
     BenchOptions,
 )
+from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
@@ -40,7 +40,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     sizes = ", ".join(f"{name} = {h} x {n}, {v}" for name, (h, n, v) in MODEL_SIZES.items())
     what = parser.add_argument_group("what is compared")
     arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
-    what.add_argument("--arms", metavar="A,B", help=f"[all but ours_one] {arms}")
+    others = ", ".join(name for name in ARMS if name not in DEFAULT_ARMS)
+    what.add_argument("--arms", metavar="A,B", help=f"[all but {others}] {arms}")
     what.add_argument("--ranks", type=int, metavar="N", default=defaults.num_ranks, help="[2]")
     what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[auto]")
     what.add_argument("--slow-rank", metavar="R:SPEED", help="rank R computes at SPEED, 0.5 say; simulated")
@@ -89,7 +90,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Runs every arm in every round, and prints a table.
+    """Runs every arm in every round, and prints a table of the rounds in which none failed.
 
     Returns:
         0, or 1 if an arm failed.
@@ -99,8 +100,6 @@ def run_bench(arguments: argparse.Namespace) -> int:
         SetupError: This machine lacks what was asked for.
     """
     from unsloth_multigpu.cli.bench_data import make_rows
-    from unsloth_multigpu.cli.bench_result import summarize
-    from unsloth_multigpu.cli.bench_table import LEGEND, conditions, render_table
 
     arms, skipped = part_available(choose_arms(arguments.arms))
     options = BenchOptions.from_arguments(arguments, [arm.name for arm in arms])
@@ -111,41 +110,71 @@ def run_bench(arguments: argparse.Namespace) -> int:
     options = _on_device(options)
     for line in skipped:
         _tell(line)
-    try:
-        with exit_on_sigterm():
-            runs = _run_rounds(arms, options)
-    except LaunchError as failed:
+    with exit_on_sigterm():
+        runs, failed = _run_rounds(arms, options)
+    if failed is not None:
         _tell(f"error: {failed}")
-        return 1
-    results = summarize(runs, options.num_warmup)
-    lines = [*_machine(), *conditions(options, num_tokens, _devices(runs)), *_variables(), *skipped]
-    print("\n".join([*lines, "", render_table(results), "", *LEGEND]))
-    outcome = _outcome(options, lines, results, runs)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(outcome, indent=1), encoding="utf-8")
-    if arguments.report:
-        from unsloth_multigpu.cli.bench_report import write_report
-
-        page = write_report(Path(arguments.report), options, lines, results, runs)
-        (page.parent / "bench.json").write_text(json.dumps(outcome, indent=1), encoding="utf-8")
-        _tell(f"report: {page}")
-    return 0
+        num_rounds = len(runs[arms[0].name])
+        skipped.append(f"stopped: an arm failed in round {num_rounds + 1} of {options.num_repeats}")
+        options = dataclasses.replace(options, num_repeats=num_rounds)
+    if options.num_repeats:
+        _publish(arguments, options, num_tokens, skipped, runs)
+    return 0 if failed is None else 1
 
 
-def _run_rounds(arms: Sequence[Arm], options: BenchOptions) -> dict[str, list[list[RankRecord]]]:
+def _run_rounds(
+    arms: Sequence[Arm], options: BenchOptions
+) -> tuple[dict[str, list[list[RankRecord]]], LaunchError | None]:
+    """`runs[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early."""
     from unsloth_multigpu.cli.bench_run import run_arm
 
     runs: dict[str, list[list[RankRecord]]] = {arm.name: [] for arm in arms}
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         for number in range(1, options.num_repeats + 1):
-            for arm in arms:
+            first = (number - 1) % len(arms)
+            this_round = {}
+            # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
+            for arm in [*arms[first:], *arms[:first]]:
                 folder = Path(root, f"{number}_{arm.name}")
                 folder.mkdir()
                 begin_s = time.monotonic()
-                runs[arm.name].append(run_arm(arm, options, folder))
+                try:
+                    this_round[arm.name] = run_arm(arm, options, folder)
+                except LaunchError as failed:
+                    return runs, failed
                 elapsed_s = time.monotonic() - begin_s
                 _tell(f"round {number}/{options.num_repeats}  {arm.name:<12} {elapsed_s:6.1f} s with start-up")
-    return runs
+            for name, ranks in this_round.items():
+                runs[name].append(ranks)
+    return runs, None
+
+
+def _publish(
+    arguments: argparse.Namespace,
+    options: BenchOptions,
+    num_tokens: int,
+    remarks: Sequence[str],
+    runs: dict[str, list[list[RankRecord]]],
+) -> None:
+    """Prints the table, and writes the files that were asked for."""
+    from unsloth_multigpu.cli.bench_result import summarize
+    from unsloth_multigpu.cli.bench_table import LEGEND, conditions, render_table
+
+    ranks = [rank for rounds in runs.values() for ranks in rounds for rank in ranks]
+    devices = ", ".join(sorted({rank.device for rank in ranks}))
+    num_threads = " or ".join(map(str, sorted({rank.num_threads for rank in ranks})))
+    results = summarize(runs, options.num_warmup)
+    lines = [*_machine(), *conditions(options, num_tokens, devices, num_threads), *_variables(), *remarks]
+    print("\n".join([*lines, "", render_table(results), "", *LEGEND]))
+    outcome = json_text(_outcome(options, lines, results, runs))
+    if arguments.json:
+        Path(arguments.json).write_text(outcome, encoding="utf-8")
+    if arguments.report:
+        from unsloth_multigpu.cli.bench_report import write_report
+
+        page = write_report(Path(arguments.report), options, lines, results, runs)
+        (page.parent / "bench.json").write_text(outcome, encoding="utf-8")
+        _tell(f"report: {page}")
 
 
 def _on_device(options: BenchOptions) -> BenchOptions:
@@ -196,10 +225,6 @@ def _machine() -> list[str]:
         f"CPU: {_cpu_name()}, {len(os.sched_getaffinity(0))} cores",
         f"versions: Python {platform.python_version()}, {versions}",
     ]
-
-
-def _devices(runs: dict[str, list[list[RankRecord]]]) -> str:
-    return ", ".join(sorted({rank.device for rounds in runs.values() for ranks in rounds for rank in ranks}))
 
 
 def _cpu_name() -> str:

@@ -68,7 +68,13 @@ ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm(REFERENCE, "Trainer, one process", has_one_process=True, **_ONE_GPU),
-        Arm("ours", "one line: enable_multi_gpu()", line={"balance": "auto"}, **_ONE_GPU),
+        Arm(
+            "ours",
+            "one line: enable_multi_gpu()",
+            line={"balance": "auto"},
+            note="DDP does not search for unused parameters, as it does by default in a Trainer without the line",
+            **_ONE_GPU,
+        ),
         Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **_ONE_GPU),
         Arm(BASELINE, "torchrun + Trainer", _torchrun),
         Arm(
@@ -93,9 +99,10 @@ ARMS: Mapping[str, Arm] = {
             has_one_process=True,
             **_ONE_GPU,
         ),
+        Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **_ONE_GPU),
     )
 }
-DEFAULT_ARMS = tuple(name for name in ARMS if name != "ours_one")
+DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one"))
 
 # What a launcher tells its ranks: an arm must hear it from its own.
 _LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
@@ -144,6 +151,11 @@ def part_available(arms: Sequence[Arm]) -> tuple[list[Arm], list[str]]:
 def num_processes(arm: Arm, options: BenchOptions) -> int:
     """How many processes of `arm` train."""
     return 1 if arm.has_one_process else options.num_ranks
+
+
+def speed_of(arm: Arm, options: BenchOptions, rank: int) -> float:
+    """Speed at which `rank` computes; 1 = its own. One process is never slowed: the others are compared with it."""
+    return options.slow_speed if rank == options.slow_rank and not arm.has_one_process else 1.0
 
 
 def num_accumulated(arm: Arm, options: BenchOptions) -> int:

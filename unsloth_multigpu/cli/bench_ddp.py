@@ -154,6 +154,7 @@ def _measure(
     arguments = {**BASE, **setting}
     fused, hook = arguments.pop("fused", True), arguments.pop("hook", None)
     seconds, norm = [], torch.zeros(())
+    model.zero_grad()  # A setting that was not possible has left gradients, which would count as memory of the model.
     with _peak(next(model.parameters()).device) as peak:
         ddp = DistributedDataParallel(model, **arguments)
         if hook is not None:

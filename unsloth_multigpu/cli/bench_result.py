@@ -32,13 +32,17 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank wrote. `gradient_norms` has one number per step, `peak_bytes` is the most memory it held."""
+    """What one rank wrote. `gradient_norms` has one number per step, `peak_bytes` is the most memory it held.
+
+    `num_threads` is what torch computes with.
+    """
 
     rank: int
     steps: tuple[StepRecord, ...]
     gradient_norms: tuple[float, ...]
     peak_bytes: int
     device: str
+    num_threads: int
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
@@ -54,7 +58,7 @@ class RankRecord:
             for step in values["steps"]
         )
         norms = tuple(values["gradient_norms"])
-        return cls(values["rank"], steps, norms, values["peak_bytes"], values["device"])
+        return cls(values["rank"], steps, norms, values["peak_bytes"], values["device"], values["num_threads"])
 
     def sizes(self, first_step: int = 0) -> list[tuple[int, int, int]]:
         """Rows, longest row and tokens of every micro-batch from a step on."""

@@ -61,12 +61,13 @@ def render_table(results: Sequence[ArmResult]) -> str:
     return "\n".join("  ".join([name, *row[1:]]) for name, row in zip(names, aligned, strict=True))
 
 
-def conditions(options: BenchOptions, num_tokens: int, devices: str) -> list[str]:
+def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads: str) -> list[str]:
     """What was measured, in lines.
 
     Args:
         num_tokens: Of all rows, without padding.
         devices: What the ranks computed on.
+        num_threads: How many threads each rank's torch had, all that occurred.
     """
     is_shared = "; the ranks share it over gloo, ours started by torchrun" if options.is_card_shared else ""
     lines = [
@@ -79,12 +80,12 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str) -> list[str
         f"scripts for one GPU accumulate {options.accumulation * options.num_ranks}",
         f"steps: {options.num_steps} timed after {options.num_warmup} of warm-up, {options.num_repeats} round(s), "
         f"seed {options.seed}",
-        "threads: OMP_NUM_THREADS=1 in every rank of every arm",
+        f"threads: {num_threads} in every rank of every arm (OMP_NUM_THREADS=1)",
     ]
     if options.slow_rank is not None:
         lines.append(
             f"slow rank: {options.slow_rank} computes at {options.slow_speed:g} of its speed, "
-            "simulated by sleeping, which takes no CPU time"
+            "simulated by sleeping, which takes no CPU time; arms of one process are not slowed"
         )
     notes = [f"{name}: {ARMS[name].note}" for name in options.arms if ARMS[name].note]
     return lines + notes

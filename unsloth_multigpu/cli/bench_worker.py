@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, Arm, num_accumulated, num_processes
+from unsloth_multigpu.cli.bench_arm import ARMS, Arm, num_accumulated, num_processes, speed_of
 from unsloth_multigpu.cli.bench_data import make_rows
 from unsloth_multigpu.cli.bench_option import HEAD_SIZE, BenchOptions
 
@@ -43,7 +43,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     is_cuda = options.device == "cuda"
     rows = make_rows(options)
     model = _model(options, max(map(len, rows)))
-    meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda, speed=options.speed_of(rank))
+    meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda, speed=speed_of(arm, options, rank))
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -65,7 +65,6 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     return {
         "steps": meter.steps(),
         "gradient_norms": [entry["grad_norm"] for entry in logs],
-        "losses": [entry["loss"] for entry in logs],
         "peak_bytes": peak_bytes(is_cuda),
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "num_threads": torch.get_num_threads(),

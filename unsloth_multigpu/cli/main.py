@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     Args:
         argv: Arguments without the program's name; None = `sys.argv[1:]`.
     """
-    own, program = split_program(list(sys.argv[1:] if argv is None else argv))
+    own, behind, program = split_program(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
-    options = parser.parse_args(own)
+    options = parser.parse_args([*own, *behind])
     try:
         if options.command == "doctor":
             return _doctor(options)
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             from unsloth_multigpu.cli.verify import run_verify
 
             _check_program(program, "verify")
+            _check_behind(own, behind)
             return run_verify(options, program)
         _check_program(program, "run")
         _run(options, program)
@@ -79,15 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         return 128 + signal.SIGINT
 
 
-def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Parts the options of `run` and `verify` from the program: from the script's name on all belongs to the script.
+
+    Returns options that stand before it, options that stand directly behind its name, and the program.
 
     `verify` also takes options of its own directly after the name, up to the first that it does not know, unless `--`
     stands before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
     versions of Python.
     """
     if list(arguments[:1]) not in (["run"], ["verify"]):
-        return list(arguments), []
+        return list(arguments), [], []
     is_verify = arguments[0] == "verify"
     table = _verify_options() if is_verify else RUN_OPTIONS
     take_value = {_flag(name) for name, (kind, _) in table.items() if kind is not bool}
@@ -96,14 +99,30 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         i += 2 if arguments[i] in take_value else 1
     own, program = list(arguments[:i]), list(arguments[i:])
     if program[:1] == ["--"]:
-        return own, program[1:]
+        return own, [], program[1:]
     if not is_verify:
-        return own, program
+        return own, [], program
     switches = {switch for name, (kind, _) in table.items() if kind is bool for switch in _switches(name)}
     start = end = 2 if program[:1] == ["-m"] else 1
     while end < len(program) and (program[end] in switches or program[end].split("=")[0] in take_value):
         end += 2 if program[end] in take_value else 1
-    return [*own, *program[start:end]], [*program[:start], *program[end:]]
+    return own, program[start:end], [*program[:start], *program[end:]]
+
+
+def _check_behind(own: Sequence[str], behind: Sequence[str]) -> None:
+    """What stands behind a script may be meant for the script."""
+    before, after = ({_bare(argument) for argument in part if argument.startswith("--")} for part in (own, behind))
+    if both := sorted(before & after):
+        raise ConfigError(
+            f"verify: {both[0]} is given before and behind the script.",
+            hint="Give it once; after `--` before the script, all that follows is the script's own.",
+        )
+    if behind:
+        print(f"verify: takes {' '.join(behind)}; put `--` before the script where it is meant for it", file=sys.stderr)
+
+
+def _bare(argument: str) -> str:
+    return argument.split("=")[0].replace("--no-", "--", 1)
 
 
 def _switches(name: str) -> list[str]:
@@ -143,10 +162,12 @@ def _parser() -> _Parser:
         "verify",
         help="compare the first steps of a script on one process and on several ranks",
         usage=_USAGES["verify"],
-        description="Runs the script's first steps twice, on one process and on several ranks, and compares samples, "
-        "loss, gradient norm and weights. Nothing is saved but the receipt. Exit code 0 = both agree, 77 = they do "
-        "not; a script that fails ends it with the script's own code. Options may also stand right after the script, "
-        "up to the first that is not one of these; after `--` all that follows the script is its own.",
+        description="Runs the script up to the first steps of its first train(), on one process and on several ranks, "
+        "and compares samples, loss, gradient norm and what was added to the weights. The training saves nothing, what "
+        "comes after it is not run; what the script does before it, it does twice. Exit code 0 = both agree, 77 = they "
+        "do not, or too little could be compared; a script that fails ends it with the script's own code. Options may "
+        "also stand right after the script, up to the first that is not one of these; after `--` all that follows the "
+        "script is its own.",
         allow_abbrev=False,
     )
     _add_options(verify, _verify_options())

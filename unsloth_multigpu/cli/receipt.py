@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unsloth_multigpu.proof.comparison import Comparison, StepDifference, WeightDifference
 
+COMPARED = "Compared: the beginning of the script's first train(). What comes after it was not run."
 _WIDTH = 12
 
 
@@ -27,6 +28,7 @@ def render(
     titles = [f"{title:>{_WIDTH}}" for title in ("1 process", ranks, "difference")]
     lines = [
         f"{facts['trainer']}, {facts['precision']}, {facts['optimizer']}, {facts['device']}",
+        COMPARED,
         "",
         f"{'':14}{'loss':>{3 * _WIDTH}}{'gradient norm':>{3 * _WIDTH + 4}}",
         f"step  samples {''.join(titles)}    {''.join(titles)}",
@@ -60,18 +62,21 @@ def _figures(values: tuple[float | None, float | None], difference: float, bound
 def _weights_line(weights: Sequence[WeightDifference], bound: float) -> str:
     counted = [weight for weight in weights if weight.counts]
     left_out = len(weights) - len(counted)
-    text = f"final weights: {len(counted)} trained tensors"
+    text = f"updates of weights: {len(counted)} trained tensors"
     if counted:
         text += f", largest difference {counted[0].relative:.1e} in {counted[0].name} (bound {bound:.0e})"
-    return text + (f"; {left_out} with next to no gradient were left out" if left_out else "")
+    return text + (f"; {left_out} that next to nothing moved were left out" if left_out else "")
 
 
 def _verdict(comparison: Comparison, ranks: str, has_sources: bool) -> list[str]:
     if comparison.agree:
         return [f"One process and {ranks} agree over {len(comparison.steps)} steps."]
     first, *others = comparison.reasons
-    lines = [f"ONE PROCESS AND {ranks.upper()} DO NOT AGREE: {first}"]
+    verdict = "WERE NOT SHOWN TO AGREE" if comparison.compared_nothing else "DO NOT AGREE"
+    lines = [f"ONE PROCESS AND {ranks.upper()} {verdict}: {first}"]
     lines += [f"  {reason}" for reason in others]
+    if comparison.compared_nothing:
+        return lines
     if has_sources:
         lines.append("Remove what may differ without a fault, see above, and verify again.")
     elif any("other samples" in reason for reason in comparison.reasons):

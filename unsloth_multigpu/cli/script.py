@@ -1,10 +1,19 @@
-"""A rank of a script that has no line of its own: `python -m unsloth_multigpu.cli.script train.py --args`."""
+"""A rank of a script that has no line of its own: `python -m unsloth_multigpu.cli.script train.py --args`.
+
+Also each process of a script that `unsloth-multigpu verify` runs, which may have its own.
+"""
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
+
+from unsloth_multigpu.config import ENV_RECEIPT
 
 
 def main() -> None:
@@ -19,6 +28,9 @@ def main() -> None:
     import runpy
     from importlib.machinery import SourceFileLoader
 
+    # Before the path is changed, by which a module is found.
+    is_followed = ENV_RECEIPT in os.environ
+    starts_itself = is_followed and has_own_line(sys.argv[1:])
     is_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
     path = os.path.abspath(sys.argv[0])
@@ -34,7 +46,10 @@ def main() -> None:
 
     from unsloth_multigpu.plugin import enable_multi_gpu
 
-    enable_multi_gpu()
+    if is_followed:
+        _hold_unfollowed_training()
+    if not starts_itself:
+        enable_multi_gpu()
     try:
         if is_module or is_archive:
             # What the interpreter itself calls for -m; it runs the module in sys.modules["__main__"].
@@ -49,6 +64,46 @@ def main() -> None:
         traceback = error.__traceback__ and error.__traceback__.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         raise SystemExit(1) from None
+
+
+def has_own_line(program: Sequence[str]) -> bool:
+    """True if the script or module has a call of `enable_multi_gpu`: then it starts its ranks itself.
+
+    Args:
+        program: The script and its arguments, or `-m`, a module and its arguments.
+    """
+    path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
+    if path is not None and path.is_dir():
+        path /= "__main__.py"
+    if path is None or not path.is_file():
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # A zip file, say. What is no program says so when it runs.
+        return False
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return any("enable_multi_gpu" in (getattr(f, "attr", None), getattr(f, "id", None)) for f in called)
+
+
+def _module_file(name: str) -> Path | None:
+    """The file that `python -m name` runs, found without importing the packages around it."""
+    places, origin = [os.getcwd(), *sys.path], None
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, places)
+        if spec is None:
+            return None
+        places, origin = list(spec.submodule_search_locations or []), spec.origin
+    # A package runs its __main__.
+    return Path(places[0] if places else origin or "")
+
+
+def _hold_unfollowed_training() -> None:
+    """A call of the line is in the source, but that does not say that it is reached."""
+    from unsloth_multigpu.hooks.trainer import followed_train_patch
+    from unsloth_multigpu.patching import PatchRegistry
+    from unsloth_multigpu.plugin import is_multi_gpu_enabled
+
+    PatchRegistry([followed_train_patch(is_multi_gpu_enabled)]).apply()
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from importlib.machinery import PathFinder
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.probe import exit_on_sigterm
-from unsloth_multigpu.cli.receipt import render
+from unsloth_multigpu.cli.receipt import COMPARED, render
 from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.launch.folder import private_dir
@@ -46,7 +45,6 @@ PASSED_OPTIONS = (
     "log_dir",
     "max_tokens_per_micro_batch",
     "grad_compression",
-    "verify_every",
 )
 
 
@@ -61,17 +59,19 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         0 where both runs agree, the exit code of `DivergenceError` where they do not, that of the script if it failed.
 
     Raises:
-        ConfigError: A number of steps or ranks that cannot be compared.
-        SetupError: The script trained nothing that could be followed.
+        ConfigError: A number of steps or ranks that cannot be compared, a file that is no receipt, or options that the
+            script's own arguments contradict.
+        SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
         RankTimeoutError: A run took longer than `options.timeout_s`.
     """
+    from unsloth_multigpu.proof.receipt import ReceiptRequest
+
     num_steps = DEFAULT_STEPS if options.steps is None else options.steps
     limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
     if num_steps < 1:
         raise ConfigError(f"--steps {num_steps}; expected at least 1.", hint=f"Leave it out for {DEFAULT_STEPS}.")
     file = Path(options.json or DEFAULT_FILE)
-    if not file.parent.is_dir():
-        raise ConfigError(f"--json {file}: there is no folder {str(file.parent)!r}.", hint="Make it, or name another.")
+    _check_place(file)
     given = {name: getattr(options, name) for name in PASSED_OPTIONS}
     # The same rules as for the options of a run.
     config = MultiGPUConfig.resolve({**given, "num_gpus": options.num_gpus, "timeout_s": limit_s})
@@ -84,12 +84,15 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             place.mkdir()
             label = "one process" if number == 1 else f"{number} ranks"
             print(f"verify: {num_steps} steps on {label}", file=sys.stderr, flush=True)
-            environment = {**_common_variables(folder), **variables, **_request(place, num_steps, number, options)}
+            environment = {**_common_variables(folder), **variables, **_devices(config, number)}
+            request = ReceiptRequest(str(place), num_steps, number, dropout=not options.no_dropout)
+            environment.update(request.variables())
             code = _run(program, environment, limit_s)
             if code != 0:
                 print(f"verify: the run on {label} ended with exit code {code}.", file=sys.stderr)
                 return code
             records.append(_read(place, program))
+            _check_followed(given, records[-1])
         one, many = records
         comparison = _compare(folder, one, many)
     receipt = _receipt(program, one, many, comparison)
@@ -101,7 +104,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 def _num_ranks(config: MultiGPUConfig) -> int:
     from unsloth_multigpu.cli.allreduce import DEFAULT_CPU_RANKS
-    from unsloth_multigpu.start import visible_accelerators
+    from unsloth_multigpu.start import ranks_to_start, visible_accelerators
 
     if read_identity(os.environ) is not None:
         raise SetupError("verify starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
@@ -112,7 +115,27 @@ def _num_ranks(config: MultiGPUConfig) -> int:
             "verify compares one process with several ranks; this would be one rank.",
             hint="Give --num-gpus 2, with --device cpu where there is one GPU.",
         )
-    return num_ranks
+    # What the second run would find out.
+    return ranks_to_start(replace(config, num_gpus=num_ranks))
+
+
+def _check_place(file: Path) -> None:
+    if not file.parent.is_dir():
+        raise ConfigError(f"--json {file}: there is no folder {str(file.parent)!r}.", hint="Make it, or name another.")
+    if file.exists() and not _is_receipt(file):
+        raise ConfigError(
+            f"--json {file}: what is there is no receipt, and would be lost.",
+            hint="Name another file. Where --json is the script's own option, put `--` before the script.",
+        )
+
+
+def _is_receipt(file: Path) -> bool:
+    """True for an empty file, too."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        return not text or {"schema_version", "reasons"} <= dict(json.loads(text)).keys()
+    except (OSError, ValueError, TypeError):  # A folder, no text, no JSON, no object.
+        return False
 
 
 def _common_variables(folder: Path) -> dict[str, str]:
@@ -128,20 +151,15 @@ def _common_variables(folder: Path) -> dict[str, str]:
     }
 
 
-def _request(folder: Path, num_steps: int, num_gpus: int, options: argparse.Namespace) -> dict[str, str]:
-    """The variables of one run alone."""
-    from unsloth_multigpu.proof.receipt import ReceiptRequest
-
-    request = ReceiptRequest(str(folder), num_steps, num_gpus, dropout=not options.no_dropout)
-    return {**request.variables(), **(_one_device() if num_gpus == 1 else {})}
-
-
-def _one_device() -> dict[str, str]:
-    """Hides all devices but the first: with several of them the Trainer would use DataParallel in one process."""
+def _devices(config: MultiGPUConfig, num_gpus: int) -> dict[str, str]:
+    """The variables that show a run its devices: none, or one to one process, which would use DataParallel for more."""
     from unsloth_multigpu.start import visible_accelerators
 
+    if config.device == "cpu":
+        # Not left to the run: a library may count the cards before the script says that it wants none.
+        return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     kind, num_devices = visible_accelerators()
-    if num_devices < 2:
+    if num_gpus > 1 or num_devices < 2:
         return {}
     names = ("ZE_AFFINITY_MASK",) if kind == "xpu" else ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     name = next((name for name in names if os.environ.get(name)), names[-1])
@@ -150,7 +168,9 @@ def _one_device() -> dict[str, str]:
 
 def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float) -> int:
     """Runs the program to its end, its output on this process's stderr; returns the exit code as a shell shows it."""
-    command = [sys.executable, *([] if has_own_line(program) else ["-m", _RANK_MODULE]), *program]
+    # By its whole name, since the script may change its folder before its line starts the ranks.
+    name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
+    command = [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
     sys.stderr.flush()
     # A group of its own, which can be ended as a whole.
     process = subprocess.Popen(
@@ -172,31 +192,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends what is left of a run: its supervisor, which ends the ranks, or helpers of a process that has ended."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(_TERMINATE_LIMIT_S)
-    except subprocess.TimeoutExpired:
+    with suppress(ProcessLookupError):  # The usual case: nobody is left in the group.
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def has_own_line(program: Sequence[str]) -> bool:
-    """True if the source of the script or module mentions `enable_multi_gpu`: then it starts its ranks itself."""
-    path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
-    if path is not None and path.is_dir():
-        path /= "__main__.py"
-    return path is not None and path.is_file() and b"enable_multi_gpu" in path.read_bytes()
-
-
-def _module_file(name: str) -> Path | None:
-    """The file that `python -m name` runs, found without importing the packages around it."""
-    places, origin = [os.getcwd(), *sys.path], None
-    for part in name.split("."):
-        spec = PathFinder.find_spec(part, places)
-        if spec is None:
-            return None
-        places, origin = list(spec.submodule_search_locations or []), spec.origin
-    # A package runs its __main__.
-    return Path(places[0] if places else origin or "")
+    process.wait()
 
 
 def _read(folder: Path, program: Sequence[str]) -> RunRecord:
@@ -213,14 +213,25 @@ def _read(folder: Path, program: Sequence[str]) -> RunRecord:
     return record
 
 
+def _check_followed(given: Mapping[str, Any], record: RunRecord) -> None:
+    """Arguments of the line win over options of the command, which travel as variables."""
+    config = record.facts["config"]
+    for name, value in given.items():
+        if value is not None and config[name] != value:
+            raise ConfigError(
+                f"verify was asked for {name}={value!r}, but the script's enable_multi_gpu() says {config[name]!r}.",
+                hint="Leave it out of one of them.",
+            )
+
+
 def _compare(folder: Path, one: RunRecord, many: RunRecord) -> Comparison:
-    from unsloth_multigpu.proof.comparison import bounds_for, compare, compare_weights
-    from unsloth_multigpu.proof.receipt import WEIGHTS_FILE
+    from unsloth_multigpu.proof.comparison import bounds_for, compare, compare_updates
+    from unsloth_multigpu.proof.receipt import UPDATES_FILE
 
     precision = max((one.facts["precision"], many.facts["precision"]), key=_PRECISIONS.index)
     bounds = bounds_for(precision, many.facts["optimizer"])
-    files = [folder / name / WEIGHTS_FILE for name in ("one", "many")]
-    weights = compare_weights(files[0], files[1], one.gradient_shares, bounds.noise)
+    files = [folder / name / UPDATES_FILE for name in ("one", "many")]
+    weights = compare_updates(files[0], files[1], one.gradient_shares, bounds.noise)
     return compare(one, many, weights, bounds)
 
 
@@ -230,6 +241,7 @@ def _receipt(program: Sequence[str], one: RunRecord, many: RunRecord, comparison
     return {
         "schema_version": SCHEMA_VERSION,
         "command": list(program),
+        "compared": COMPARED,
         "agree": comparison.agree,
         "reasons": list(comparison.reasons),
         "sources": list(sources.values()),

@@ -31,7 +31,7 @@ _ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0)
 _FIRST_EXCHANGES = (4, 8, 16)
 _EXCHANGE_EVERY = 32
 _WARM_UP_STEPS = 2
-_MOST_LAPS = 64
+_FEWEST_LAPS, _MOST_LAPS = 8, 64
 
 
 class Balancer:
@@ -191,7 +191,8 @@ class Balancer:
             if config.micro_batch_floor_tokens is None:
                 cost = dataclasses.replace(cost, floor_tokens=found.floor_tokens)
         if config.rank_speeds is None:
-            measured = relative_speeds([_throughput(cost, rank) for rank in laps])
+            is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
+            measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
             # Slow is who was slow twice: a rank may lose its processor for a moment.
             speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
             self._last_speeds = measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,11 +10,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.loss import kept_random_state
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
-from unsloth_multigpu.core.steps import StepFeed
+from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
@@ -51,7 +53,7 @@ class DDPTrainer:
         self.manager.check_same(self._facts())
         start = time.monotonic()
         with ExitStack() as stack:
-            self._tell_ddp()
+            stack.enter_context(self._settings_of_ddp())
             if self._deals_steps():
                 stack.enter_context(self.steps.on_trainer())
             stack.enter_context(self._progress())
@@ -139,32 +141,44 @@ class DDPTrainer:
                 facts["sampled rows"] = {i: _short_hash(_plain_values(_stored_row(data, i))) for i in places}
         return facts
 
-    def _tell_ddp(self) -> None:
-        """Sets what accelerate gives DDP when it wraps the model.
+    @contextmanager
+    def _settings_of_ddp(self) -> Iterator[None]:
+        """Lets accelerate wrap the model with our settings while this is open.
 
         Raises:
             SetupError: The gradients cannot be compressed as asked.
         """
-        handler, compression = self.trainer.accelerator.ddp_handler, self.config.grad_compression
+        accelerator, compression = self.trainer.accelerator, self.config.grad_compression
         if self.manager.identity.world_size == 1:
-            if compression is not None:
-                logger.info("grad_compression=%s: one rank sends no gradients", compression)
+            yield  # Nothing is wrapped.
             return
-        if handler is None:
-            if compression is not None:
-                raise SetupError(
-                    f"grad_compression={compression!r}, but this Trainer's accelerator has no settings for DDP.",
-                    hint="Leave grad_compression out, or do not replace the Trainer's accelerator.",
-                )
-            return
-        settings = ddp_settings(self.trainer.model, self.config, self.trainer.args)
         if compression is not None:
-            device = self.trainer.args.device
-            check_compression(compression, gradient_backend(device), str(handler.comm_hook))
-            settings.update(compression_settings(compression))
+            backend = gradient_backend(self.trainer.args.device)
+            hook = str(getattr(accelerator.ddp_handler, "comm_hook", "no"))
+            check_compression(compression, backend, hook, is_loss_scaled=accelerator.scaler is not None)
             logger.info("grad_compression=%s: gradients are sent smaller and are no longer exact", compression)
-        for name, value in settings.items():
-            setattr(handler, name, value)
+        prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
+        with instance_attribute(accelerator, "prepare_model", prepare_model):
+            yield
+
+    def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`, which makes DDP and is all that reads its settings.
+
+        They are written here because transformers 4 makes new ones just before, and are taken back because the next
+        `train()` must find the script's own.
+        """
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        accelerator, compression = self.trainer.accelerator, self.config.grad_compression
+        handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+        settings = ddp_settings(model, self.config, self.trainer.args)
+        if compression is not None:
+            settings.update(compression_settings(compression))
+        with ExitStack() as stack:
+            stack.enter_context(instance_attribute(accelerator, "ddp_handler", handler))
+            for name, value in settings.items():
+                stack.enter_context(instance_attribute(handler, name, value))
+            return original(model, *args, **kwargs)
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
@@ -254,8 +268,8 @@ def _progress_callback(steered: DDPTrainer) -> Any:
                 steered.steps.merge_metrics()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # What the script saves now is what has been compared.
-            if steered.replicas.is_unchecked(state.global_step):
+            # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
+            if steered.replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
                 steered.replicas.check(steered.trainer.model, state.global_step)
 
     return Progress()

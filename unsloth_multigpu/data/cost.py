@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 _MIN_SAMPLES = 8
 _MIN_SPREAD = 2.0
 # Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
-_EQUAL_WITHIN = 1.08
+_EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
 # A micro-batch that took so many times what its work says met something else: a first compilation, a busy machine.
 _OUTLIER = 3.0

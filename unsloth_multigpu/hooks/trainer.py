@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
@@ -49,6 +50,33 @@ def trainer_patches(
     ]
 
 
+def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
+    """The patch of a program that `unsloth-multigpu verify` runs, below those of `trainer_patches`.
+
+    Args:
+        is_followed: True where the training is recorded, and ended after the steps that were asked for.
+    """
+    return Patch(
+        target="transformers.trainer:Trainer.train",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_followed_train, is_followed),
+        reason="A training that verify does not follow would run to its end, over what the user has saved.",
+    )
+
+
+def _followed_train(is_followed: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        if not is_followed():
+            raise SetupError(
+                "verify cannot follow this training and does not begin it: enable_multi_gpu() is not in effect.",
+                hint="Let the script call it on every way to train(), or take it out: verify then does it.",
+            )
+        return original(*args, **kwargs)
+
+    return train
+
+
 def _steered_train(run: Callable[[Any, Callable[[], Any]], Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +94,11 @@ def _adjusted_arguments(
 ) -> Callable[..., None]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
+        if ENV_RECEIPT in os.environ:
+            # The Trainer makes the repository before train().
+            self.push_to_hub = False
+        if config.device == "cpu":
+            self.use_cpu = True
         if world_size > 1 and device_type == "cpu":
             # Without it accelerate sees no device to distribute over, and every rank trains for itself.
             self.use_cpu = True

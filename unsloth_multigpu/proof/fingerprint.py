@@ -17,7 +17,8 @@ def fingerprints(inputs: Any) -> Counter[str]:
     Args:
         inputs: What `Trainer.training_step` gets: usually a mapping with `input_ids` of shape (rows, length), else the
             first tensor counts. Without `attention_mask`, a row is parted where its `position_ids` begin again
-            (padding-free and packed batches).
+            (padding-free and packed batches). Other texts count only where there is no `input_ids`: KTO puts one more
+            into a row, which need not belong to it.
     """
     if not isinstance(inputs, Mapping):  # Trainers that generate their samples get rows as the data set has them.
         return Counter(_hash([repr(row).encode()]) for row in inputs)
@@ -25,6 +26,8 @@ def fingerprints(inputs: Any) -> Counter[str]:
     tokens = {n: v for n, v in tensors.items() if n.endswith("input_ids") and v.dim() == 2}
     if "input_ids" in tokens and "attention_mask" not in tensors and "position_ids" in tensors:
         return Counter(_hash([_bytes(part)]) for part in _parts(tokens["input_ids"], tensors["position_ids"]))
+    if "input_ids" in tokens:
+        tokens = {"input_ids": tokens["input_ids"]}
     if not tokens:
         return Counter(_hash([_bytes(row)]) for row in next(iter(tensors.values()), ()))
     # Preference data has several texts in a row, each with a mask of its own.
@@ -34,14 +37,17 @@ def fingerprints(inputs: Any) -> Counter[str]:
 
 
 def _unpadded(rows: torch.Tensor, mask: torch.Tensor | None) -> list[bytes]:
-    return [_bytes(row if mask is None else row[mask[i].bool()]) for i, row in enumerate(rows)]
+    # A mask with more dimensions says which token sees which, not where a row ends.
+    has_mask = mask is not None and mask.shape == rows.shape
+    return [_bytes(row[mask[i].bool()] if has_mask and mask is not None else row) for i, row in enumerate(rows)]
 
 
 def _parts(tokens: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
     parts = []
     for row, places in zip(tokens, positions, strict=True):
-        starts = (places == 0).nonzero().flatten().tolist()
-        parts += [row[start:end] for start, end in pairwise([*starts, len(row)])]
+        starts = [start for start in (places == 0).nonzero().flatten().tolist() if start > 0]
+        # What stands before the first 0 is a part, too: the rest of a sample that was cut.
+        parts += [row[start:end] for start, end in pairwise([0, *starts, len(row)])]
     return parts
 
 

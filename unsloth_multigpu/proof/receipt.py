@@ -1,4 +1,4 @@
-"""What one run leaves for `unsloth-multigpu verify`: samples, loss and gradient norm of each step, and weights."""
+"""What one run leaves for `unsloth-multigpu verify`: samples, loss and gradient norm of each step, and updates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +25,16 @@ from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.source import find_precision, find_sources, turn_dropout_off
 from unsloth_multigpu.versions import installed_version
 
-WEIGHTS_FILE = "weights.safetensors"
+UPDATES_FILE = "updates.safetensors"
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
 # Nothing of a run that is compared may land in the user's folders or accounts.
-_SAVERS = ("save_model", "_save_checkpoint", "save_pretrained", "push_to_hub")
+_SAVERS = (
+    *("save_model", "save_state", "_save_checkpoint", "save_pretrained", "push_to_hub"),
+    # Unsloth's, on the model.
+    *("save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf"),
+)
+# The limit of checkpoints removes some at the end.
+_SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
 _TRACKERS = "transformers.integrations"
 
 
@@ -36,7 +43,7 @@ class ReceiptRequest:
     """What `verify` asks of a run.
 
     Args:
-        folder: Where every rank leaves `rank_N.json`, and rank 0 its weights.
+        folder: Where every rank leaves `rank_N.json`, and rank 0 its updates.
         num_steps: Optimizer steps after which the run ends.
         num_gpus: Ranks of this run; wins over the script's own number.
         dropout: False = every dropout probability is set to 0.
@@ -103,6 +110,7 @@ class Recorder:
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
         self._figures: dict[int, dict[str, float | None]] = defaultdict(dict)
         self._gradient_shares: dict[str, float] = {}
+        self._weights_before: dict[str, torch.Tensor] | None = None
         self._facts: dict[str, Any] = {}
 
     @contextmanager
@@ -110,7 +118,7 @@ class Recorder:
         """Records while it is open. Enter it before anything else puts methods on the trainer."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         with ExitStack() as stack:
-            for name, value in (("logging_nan_inf_filter", False), ("eval_on_start", False)):
+            for name, value in _SETTINGS.items():
                 stack.enter_context(_attribute(trainer.args, name, value))
             original = trainer.training_step
             stack.enter_context(_attribute(trainer, "training_step", functools.partial(self._training_step, original)))
@@ -132,10 +140,17 @@ class Recorder:
 
     def begin(self) -> None:
         """Called when the training begins, with the model that it trains."""
-        self._first_step = int(self._trainer.state.global_step)
+        trainer, state = self._trainer, self._trainer.state
+        self._first_step = int(state.global_step)
+        # A run that was resumed brings it; the Trainer would load it at the end, and remove the others.
+        state.best_model_checkpoint = None
         if not self._request.dropout:
-            turn_dropout_off(self._trainer.model)
-        self._facts = _facts(self._trainer, self._config)
+            turn_dropout_off(trainer.model)
+        self._facts = _facts(trainer, self._config)
+        if self._rank == 0:
+            trained = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+            _check_space(self._request, sum(p.nbytes for p in trained.values()))
+            self._weights_before = {name: p.to("cpu", copy=True) for name, p in trained.items()}
 
     def note_gradients(self) -> None:
         """Called between the last backward and the optimizer's step."""
@@ -145,8 +160,9 @@ class Recorder:
         device = self._trainer.args.device
         norms = torch.stack([torch.linalg.vector_norm(g.detach().float()).to(device) for _, g in named])
         total = float(torch.linalg.vector_norm(norms))
-        # Without clipping some versions of transformers do not log it.
-        self._figures[self._step() + 1]["grad_norm"] = total
+        # Without clipping some versions of transformers do not log it; with it, this comes after it.
+        if not self._trainer.args.max_grad_norm:
+            self._figures[self._step() + 1]["grad_norm"] = total
         if total > 0 and torch.isfinite(norms).all():
             for (name, _), share in zip(named, (norms / total).tolist(), strict=True):
                 self._gradient_shares[name] = max(share, self._gradient_shares.get(name, 0.0))
@@ -163,12 +179,24 @@ class Recorder:
         control.should_save = control.should_evaluate = False
         if self._step() >= self._request.num_steps:
             control.should_training_stop = True
+        if control.should_training_stop:
+            # Not after train(), which may end with other weights.
+            self._save_updates()
+
+    def _save_updates(self) -> None:
+        from safetensors.torch import save_file
+
+        if self._weights_before is None:
+            return
+        before, self._weights_before = self._weights_before, None
+        now = {name: p.detach() for name, p in self._trainer.model.named_parameters() if name in before}
+        # One by one: only one of them is in memory twice.
+        updates = {name: p.cpu().sub(before.pop(name)).contiguous() for name, p in now.items()}
+        save_file(updates, Path(self._request.folder) / UPDATES_FILE)
 
     def write(self) -> None:
         """Leaves what was recorded in the request's folder."""
-        folder = Path(self._request.folder)
-        if self._rank == 0:
-            _save_weights(self._trainer.model, folder / WEIGHTS_FILE)
+        self._save_updates()
         steps = [
             {
                 "step": step,
@@ -180,7 +208,7 @@ class Recorder:
             for step in range(1, self._step() + 1)
         ]
         record = {"rank": self._rank, "steps": steps, "gradient_shares": self._gradient_shares, "facts": self._facts}
-        (folder / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
+        (Path(self._request.folder) / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
 def leave_process() -> NoReturn:
@@ -210,12 +238,15 @@ def _facts(trainer: Any, config: MultiGPUConfig) -> dict[str, Any]:
     }
 
 
-def _save_weights(model: Any, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # Copies: parameters may be views of one buffer, which the format refuses.
-    save_file({name: p.detach().to("cpu", copy=True).contiguous() for name, p in trained.items()}, path)
+def _check_space(request: ReceiptRequest, num_bytes: int) -> None:
+    # The file of one process is still there when the ranks write theirs.
+    needed, free = num_bytes * (2 if request.num_gpus == 1 else 1), shutil.disk_usage(request.folder).free
+    if needed > free:
+        raise SetupError(
+            f"verify needs {needed / 2**30:.1f} GiB for the updates of the weights, and {request.folder} has "
+            f"{free / 2**30:.1f}.",
+            hint="Set TMPDIR to a folder with more room.",
+        )
 
 
 def _is_tracker(callback: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.logs import get_logger
@@ -46,9 +47,9 @@ class ReplicaProof:
         is_alone = self._manager.identity.world_size == 1
         return every > 0 and not is_alone and (self._last_equal_step is None or step % every == 0)
 
-    def is_unchecked(self, step: int) -> bool:
-        """True at the end of a training whose last step was not due."""
-        return self._last_equal_step not in (None, step)
+    def is_unchecked(self, step: int, *, is_reloaded: bool = False) -> bool:
+        """True at the end of a training whose last step was not due, or whose weights were loaded after it."""
+        return self._last_equal_step is not None and (is_reloaded or self._last_equal_step != step)
 
     def check(self, model: nn.Module, step: int) -> None:
         """Compares this rank with the others. Collective: one all_gather of two numbers where all are equal.
@@ -60,7 +61,7 @@ class ReplicaProof:
         Raises:
             DivergenceError: On every rank; it names ranks and tensors.
         """
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        named = replicated_tensors(model)
         hashes = tensor_hashes([p for _, p in named])
         facts = {
             "step": step,
@@ -90,8 +91,28 @@ class ReplicaProof:
         raise DivergenceError(
             f"The ranks' replicas differ after step {step}: {what}. {since}",
             hint="Look for what changes weights or gradients on one rank alone: a callback or hook, weights set after "
-            "the model was wrapped, DDP(init_sync=False), faulty memory. verify_every=1 finds the step.",
+            "the model was wrapped, DDP(init_sync=False), an optimizer that draws random numbers (try "
+            "seed_per_rank=False), faulty memory. verify_every=1 finds the step. Cards of different kinds may round "
+            "differently: there use verify_every=0.",
         )
+
+
+def replicated_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors that are trained and must be equal on all ranks, in the order of the model's parameters.
+
+    Not those that DDP was told to leave to each rank. Of a subclass that wraps tensors, as torchao's do, those within.
+    """
+    # DDP takes a name of the outermost module with a dot before it, too.
+    ignored = {name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+    return [plain for name, parameter in named for plain in _plain_tensors(name, parameter)]
+
+
+def _plain_tensors(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    if not is_traceable_wrapper_subclass(tensor):
+        return [(name, tensor)]
+    parts, _ = tensor.__tensor_flatten__()
+    return [plain for part in parts for plain in _plain_tensors(f"{name}.{part}", getattr(tensor, part))]
 
 
 def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -103,29 +124,31 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
     Temporary memory is bounded: about 48 MiB on an accelerator, 2 MiB on the CPU.
     """
     weights: dict[torch.device, torch.Tensor] = {}
-    hashes = []
+    sums = []
     with torch.no_grad():
         for tensor in tensors:
             if tensor.device not in weights:
                 size = _CPU_CHUNK if tensor.device.type == "cpu" else _ACCELERATOR_CHUNK
                 longest = max(t.numel() for t in tensors if t.device == tensor.device)
                 weights[tensor.device] = _odd_weights(min(size, max(1, longest)), tensor.device, seed=0)
-            hashes.append(_tensor_hash(tensor, weights[tensor.device]))
+            sums.append(_chunk_sums(tensor, weights[tensor.device]))
         # One copy from each device, and not one for each tensor.
-        by_device = {d: iter(torch.stack([h for h in hashes if h.device == d]).tolist()) for d in weights}
-    return [next(by_device[h.device]) for h in hashes]
+        every = [chunk for chunks in sums for chunk in chunks]
+        numbers = {d: iter(torch.stack([chunk for chunk in every if chunk.device == d]).tolist()) for d in weights}
+    factors = _odd_weights(max(map(len, sums), default=0), torch.device("cpu"), seed=1).tolist()
+    totals = [sum(f * next(numbers[c.device]) for f, c in zip(factors, chunks, strict=False)) for chunks in sums]
+    return [(total + 2**63) % 2**64 - 2**63 for total in totals]
 
 
-def _tensor_hash(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The hash as a scalar on the tensor's device."""
+def _chunk_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    """The weighted sum of each chunk, as a scalar on the tensor's device. A launch costs more than a small tensor."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = real.view(_INTEGER_OF_BYTES[real.element_size()])
     pieces = _pieces(bits, len(weights))
     if bits.dtype == torch.int64:
         # Two flipped top bits would cancel: 2^63 times any odd number is the same.
         pieces = (piece ^ (piece >> 32) for piece in pieces)
-    sums = torch.stack([(weights[: len(piece)] * piece).sum() for piece in pieces])
-    return (sums * _odd_weights(len(sums), sums.device, seed=1)).sum()
+    return [(weights[: len(piece)] * piece).sum() for piece in pieces]
 
 
 def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:

@@ -31,13 +31,14 @@ def compression_settings(compression: str) -> dict[str, Any]:
     return {"comm_hook": DDPCommunicationHookType(hook), "comm_state_option": dict(options)}
 
 
-def check_compression(compression: str, backend: str, hook_of_script: str) -> None:
+def check_compression(compression: str, backend: str, hook_of_script: str, *, is_loss_scaled: bool) -> None:
     """Refuses what cannot work before anything is trained.
 
     Args:
         compression: `MultiGPUConfig.grad_compression`.
         backend: Process group backend that moves the gradients: "nccl", "gloo", "xccl".
         hook_of_script: The `comm_hook` that the script gave accelerate itself, "no" for none.
+        is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
 
     Raises:
         SetupError: With what to use instead.
@@ -53,4 +54,11 @@ def check_compression(compression: str, backend: str, hook_of_script: str) -> No
         raise SetupError(
             f"grad_compression={compression!r} needs NCCL or XCCL; the gradients of this run go over {backend}.",
             hint='Use grad_compression="fp16" or leave it out.',
+        )
+    # Scaled gradients overflow now and then, and the scaler passes over that step. But what powersgd carries into the
+    # next ones is NaN from then on, so all would be passed over.
+    if compression == "powersgd" and is_loss_scaled:
+        raise SetupError(
+            "grad_compression='powersgd' cannot work with fp16=True, whose scaled gradients overflow now and then.",
+            hint="Use bf16=True, or another grad_compression.",
         )

@@ -18,8 +18,14 @@ _CONDITIONAL_PARTS = (
     "vision_config",
     "audio_config",
     "speech_config",
+    "add_cross_attention",
+    "cross_attention_layers",
 )
 _DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+# The same in a parameter's name, for parts that the config does not tell of.
+_CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
+# Unsloth's fused loss and its embeddings read the base weight and pass by a LoRA on these.
+_READ_BY_WEIGHT = ("lm_head", "embed")
 
 
 def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[str, Any]:
@@ -47,7 +53,8 @@ def uses_every_parameter(model: nn.Module) -> bool:
     """True if each trainable parameter surely gets a gradient in every step, so that DDP need not search the graph.
 
     Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Mixtures
-    of experts, towers for images or sound, dropped layers and models without a config are not.
+    of experts, towers for images or sound, dropped layers, models without a config and LoRA on embeddings or the output
+    head are not.
     """
     # PEFT models pass attribute reads on to the base model; its config is the architecture's.
     config: Any = getattr(model, "config", None)
@@ -58,12 +65,15 @@ def uses_every_parameter(model: nn.Module) -> bool:
     if any(getattr(config, name, None) for name in names) or _has_any(config.to_dict(), names):
         return False
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    has_adapter = hasattr(model, "peft_config")
-    if has_adapter:
+    if any(word in name.lower() for name in trainable for word in _CONDITIONAL_NAMES):
+        return False
+    if hasattr(model, "peft_config"):
+        lora = [name for name in trainable if ".lora_" in name]
+        if any(word in name.lower() for name in lora for word in _READ_BY_WEIGHT):
+            return False
         # Prompt and prefix tuning, or several adapters of which one is active, have parameters of other kinds.
-        adapters = {_adapter_of(name) for name in trainable if ".lora_" in name}
-        return len(adapters) == 1 and all(".lora_" in n or ".modules_to_save." in n for n in trainable)
-    # Full training: other heads may leave a pooler or a mask embedding without a gradient.
+        return len(set(map(_adapter_of, lora))) == 1 and all(n in lora or ".modules_to_save." in n for n in trainable)
+    # Full training: other heads may leave a mask embedding without a gradient.
     return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
 
 

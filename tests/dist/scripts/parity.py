@@ -113,6 +113,21 @@ def sft_full(texts, common):
     return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
 
 
+def sft_laid_out(texts, common, **layout):
+    rows = Dataset.from_dict({"text": texts})
+    # TRL's default loss is a Triton kernel.
+    config = SFTConfig(folder, dataset_text_field="text", loss_type="nll", **layout, **common)
+    return SFTTrainer(model=causal_lm(), args=config, train_dataset=rows, processing_class=tokenizer)
+
+
+def sft_padding_free(texts, common):
+    return sft_laid_out(texts, common, padding_free=True, max_length=None)
+
+
+def sft_packing(texts, common):
+    return sft_laid_out(texts, common, packing=True, max_length=96)
+
+
 def preference_rows(texts):
     return Dataset.from_dict({"prompt": texts, "chosen": [t[::-1] for t in texts], "rejected": texts[::-1]})
 
@@ -145,6 +160,10 @@ def grpo(texts, common):
     )
 
 
+def fingerprint(tokens):
+    return hashlib.md5(str(tokens.tolist()).encode()).hexdigest()[:12]
+
+
 def record_samples(trainer):
     """Notes, for each optimizer step, the rows that went through the model with a label, as hashes of their tokens."""
     seen = defaultdict(Counter)
@@ -153,11 +172,19 @@ def record_samples(trainer):
         ids, mask, labels = named.get("input_ids"), named.get("attention_mask"), named.get("labels")
         if not module.training or ids is None or not torch.is_grad_enabled():
             return
+        if "position_ids" in named and len(ids) == 1:
+            # Texts end to end: each begins at position 0. A filler has no label at all.
+            begins = (named["position_ids"][0] == 0).nonzero().flatten().tolist()
+            is_filler = labels is not None and bool((labels == -100).all())
+            for begin, end in zip(begins, [*begins[1:], ids.shape[1]], strict=True):
+                if not is_filler:
+                    seen[trainer.state.global_step][fingerprint(ids[0, begin:end])] += 1
+            return
         for i, row in enumerate(ids):
             if labels is not None and labels.dim() > 1 and bool((labels[i] == -100).all()):
                 continue
             tokens = row if mask is None else row[mask[i].bool()]
-            seen[trainer.state.global_step][hashlib.md5(str(tokens.tolist()).encode()).hexdigest()[:12]] += 1
+            seen[trainer.state.global_step][fingerprint(tokens)] += 1
 
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)
     return seen
@@ -192,7 +219,7 @@ def run(job):
         "grad_norm": [h["grad_norm"] for h in steps],
         "seen": {step: dict(rows) for step, rows in seen.items()},
         "logged": steps[-1],
-        "find_unused_parameters": trainer.accelerator.ddp_handler.find_unused_parameters,
+        "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         "accumulation_after": trainer.args.gradient_accumulation_steps,
         "attributes_after": sorted(set(vars(trainer)) & {"train", "training_step", "compute_loss", "log"}),
         "random_after": [random.random(), float(torch.rand(()))],

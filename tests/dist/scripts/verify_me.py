@@ -1,6 +1,6 @@
 """A user's script without the line: a tiny Llama, ragged rows, uneven steps. The argument plants a fault.
 
-Usage: verify_me.py [--dropout P] [--fault scaled|raise|no_training]
+Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|learning_rate|one_rank|raise|no_training]
 """
 
 import argparse
@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--fault", default="")
 args = parser.parse_args()
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,6 +40,16 @@ class Fault(TrainerCallback):
     def on_step_begin(self, training_args, state, control, **kwargs):
         if args.fault == "raise" and rank == 1 and state.global_step == 1:
             raise ValueError("rank 1 fell")
+
+    def on_pre_optimizer_step(self, training_args, state, control, optimizer=None, **kwargs):
+        if args.fault == "learning_rate" and world_size > 1:
+            for group in optimizer.param_groups:
+                group["lr"] *= 1.5
+
+    def on_step_end(self, training_args, state, control, model=None, **kwargs):
+        if args.fault == "one_rank" and rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).add_(1e-3)
 
 
 class Scaled(Trainer):
@@ -72,7 +83,7 @@ trainer = Scaled(
         num_train_epochs=2,
         save_strategy="steps",
         save_steps=1,
-        learning_rate=1e-3,
+        learning_rate=args.lr,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

@@ -88,7 +88,7 @@ digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sor
             "adapter_sum": sum(tensor.double().sum().item() for tensor in weights.values()),
             "adapter_hash": digest.hexdigest(),
             "trainer": type(trainer).__module__,
-            "find_unused_parameters": trainer.accelerator.ddp_handler.find_unused_parameters,
+            "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         },
         indent=1,
     )

@@ -140,7 +140,7 @@ logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
             and all(torch.equal(reloaded[name].float(), weights[name]) for name in weights),
             "written": written,
             "trainer": type(trainer).__module__,
-            "find_unused_parameters": trainer.accelerator.ddp_handler.find_unused_parameters,
+            "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
             "train_s": trained_at - started_at,
             "total_s": time.perf_counter() - started_at,
         },
