@@ -31,6 +31,15 @@ def main(settings_file: str) -> None:
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)
+    _leave_group()
+
+
+def _leave_group() -> None:
+    """Ends the group's threads: left to the interpreter's end they abort a process now and then."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.cli.receipt import COMPARED, render
 from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
@@ -96,7 +96,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         one, many = records
         comparison = _compare(folder, one, many)
     receipt = _receipt(program, one, many, comparison)
-    file.write_text(json.dumps(_plain(receipt), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    file.write_text(json_text(receipt), encoding="utf-8")
     print(render(comparison, receipt["sources"], many.facts, num_ranks))
     print(f"receipt: {file}")
     return 0 if comparison.agree else DivergenceError.exit_code
@@ -251,12 +251,3 @@ def _receipt(program: Sequence[str], one: RunRecord, many: RunRecord, comparison
         "steps": [asdict(step) for step in comparison.steps],
         "weights": [asdict(weight) for weight in comparison.weights],
     }
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that JSON does not have, as text."""
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
