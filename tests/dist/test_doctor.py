@@ -104,5 +104,6 @@ def test_stopped_doctor_leaves_no_process(tmp_path, number, code):
     process.send_signal(number)
     run = finish(process, 30)
     assert (run.code, run.out, run.err) == (code, "", "")
-    assert orphans(str(tmp_path)) == []
+    # The kernel ends the ranks of a launcher that was ended; on a busy machine that takes a moment.
+    wait_until(lambda: not orphans(str(tmp_path)), 5, "the end of every process")
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -40,6 +41,7 @@ class DDPManager:
         self._store: Store | None = None
         # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
         self.lengths_of: dict[str, list[int]] = {}
+        self._last_works: deque[Any] = deque(maxlen=8)
 
     @property
     def store(self) -> Store:
@@ -132,12 +134,12 @@ class DDPManager:
                 sizes.append(len(batch))
                 indices.extend(int(i) for i in batch)
         counts = torch.tensor([len(sizes), len(indices)], device=device)
-        dist.broadcast(counts, src=0)
+        self._finish(dist.broadcast(counts, src=0, async_op=True))
         num_batches, num_indices = (int(c) for c in counts.tolist())
         flat = torch.tensor([*sizes, *indices], device=device, dtype=torch.int64)
         if self.identity.rank != 0:
             flat = torch.empty(num_batches + num_indices, device=device, dtype=torch.int64)
-        dist.broadcast(flat, src=0)
+        self._finish(dist.broadcast(flat, src=0, async_op=True))
         flat = flat.cpu()
         parts = torch.split(flat[num_batches:], flat[:num_batches].tolist())
         return [part.tolist() for part in parts]
@@ -162,10 +164,10 @@ class DDPManager:
     def _broadcast_text(self, text: str) -> str:
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())
         length = torch.tensor([len(data)], device=data.device)
-        dist.broadcast(length, src=0)
+        self._finish(dist.broadcast(length, src=0, async_op=True))
         if self.identity.rank != 0:
             data = torch.empty(int(length), dtype=torch.uint8, device=data.device)
-        dist.broadcast(data, src=0)
+        self._finish(dist.broadcast(data, src=0, async_op=True))
         return bytes(data.tolist()).decode()
 
     def gather_texts(self, text: str) -> list[str]:
@@ -177,7 +179,7 @@ class DDPManager:
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
         padded[: len(data)] = data
         gathered = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(gathered, padded)
+        self._finish(dist.all_gather(gathered, padded, async_op=True))
         return [bytes(g[:n].tolist()).decode() for g, n in zip(gathered, lengths, strict=True)]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
@@ -188,12 +190,21 @@ class DDPManager:
         """Every rank's signed 64-bit `values`, in the order of ranks. Collective. Floats would round them."""
         return self._gather(values, torch.int64)
 
+    def _finish(self, work: Any) -> None:
+        """Waits for a collective and keeps its handle.
+
+        A thread of the backend lets go of it a moment after it is done. Were that the last reference, the thread would
+        need Python's lock to free the tensors, and a process that is just ending aborts then (SIGABRT, seen with gloo).
+        """
+        work.wait()
+        self._last_works.append(work)
+
     def _gather(self, values: Sequence[float], dtype: torch.dtype) -> list[list[Any]]:
         if self.identity.world_size == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=dtype, device=_wire_device())
         gathered = [torch.empty_like(mine) for _ in range(self.identity.world_size)]
-        dist.all_gather(gathered, mine)
+        self._finish(dist.all_gather(gathered, mine, async_op=True))
         return [g.tolist() for g in gathered]
 
 
