@@ -325,9 +325,10 @@ def test_gathered_integers_keep_64_bits(monkeypatch: pytest.MonkeyPatch) -> None
 
     from unsloth_multigpu.core.manager import DDPManager
 
-    def all_gather(into: list[Any], mine: Any) -> None:
+    def all_gather(into: list[Any], mine: Any, async_op: bool) -> Any:
         for tensor in into:
             tensor.copy_(mine)
+        return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr("unsloth_multigpu.core.manager._wire_device", lambda: torch.device("cpu"))
