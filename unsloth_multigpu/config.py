@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.option import check_options
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 # Variables that the launcher hands to its ranks; they are no options.
@@ -22,23 +22,6 @@ ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
 ENV_RECEIPT = ENV_PREFIX + "RECEIPT"
 INTERNAL_VARIABLES = frozenset({ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED, ENV_RECEIPT})
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "global_batch": ("keep", "scale"),
-    "sync": ("ddp",),
-    "balance": ("auto", "off", "tokens"),
-    "device": ("auto", "cpu", "cuda", "xpu"),
-    "grad_compression": ("bf16", "fp16", "powersgd"),
-    "ddp_backend": ("nccl", "gloo", "xccl"),
-}
-_PLANNER_OPTIONS = (
-    "max_tokens_per_micro_batch",
-    "micro_batch_overhead_tokens",
-    "micro_batch_floor_tokens",
-    "rank_speeds",
-)
-_MAY_BE_NONE = ("grad_compression", "ddp_backend")
-# 31 years; torch counts in nanoseconds of 64 bits.
-_MAX_SECONDS = 1e9
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -50,10 +33,12 @@ class MultiGPUConfig:
         num_gpus: Ranks on this machine. None = all visible accelerators, or this process alone where there is none.
         batch_size_per_gpu: Samples of one micro-batch on each rank, in place of `per_device_train_batch_size`.
             The samples of an optimizer step then grow with the number of ranks. None = leave the script's value.
-        enable_ddp: PyTorch DDP, one process per device.
+        enable_ddp: One process per device. False = the legacy serial path of the older plugin: one process, a copy of
+            the model per device, which compute one after the other.
         global_batch: "keep" = the samples of an optimizer step are those of the one-process run;
             "scale" = every rank takes the script's batch, so that a step sees `world_size` times as many samples.
-        sync: How gradients meet.
+        sync: How gradients meet: "ddp"; "allreduce" after backward; "parameter_server", whose optimizer steps on rank
+            0; "local_sgd" and "diloco", whose ranks step by themselves and meet every `sync_every_steps`.
         balance: "auto" = samples of a step are dealt so that all ranks finish together, where the gradient stays the
             same; "tokens" = that, or an error that says why not; "off" = they are dealt in order.
         device: "auto" = accelerators if there are any, else the CPU.
@@ -68,6 +53,14 @@ class MultiGPUConfig:
         micro_batch_floor_tokens: Micro-batches of fewer tokens take as long as one of so many. None = measured.
         rank_speeds: How fast each rank computes, relative to the others. None = measured while training.
         grad_compression: "bf16", "fp16" or "powersgd" = gradients are sent smaller, and are no longer exact.
+        sync_bucket_mb: MiB of one message of "allreduce" and "parameter_server", 0 = a message for each tensor.
+            None = 25.
+        max_staleness_steps: How many steps a rank of "parameter_server" may be ahead of the slowest one. None = ranks
+            step together.
+        sync_every_steps: Optimizer steps of "local_sgd" and "diloco" between two meetings. None = 16.
+        outer_learning_rate: Of the step that "diloco" makes when ranks meet. None = 0.7.
+        outer_momentum: Nesterov momentum of that step. None = 0.9.
+        gradient_aggregation: How `enable_ddp=False` puts the gradients of shards together. None = "weighted".
         verify_every: All ranks compare their weights after the first step and every so many steps. 0 = never.
         ddp_backend: Process group backend; None = the one that fits the device. (Older plugin.)
         find_unused_parameters: Given to DDP; None = decided from the model. (Older plugin.)
@@ -92,6 +85,12 @@ class MultiGPUConfig:
     micro_batch_floor_tokens: float | None = None
     rank_speeds: tuple[float, ...] | None = None
     grad_compression: str | None = None
+    sync_bucket_mb: float | None = None
+    max_staleness_steps: int | None = None
+    sync_every_steps: int | None = None
+    outer_learning_rate: float | None = None
+    outer_momentum: float | None = None
+    gradient_aggregation: str | None = None
     verify_every: int = 100
     ddp_backend: str | None = None
     find_unused_parameters: bool | None = None
@@ -100,33 +99,7 @@ class MultiGPUConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices and not (value is None and name in _MAY_BE_NONE):
-                expected = " or ".join(repr(c) for c in choices)
-                raise ConfigError(f"{name}={value!r}; expected {expected}.", hint=f"Set {name}={choices[0]!r}.")
-        _check_count("num_gpus", self.num_gpus, minimum=1, none_means="all visible accelerators")
-        _check_count("batch_size_per_gpu", self.batch_size_per_gpu, minimum=1, none_means="the script's value")
-        _check_count("max_restarts", self.max_restarts, minimum=0)
-        _check_count("verify_every", self.verify_every, minimum=0)
-        _check_planner_options(self)
-        for name in ("enable_ddp", "seed_per_rank", "memory_optimization", "debug"):
-            _check_boolean(name, getattr(self, name))
-        for name in ("find_unused_parameters", "gradient_checkpointing"):
-            if getattr(self, name) is not None:
-                _check_boolean(name, getattr(self, name))
-        _check_seconds("timeout_s", self.timeout_s)
-        if not isinstance(self.log_dir, str) or not self.log_dir:
-            raise ConfigError(f"log_dir={self.log_dir!r}; expected a folder name.", hint='Set log_dir="logs".')
-        if not self.enable_ddp:
-            raise ConfigError(
-                "enable_ddp=False asks for the serial path of the older plugin, which this version does not have.",
-                hint="Leave enable_ddp out.",
-            )
-        if self.ddp_backend == "nccl" and self.device == "cpu":
-            raise ConfigError(
-                'ddp_backend="nccl" cannot run with device="cpu".', hint='Use ddp_backend="gloo" or leave it out.'
-            )
+        check_options(self)
 
     @classmethod
     def resolve(cls, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MultiGPUConfig:
@@ -148,39 +121,12 @@ class MultiGPUConfig:
         """True if a step sees the samples of the one-process run; `batch_size_per_gpu` asks for another batch."""
         return self.global_batch == "keep" and self.batch_size_per_gpu is None
 
-
-def _check_planner_options(config: MultiGPUConfig) -> None:
-    most = "what equal numbers of rows could reach"
-    _check_count("max_tokens_per_micro_batch", config.max_tokens_per_micro_batch, minimum=1, none_means=most)
-    for name in ("micro_batch_overhead_tokens", "micro_batch_floor_tokens"):
-        value = getattr(config, name)
-        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
-            raise ConfigError(f"{name}={value!r}; expected tokens of at least 0.", hint=f"Leave {name} out.")
-    speeds = config.rank_speeds
-    if speeds is not None and not (
-        isinstance(speeds, tuple) and speeds and all(_is_number(s) and 0 < s < math.inf for s in speeds)
-    ):
-        raise ConfigError(
-            f"rank_speeds={speeds!r}; expected a tuple with a number above 0 for each rank.",
-            hint="Set rank_speeds=(1.0, 0.5), say, or leave it out.",
+    @property
+    def meets_every_step(self) -> bool:
+        """True if all ranks make one optimizer step together, so that their weights are equal after each."""
+        return self.sync in ("ddp", "allreduce") or (
+            self.sync == "parameter_server" and self.max_staleness_steps is None
         )
-
-    given = [f"{n}={getattr(config, n)!r}" for n in _PLANNER_OPTIONS if getattr(config, n) is not None]
-    if given and config.balance == "off":
-        raise ConfigError(
-            f"{given[0]} is for the planner, and balance='off'.", hint="Set balance='auto', or leave one of them out."
-        )
-    if config.balance == "tokens":
-        given.append("balance='tokens'")
-    if given and not config.keeps_global_batch:
-        raise ConfigError(
-            f"{given[0]} deals the samples of a step, and global_batch='scale' leaves that to Hugging Face.",
-            hint="Set global_batch='keep' and leave batch_size_per_gpu out.",
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +142,6 @@ def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
             "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         ),
         "enable_gradient_checkpointing": ("gradient_checkpointing", "TrainingArguments(gradient_checkpointing=...)"),
-        "gradient_aggregation": (None, 'nothing: DDP always averages, which is "mean"'),
         "find_unused_parameters": ("find_unused_parameters", "TrainingArguments(ddp_find_unused_parameters=...)"),
         "debug": ("debug", 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")'),
     }
@@ -214,11 +159,6 @@ def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if new_name is not None:
             _check_alone(new_name, value, shown=name)
             translated[new_name] = value
-        elif value != "mean":
-            raise ConfigError(
-                f"gradient_aggregation={value!r}; DDP averages the gradients of all ranks.",
-                hint="Leave gradient_aggregation out.",
-            )
     return translated
 
 
@@ -268,27 +208,3 @@ def _parse(variable: str, text: str, annotation: str) -> Any:
             word = "a whole number" if kind == "int" else "a number"
             raise ConfigError(f"{variable}={text!r}; expected {word}.", hint=f"Set {variable}=2, say.") from None
     return text
-
-
-def _check_count(name: str, value: object, *, minimum: int, none_means: str | None = None) -> None:
-    if value is None and none_means is not None:
-        return
-    # bool is an int in Python; num_gpus=True is a mistake and not one GPU.
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        otherwise = f", or None for {none_means}" if none_means else ""
-        raise ConfigError(
-            f"{name}={value!r}; expected a whole number of at least {minimum}{otherwise}.",
-            hint=f"Set {name}={max(minimum, 1)}.",
-        )
-
-
-def _check_boolean(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r}; expected True or False.", hint=f"Set {name}=True or {name}=False.")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _MAX_SECONDS:
-        raise ConfigError(
-            f"{name}={value!r}; expected seconds above 0, at most {_MAX_SECONDS:g}.", hint=f"Set {name}=1800.0."
-        )

@@ -62,6 +62,12 @@ def enable_multi_gpu(
     micro_batch_floor_tokens: float | None = None,
     rank_speeds: Sequence[float] | None = None,
     grad_compression: str | None = None,
+    sync_bucket_mb: float | None = None,
+    max_staleness_steps: int | None = None,
+    sync_every_steps: int | None = None,
+    outer_learning_rate: float | None = None,
+    outer_momentum: float | None = None,
+    gradient_aggregation: str | None = None,
     verify_every: int | None = None,
     **legacy: Any,
 ) -> None:
@@ -76,9 +82,9 @@ def enable_multi_gpu(
     Args:
         num_gpus: Ranks on this machine [all visible accelerators; where there is none, this process alone].
         batch_size_per_gpu: Samples of one micro-batch per rank [the script's]. The step's samples grow with the ranks.
-        enable_ddp: PyTorch DDP [True].
+        enable_ddp: One process per device [True]. False = the older plugin's serial path, slower than one GPU.
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
-        sync: How gradients meet ["ddp"].
+        sync: How gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
         device: "auto", "cpu", "cuda" or "xpu" ["auto"].
         seed_per_rank: Each rank draws its own dropout masks and augmentations [True].
@@ -90,6 +96,12 @@ def enable_multi_gpu(
         micro_batch_floor_tokens: Smaller micro-batches take as long as one of so many tokens [measured].
         rank_speeds: How fast each rank computes, relative to the others [measured].
         grad_compression: "bf16", "fp16" or "powersgd": smaller gradients on the wire, no longer exact [none].
+        sync_bucket_mb: MiB of a message of "allreduce" and "parameter_server", 0 = one for each tensor [25].
+        max_staleness_steps: Makes "parameter_server" asynchronous: steps a rank may be ahead of the slowest [together].
+        sync_every_steps: Steps of "local_sgd" and "diloco" between two meetings [16].
+        outer_learning_rate: Of the step of "diloco" at a meeting [0.7].
+        outer_momentum: Its Nesterov momentum [0.9].
+        gradient_aggregation: "weighted", "mean" or "sum" of the shards with enable_ddp=False ["weighted"].
         verify_every: Steps between two comparisons of all ranks' weights, 0 = never [100].
         legacy: Arguments of the older plugin, each with a DeprecationWarning that names the replacement.
 

@@ -21,7 +21,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.strategy import ddp_settings
+from unsloth_multigpu.sync.ddp import ddp_settings
 
 logger = get_logger(__name__)
 

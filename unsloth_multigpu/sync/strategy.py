@@ -1,91 +1,85 @@
-"""What DDP is told about a model."""
+"""How the ranks' gradients meet where DDP does not do it: the contract that each strategy keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.sync.bucket import buckets, flatten, num_bytes, unflatten_into
 
-# Attributes of a model's config that mean: some steps leave some parameters without a gradient.
-_CONDITIONAL_PARTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "vision_config",
-    "audio_config",
-    "speech_config",
-    "add_cross_attention",
-    "cross_attention_layers",
-)
-_DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-# The same in a parameter's name, for parts that the config does not tell of.
-_CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
-# Unsloth's fused loss and its embeddings read the base weight and pass by a LoRA on these.
-_READ_BY_WEIGHT = ("lm_head", "embed")
+_MIB = 2**20
+DEFAULT_BUCKET_MB = 25.0
 
 
-def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[str, Any]:
-    """What DDP is told where the script said nothing: attributes of accelerate's `DistributedDataParallelKwargs`.
+class GradientSync:
+    """One way to train one model on all ranks of the default process group.
 
-    Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
-    several micro-batches; and `broadcast_buffers`, which DDP does as a step begins, where the ranks have just met.
-    The Trainer's optimizer is the fused one by itself. Figures are in docs/benchmarks.md.
+    A loop calls `begin` once, then for every optimizer step `after_backward` when the rank's gradients of the whole
+    step are in `.grad` and not yet clipped, and `after_step` when the optimizer has stepped; `meet` before weights
+    are saved, evaluated or compared; and `end`. All ranks make the same calls in the same order: each may be a
+    collective. Gradients are averaged over the ranks, as DDP does.
 
     Args:
-        model: The model without DDP's wrapper.
-        config: The run's options.
-        args: The script's `TrainingArguments`.
+        model: The model without a wrapper. Its trainable parameters are kept together, and its buffers.
+        optimizer: This rank's torch optimizer, on those parameters.
+
+    Attributes:
+        sent_bytes: What this rank has sent so far: elements of tensors, in the algorithms that are usual.
+        num_steps: Finished optimizer steps of this rank.
     """
-    # The gradients are the buckets, and not a copy of them: one set of gradients less in memory, the same numbers.
-    settings: dict[str, Any] = {"gradient_as_bucket_view": True}
-    if config.find_unused_parameters is not None:
-        settings["find_unused_parameters"] = config.find_unused_parameters
-    elif args.ddp_find_unused_parameters is None and uses_every_parameter(model):
-        settings["find_unused_parameters"] = False
-    return settings
 
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.buffers = [b for b in model.buffers() if b is not None]
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.sent_bytes = 0
+        self.num_steps = 0
 
-def uses_every_parameter(model: nn.Module) -> bool:
-    """True if each trainable parameter surely gets a gradient in every step, so that DDP need not search the graph.
+    def begin(self) -> None:
+        """Gives every rank rank 0's weights and buffers, frozen ones included, as DDP does."""
+        self.broadcast([*self.model.parameters(), *self.buffers])
 
-    Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Mixtures
-    of experts, towers for images or sound, dropped layers, models without a config and LoRA on embeddings or the output
-    head are not.
-    """
-    # PEFT models pass attribute reads on to the base model; its config is the architecture's.
-    config: Any = getattr(model, "config", None)
-    if config is None or isinstance(config, dict):
-        return False
-    names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
-    # Read by attribute as well, since a config may map one name to another.
-    if any(getattr(config, name, None) for name in names) or _has_any(config.to_dict(), names):
-        return False
-    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    if any(word in name.lower() for name in trainable for word in _CONDITIONAL_NAMES):
-        return False
-    if hasattr(model, "peft_config"):
-        lora = [name for name in trainable if ".lora_" in name]
-        if any(word in name.lower() for name in lora for word in _READ_BY_WEIGHT):
-            return False
-        # Prompt and prefix tuning, or several adapters of which one is active, have parameters of other kinds.
-        return len(set(map(_adapter_of, lora))) == 1 and all(n in lora or ".modules_to_save." in n for n in trainable)
-    # Full training: other heads may leave a mask embedding without a gradient.
-    return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
+    def after_backward(self) -> None:
+        """The gradients of this rank's part of the step are whole."""
 
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        self.num_steps += 1
 
-def _adapter_of(name: str) -> str:
-    parts = name.split(".")
-    position = next(i for i, part in enumerate(parts) if part.startswith("lora_"))
-    return parts[position + 1] if len(parts) > position + 1 else ""
+    @property
+    def are_replicas_equal(self) -> bool:
+        """True if the weights of all ranks are equal now. Between `after_step` and the next backward."""
+        return True
 
+    def meet(self) -> None:
+        """Makes weights and buffers of all ranks equal."""
 
-def _has_any(values: Mapping[Any, Any], names: Collection[str]) -> bool:
-    """True if one of `names` is set at some depth: experts of a part, towers of a "thinker"."""
-    return any(
-        (value and key in names) or (isinstance(value, Mapping) and _has_any(value, names))
-        for key, value in values.items()
-    )
+    def end(self) -> None:
+        """Meets for the last time, and leaves model and optimizer as ordinary ones."""
+        self.meet()
+
+    def abort(self) -> None:
+        """Lets go of threads and hooks after an error, without another rank. `end` needs no `abort`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep of rank 0 beside weights and optimizer: tensors, numbers, texts."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict()`. Called after `begin`, when the weights are those of the checkpoint."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Gives every rank rank 0's values. Collective."""
+        for group in buckets(tensors, int(DEFAULT_BUCKET_MB * _MIB)):
+            flat = flatten(group)
+            dist.broadcast(flat, src=0)
+            unflatten_into(group, flat)
+            # A chain or a tree: as many copies travel as there are other ranks, one from each rank but the last.
+            self.sent_bytes += num_bytes(flat) if self.rank < self.world_size - 1 else 0

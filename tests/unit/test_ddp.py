@@ -71,7 +71,7 @@ def adapted(model: nn.Module, names: tuple[str, ...] = ("default",), **options: 
 
 
 def is_sure(model: nn.Module) -> bool:
-    from unsloth_multigpu.sync.strategy import uses_every_parameter
+    from unsloth_multigpu.sync.ddp import uses_every_parameter
 
     return uses_every_parameter(model)
 

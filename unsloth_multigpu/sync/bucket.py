@@ -1,0 +1,50 @@
+"""Many tensors as few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+
+def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype and device, together at most `bucket_bytes`, or one tensor that is larger by itself.
+
+    Args:
+        tensors: In an order that is the same on all ranks.
+        bucket_bytes: 0 = each tensor for itself.
+    """
+    group: list[torch.Tensor] = []
+    for tensor in tensors:
+        is_same_kind = not group or (group[0].dtype, group[0].device) == (tensor.dtype, tensor.device)
+        if group and not (is_same_kind and num_bytes(*group, tensor) <= bucket_bytes):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor with the elements of all, in order. A copy, also of one contiguous tensor."""
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def unflatten_into(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Writes the elements of `flat` back into the tensors that it was made of."""
+    with torch.no_grad():
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def num_bytes(*tensors: torch.Tensor) -> int:
+    """Of the elements of all tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def all_reduce_bytes(payload_bytes: int, world_size: int) -> int:
+    """What each rank sends for an all-reduce in a ring: 2 (n - 1) / n of the payload.
+
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    """
+    return 2 * (world_size - 1) * payload_bytes // world_size

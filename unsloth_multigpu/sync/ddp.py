@@ -1,0 +1,91 @@
+"""What DDP is told about a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from unsloth_multigpu.config import MultiGPUConfig
+
+# Attributes of a model's config that mean: some steps leave some parameters without a gradient.
+_CONDITIONAL_PARTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "vision_config",
+    "audio_config",
+    "speech_config",
+    "add_cross_attention",
+    "cross_attention_layers",
+)
+_DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+# The same in a parameter's name, for parts that the config does not tell of.
+_CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
+# Unsloth's fused loss and its embeddings read the base weight and pass by a LoRA on these.
+_READ_BY_WEIGHT = ("lm_head", "embed")
+
+
+def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[str, Any]:
+    """What DDP is told where the script said nothing: attributes of accelerate's `DistributedDataParallelKwargs`.
+
+    Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
+    several micro-batches; and `broadcast_buffers`, which DDP does as a step begins, where the ranks have just met.
+    The Trainer's optimizer is the fused one by itself. Figures are in docs/benchmarks.md.
+
+    Args:
+        model: The model without DDP's wrapper.
+        config: The run's options.
+        args: The script's `TrainingArguments`.
+    """
+    # The gradients are the buckets, and not a copy of them: one set of gradients less in memory, the same numbers.
+    settings: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if config.find_unused_parameters is not None:
+        settings["find_unused_parameters"] = config.find_unused_parameters
+    elif args.ddp_find_unused_parameters is None and uses_every_parameter(model):
+        settings["find_unused_parameters"] = False
+    return settings
+
+
+def uses_every_parameter(model: nn.Module) -> bool:
+    """True if each trainable parameter surely gets a gradient in every step, so that DDP need not search the graph.
+
+    Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Mixtures
+    of experts, towers for images or sound, dropped layers, models without a config and LoRA on embeddings or the output
+    head are not.
+    """
+    # PEFT models pass attribute reads on to the base model; its config is the architecture's.
+    config: Any = getattr(model, "config", None)
+    if config is None or isinstance(config, dict):
+        return False
+    names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
+    # Read by attribute as well, since a config may map one name to another.
+    if any(getattr(config, name, None) for name in names) or _has_any(config.to_dict(), names):
+        return False
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    if any(word in name.lower() for name in trainable for word in _CONDITIONAL_NAMES):
+        return False
+    if hasattr(model, "peft_config"):
+        lora = [name for name in trainable if ".lora_" in name]
+        if any(word in name.lower() for name in lora for word in _READ_BY_WEIGHT):
+            return False
+        # Prompt and prefix tuning, or several adapters of which one is active, have parameters of other kinds.
+        return len(set(map(_adapter_of, lora))) == 1 and all(n in lora or ".modules_to_save." in n for n in trainable)
+    # Full training: other heads may leave a mask embedding without a gradient.
+    return bool(trainable) and type(model).__name__.endswith("ForCausalLM")
+
+
+def _adapter_of(name: str) -> str:
+    parts = name.split(".")
+    position = next(i for i, part in enumerate(parts) if part.startswith("lora_"))
+    return parts[position + 1] if len(parts) > position + 1 else ""
+
+
+def _has_any(values: Mapping[Any, Any], names: Collection[str]) -> bool:
+    """True if one of `names` is set at some depth: experts of a part, towers of a "thinker"."""
+    return any(
+        (value and key in names) or (isinstance(value, Mapping) and _has_any(value, names))
+        for key, value in values.items()
+    )
