@@ -9,6 +9,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from unsloth_multigpu.config import MultiGPUConfig
+    from unsloth_multigpu.core.state import load_state_dict
+    from unsloth_multigpu.core.wrap import unwrap_model
     from unsloth_multigpu.errors import (
         ConfigError,
         DistributedError,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         SetupError,
         VersionError,
     )
+    from unsloth_multigpu.plain import distributed_loader, save_state_dict, wrap_model_multi_gpu
     from unsloth_multigpu.plugin import (
         MultiGPUStatus,
         disable_multi_gpu,
@@ -52,6 +55,9 @@ _HOMES = {
         "VersionError",
     ),
     "report": ("RankReport", "RunReport"),
+    "plain": ("distributed_loader", "save_state_dict", "wrap_model_multi_gpu"),
+    "core.state": ("load_state_dict",),
+    "core.wrap": ("unwrap_model",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -71,10 +77,15 @@ __all__ = [
     "VersionError",
     "__version__",
     "disable_multi_gpu",
+    "distributed_loader",
     "enable_multi_gpu",
     "get_active_config",
     "get_multi_gpu_status",
     "is_multi_gpu_enabled",
+    "load_state_dict",
+    "save_state_dict",
+    "unwrap_model",
+    "wrap_model_multi_gpu",
 ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option import check_options
+from unsloth_multigpu.option import check_options, companions
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 # Variables that the launcher hands to its ranks; they are no options.
@@ -181,7 +181,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 def _check_alone(name: str, value: Any, *, shown: str) -> None:
     """Checks one option that was given by another name, so that an error names it as it was given."""
     try:
-        MultiGPUConfig.resolve({name: value}, {})
+        MultiGPUConfig.resolve({**companions(name), name: value}, {})
     except ConfigError as error:
         raise ConfigError(error.args[0].replace(name, shown), hint=error.hint.replace(name, shown)) from None
 

@@ -79,6 +79,13 @@ def check_options(config: MultiGPUConfig) -> None:
         )
 
 
+def companions(name: str) -> dict[str, Any]:
+    """Values of other options beside which `name` has a meaning: it can be checked before those are known."""
+    if name == "gradient_aggregation":
+        return {"enable_ddp": False}
+    return {"sync": _OPTIONS_OF_SYNC[name][0]} if name in _OPTIONS_OF_SYNC else {}
+
+
 def _check_planner_options(config: MultiGPUConfig) -> None:
     most = "what equal numbers of rows could reach"
     _check_count("max_tokens_per_micro_batch", config.max_tokens_per_micro_batch, minimum=1, none_means=most)
@@ -125,6 +132,12 @@ def _check_sync_options(config: MultiGPUConfig) -> None:
                 f"{name}={value!r} has no meaning for sync={config.sync!r}.",
                 hint=f"Leave it out, or set sync={strategies[0]!r}.",
             )
+    if config.sync_bucket_mb is not None and config.max_staleness_steps is not None:
+        raise ConfigError(
+            f"sync_bucket_mb={config.sync_bucket_mb!r} has no meaning with max_staleness_steps, whose ranks send one "
+            "message.",
+            hint="Leave one of them out.",
+        )
     for name in ("sync_bucket_mb", "outer_learning_rate", "outer_momentum"):
         if getattr(config, name) is not None:
             _check_number(name, getattr(config, name), expected="a number of at least 0")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RECEIPT, MultiGPUConfig, translate_legacy
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.patching import PatchRow
 from unsloth_multigpu.report import RunReport
@@ -82,7 +82,8 @@ def enable_multi_gpu(
     Args:
         num_gpus: Ranks on this machine [all visible accelerators; where there is none, this process alone].
         batch_size_per_gpu: Samples of one micro-batch per rank [the script's]. The step's samples grow with the ranks.
-        enable_ddp: One process per device [True]. False = the older plugin's serial path, slower than one GPU.
+        enable_ddp: One process per device [True]. False = the older plugin's serial path: this process alone, with a
+            copy of the model per device, which compute one after the other. Legacy, slower than one GPU.
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
         sync: How gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
@@ -180,6 +181,11 @@ def _as_verified(config: MultiGPUConfig) -> MultiGPUConfig:
     """`unsloth-multigpu verify` chooses the number of ranks, and looks at the weights of rank 0 for all of them."""
     if ENV_RECEIPT not in os.environ:
         return config
+    if not config.enable_ddp:
+        raise SetupError(
+            "verify compares one process with several ranks; enable_ddp=False, the legacy path, is one process.",
+            hint="Leave enable_ddp out for this comparison.",
+        )
     from unsloth_multigpu.proof.receipt import ReceiptRequest
 
     request = ReceiptRequest.read(os.environ)

@@ -21,6 +21,8 @@ class RankReport:
         num_samples: Samples whose gradient counted, over all steps.
         num_micro_batches: Forward-backward passes.
         train_s: Seconds inside `Trainer.train`.
+        sent_bytes: What gradients or weights were sent, without headers, in the algorithms that are usual; None where
+            it is not known.
     """
 
     rank: int
@@ -28,6 +30,7 @@ class RankReport:
     num_samples: int
     num_micro_batches: int
     train_s: float
+    sent_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class RunReport:
         """One line of facts."""
         slowest_s = max(r.train_s for r in self.ranks)
         shares = "+".join(str(r.num_samples) for r in self.ranks)
-        return f"trained steps={self.ranks[0].num_steps} samples={self.num_samples} ({shares}) seconds={slowest_s:.1f}"
+        line = f"trained steps={self.ranks[0].num_steps} samples={self.num_samples} ({shares}) seconds={slowest_s:.1f}"
+        sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]
+        return f"{line} sent={max(sent) / 1e6:.1f} MB per rank" if sent else line
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ class Session:
     def run_training(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
         """Stands in for `Trainer.train`."""
         self.registry.verify()
+        if not self.config.enable_ddp:
+            return self._run_serial(trainer, original_train)
         steered = None
         # One process is left alone, unless a plan was asked for; the receipt compares with a run that is.
         asks_for_plan = self.config.balance == "tokens" or self.config.max_tokens_per_micro_batch is not None
@@ -63,6 +65,15 @@ class Session:
         result = train()
         if steered is not None:
             self.report = steered.report
+        return result
+
+    def _run_serial(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
+        """The legacy path of the older plugin."""
+        from unsloth_multigpu.core.serial import SerialTrainer
+
+        steered = SerialTrainer(trainer, self.config)
+        result = steered.run(original_train)
+        self.report = steered.report
         return result
 
     def _record(self, trainer: Any, train: Callable[[], Any], *, is_filler: Callable[[], bool]) -> NoReturn:
@@ -87,11 +98,17 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
     """Makes this process the rank that `identity` says, and applies the patches.
 
     Raises:
-        SetupError: Another launcher started another number of ranks than `num_gpus`.
+        SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
         VersionError: A library outside the supported range.
     """
     session = Session(config, identity, console)
-    if config.num_gpus is not None and config.num_gpus != identity.local_world_size:
+    if not config.enable_ddp and identity.world_size > 1:
+        raise SetupError(
+            f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "
+            f"{identity.world_size} ranks.",
+            hint="Start the script with python alone, or leave enable_ddp out.",
+        )
+    if config.enable_ddp and config.num_gpus not in (None, identity.local_world_size):
         raise SetupError(
             f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
             hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
@@ -125,6 +142,11 @@ def _patches(session: Session) -> list[Patch]:
             f"verify compares runs in which every rank has all weights; {others[0]} is set.",
             hint="Unset it for this comparison.",
         )
+    if not config.enable_ddp and config.device != "cpu":
+        from unsloth_multigpu.start import visible_accelerators
+
+        # A map of all visible cards would spread over them the model that each of them is to have a copy of.
+        return [*patches, *placement_patches(visible_accelerators()[0], 0)]
     if identity.world_size == 1:
         return patches
     if others and config.grad_compression is not None:

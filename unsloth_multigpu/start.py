@@ -18,11 +18,22 @@ _EARLY_WORK_S = 10.0
 
 
 def ranks_to_start(config: MultiGPUConfig) -> int:
-    """How many ranks this machine is asked to run.
+    """How many ranks this machine is asked to run; one for the legacy path, whose devices are checked here as well.
 
     Raises:
         SetupError: More than it has accelerators, or none of the kind that was asked for.
     """
+    num_devices = _devices_to_use(config)
+    if not config.enable_ddp:
+        return 1
+    if num_devices > 1 and sys.platform != "linux":
+        raise SetupError(
+            f"Several ranks need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or set num_gpus=1."
+        )
+    return num_devices
+
+
+def _devices_to_use(config: MultiGPUConfig) -> int:
     kind, available = visible_accelerators()
     if config.device in ("cuda", "xpu") and kind != config.device:
         raise SetupError(
@@ -30,24 +41,21 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
             hint="Set device='auto', or check the driver and the installed torch.",
         )
     if config.device == "cpu" or available == 0:
-        num_ranks = config.num_gpus or 1
-        if num_ranks > 1:
+        num_devices = config.num_gpus or 1
+        if num_devices > 1:
             reason = "device='cpu'" if config.device == "cpu" else "no accelerator is visible"
-            logger.warning("%s: num_gpus=%d runs as %d CPU ranks over gloo", reason, num_ranks, num_ranks)
+            what = "CPU ranks over gloo" if config.enable_ddp else "replicas on the CPU, one after the other"
+            logger.warning("%s: num_gpus=%d runs as %d %s", reason, num_devices, num_devices, what)
         if available:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        num_ranks = config.num_gpus or available
-        if num_ranks > available:
-            raise SetupError(
-                f"num_gpus={num_ranks}, but {available} GPU(s) are visible.",
-                hint=f"Set num_gpus={available}, or CUDA_VISIBLE_DEVICES.",
-            )
-    if num_ranks > 1 and sys.platform != "linux":
+        return num_devices
+    num_devices = config.num_gpus or available
+    if num_devices > available:
         raise SetupError(
-            f"Several ranks need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or set num_gpus=1."
+            f"num_gpus={num_devices}, but {available} GPU(s) are visible.",
+            hint=f"Set num_gpus={available}, or CUDA_VISIBLE_DEVICES.",
         )
-    return num_ranks
+    return num_devices
 
 
 def visible_accelerators() -> tuple[str, int]:

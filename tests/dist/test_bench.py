@@ -102,3 +102,35 @@ def test_stopped_bench_leaves_nothing(tmp_path, number, code):
     assert (run.code, run.out, run.err) == (code, "", "")
     assert orphans(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_bench_compares_strategies(tmp_path):
+    strategies = "one_process,legacy,ddp,allreduce"
+    options = ["--strategies", strategies, "--repeats", "1", "--steps", "4", "--batch-size", "4", "--warmup", "1"]
+    # Ragged rows, and more micro-batches than ranks.
+    options += ["--lengths", "text:60", "--accumulation", "2"]
+    run = run_python([*BENCH, *options, "--json", "b.json", "--report", "report"], tmp_path)
+    assert run.code == 0, run.err
+    outcome = json.loads((tmp_path / "b.json").read_text())
+    assert [result["name"] for result in outcome["strategies"]] == strategies.split(",")
+    for arm, learned in zip(outcome["results"], outcome["strategies"], strict=True):
+        assert arm["has_same_samples"], arm["name"]
+        assert arm["norm_difference"] < 1e-5, arm["name"]
+        assert learned["num_updates"] == 8
+        assert learned["epoch_s"]["low"] > 0
+        for what in ("train_losses", "test_losses", "accuracies"):
+            values = [spread["median"] for spread in learned[what]]
+            assert values == pytest.approx([s["median"] for s in outcome["strategies"][0][what]], rel=1e-3), what
+            assert len(values) == 2
+        # The logarithm of 1000 tokens is 6.9 before the first step.
+        assert 6.9 > learned["train_losses"][0]["median"] > learned["train_losses"][1]["median"]
+        assert learned["test_losses"][0]["median"] > learned["test_losses"][1]["median"] > 0
+        assert 0 < learned["accuracies"][1]["median"] < 1
+    sent = {result["name"]: result["sent_bytes_per_step"] for result in outcome["strategies"]}
+    assert sent["one_process"] == 0
+    assert 0 < sent["ddp"] <= sent["allreduce"] < 1.5 * sent["ddp"]
+    for words in ("strategy", "accuracy 2", "text:60", "2 epochs of 4, timed but for the first 1"):
+        assert words in run.out
+    assert "data:image/png" in (tmp_path / "report" / "report.html").read_text()
+    assert (tmp_path / "report" / "accuracy_curves.png").read_bytes().startswith(b"\x89PNG")

@@ -44,3 +44,15 @@ def test_example_trains_on_every_device(name: str, tmp_path: Path) -> None:
     assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
     assert run.out.count("2 ranks") == 1
     assert (tmp_path / "outputs" / name / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_plain_loop_learns_the_same_on_two_ranks(tmp_path: Path) -> None:
+    outputs = []
+    for world_size, options in ((1, []), (2, ["--num-gpus", "2"])):
+        run = run_python([EXAMPLES / "plain_pytorch.py", "--epochs", "1", *options], tmp_path, ENV)
+        assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+        assert run.out.count(f"141 steps per epoch, world_size={world_size} device=cpu") == 1
+        outputs.append([float(loss) for loss in re.findall(r"\d\.\d{4}$", run.out, re.M)])
+    assert len(outputs[0]) == 2
+    assert outputs[0][0] == outputs[0][1]  # What was saved is what was trained.
+    assert outputs[1] == pytest.approx(outputs[0], abs=1e-3)

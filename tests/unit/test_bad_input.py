@@ -55,12 +55,54 @@ ump.enable_multi_gpu({arguments})
             ],
         ),
         (
-            "enable_ddp=False",
+            'enable_ddp=False, sync="allreduce"',
             {},
             [
-                "unsloth_multigpu.errors.ConfigError: enable_ddp=False asks for the serial path of the older plugin, "
-                "which this version does not have.",
-                "Hint: Leave enable_ddp out.",
+                "unsloth_multigpu.errors.ConfigError: sync='allreduce' is for several ranks; enable_ddp=False is the "
+                "legacy path, one process that cuts the script's batches.",
+                "Hint: Leave one of them out.",
+            ],
+        ),
+        (
+            "enable_ddp=False",
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            [
+                "unsloth_multigpu.errors.SetupError: enable_ddp=False, the legacy path, is one process, but torchrun "
+                "started 2 ranks.",
+                "Hint: Start the script with python alone, or leave enable_ddp out.",
+            ],
+        ),
+        (
+            "enable_ddp=False",
+            {"UNSLOTH_MULTIGPU_RECEIPT": "{}"},
+            [
+                "unsloth_multigpu.errors.SetupError: verify compares one process with several ranks; enable_ddp=False, "
+                "the legacy path, is one process.",
+                "Hint: Leave enable_ddp out for this comparison.",
+            ],
+        ),
+        (
+            'gradient_aggregation="sum"',
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: gradient_aggregation='sum' is for enable_ddp=False; DDP averages",
+                "Hint: Leave gradient_aggregation out.",
+            ],
+        ),
+        (
+            "sync_bucket_mb=25",
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: sync_bucket_mb=25 has no meaning for sync='ddp'.",
+                "Hint: Leave it out, or set sync='allreduce'.",
+            ],
+        ),
+        (
+            'sync="diloco", outer_momentum=-0.9',
+            {},
+            [
+                "unsloth_multigpu.errors.ConfigError: outer_momentum=-0.9; expected a number of at least 0.",
+                "Hint: Leave outer_momentum out.",
             ],
         ),
         (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import importlib.util
 import json
 import math
@@ -21,7 +23,7 @@ from torch import nn
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import start
-from unsloth_multigpu.cli import bench, bench_arm, bench_ddp, main
+from unsloth_multigpu.cli import bench, bench_arm, bench_ddp, bench_worker, main
 from unsloth_multigpu.cli.bench_arm import (
     ARMS,
     Arm,
@@ -31,12 +33,13 @@ from unsloth_multigpu.cli.bench_arm import (
     num_accumulated,
     speed_of,
 )
-from unsloth_multigpu.cli.bench_data import make_rows
+from unsloth_multigpu.cli.bench_data import make_rows, make_test_rows
 from unsloth_multigpu.cli.bench_meter import Meter
 from unsloth_multigpu.cli.bench_option import BenchOptions
 from unsloth_multigpu.cli.bench_plot import draw_plots
 from unsloth_multigpu.cli.bench_report import render_page
 from unsloth_multigpu.cli.bench_result import (
+    EpochRecord,
     RankRecord,
     Spread,
     StepRecord,
@@ -47,8 +50,12 @@ from unsloth_multigpu.cli.bench_result import (
     waiting_share,
 )
 from unsloth_multigpu.cli.bench_run import run_arm
-from unsloth_multigpu.cli.bench_table import COLUMNS, conditions, render_table
+from unsloth_multigpu.cli.bench_table import COLUMNS, conditions, render_table, result_table
 from unsloth_multigpu.cli.plain_json import json_text
+from unsloth_multigpu.cli.strategy_arm import STRATEGIES
+from unsloth_multigpu.cli.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
+from unsloth_multigpu.cli.strategy_plot import draw_curves
+from unsloth_multigpu.cli.strategy_result import strategy_tables, summarize_strategies
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 
 
@@ -117,7 +124,7 @@ def test_arm_without_others_has_nothing_to_compare() -> None:
     assert (result.times_baseline, result.times_reference, result.norm_difference, result.has_same_samples) == (
         None,
     ) * 4
-    assert render_table([result]).splitlines()[1].split().count("-") == 4
+    assert render_table(result_table([result])).splitlines()[1].split().count("-") == 4
 
 
 def test_numbers_that_json_lacks_are_text() -> None:
@@ -178,6 +185,15 @@ def test_rows_come_from_files_and_repeat(tmp_path) -> None:
         ["--report", "/proc/report"],
         ["--train", "half"],
         ["--steps", "x"],
+        ["--strategies", "ddp,theirs"],
+        ["--strategies", "ddp,ddp"],
+        ["--strategies", "ours"],
+        ["--epochs", "3"],
+        ["--epochs", "0", "--strategies", "ddp"],
+        ["--steps", "2", "--strategies", "ddp"],
+        ["--lengths", "fixed:20", "--strategies", "ddp"],
+        ["--lengths", "text:2"],
+        ["--arms", "ours", "--strategies", "ddp"],
     ],
 )
 def test_wrong_value_is_named_at_once(arguments, capsys, monkeypatch) -> None:
@@ -189,7 +205,7 @@ def test_wrong_value_is_named_at_once(arguments, capsys, monkeypatch) -> None:
     error = capsys.readouterr().err
     assert code == ConfigError.exit_code
     assert arguments[0] in error
-    assert any(value in error for value in (arguments[1], "theirs", "'ours' is given twice", "/proc"))
+    assert any(value in error for value in (arguments[1], "theirs", "is given twice", "/proc", "not allowed with"))
     assert "Hint: " in error
 
 
@@ -197,9 +213,9 @@ def test_help_names_every_arm_and_option(capsys) -> None:
     with pytest.raises(SystemExit):
         main.main(["bench", "--help"])
     text = capsys.readouterr().out
-    assert [name for name in ARMS if f"{name}: " not in " ".join(text.split())] == []
-    options = "arms ranks device slow-rank model-size hidden-size num-layers vocab-size dtype train lengths batch-size"
-    options += " accumulation seed steps warmup repeats timeout-s json report"
+    assert [name for name in {**ARMS, **STRATEGIES} if f"{name}: " not in " ".join(text.split())] == []
+    options = "arms strategies ranks device slow-rank model-size hidden-size num-layers vocab-size dtype train lengths"
+    options += " batch-size epochs accumulation seed steps warmup repeats timeout-s json report"
     assert [name for name in options.split() if f"  --{name} " not in text] == []
 
 
@@ -218,20 +234,20 @@ def test_slow_rank_gives_the_planner_time_to_notice() -> None:
 
 
 def test_arm_that_transformers_lacks_is_skipped_with_its_version(monkeypatch, tmp_path) -> None:
-    arms = choose_arms(None)
-    assert bench_arm.part_available(arms) == (arms, [])
+    arms, options = list(ARMS.values()), BenchOptions(arms=())
+    assert bench_arm.part_available(arms, options) == (arms, [])
     (tmp_path / "training_args.py").write_text("group_by_length")
     spec = importlib.util.spec_from_file_location(
         "transformers", tmp_path / "x.py", submodule_search_locations=[str(tmp_path)]
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(bench_arm, "installed_version", lambda name: "4.57.1")
-    left, lines = bench_arm.part_available(arms)
+    left, lines = bench_arm.part_available(arms, options)
     assert [arm.name for arm in arms if arm not in left] == ["rebalance"]
     assert lines == ["rebalance: skipped, transformers 4.57.1 has no batch_rebalance"]
 
 
-@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS)
+@pytest.mark.parametrize("arm", [*ARMS.values(), *STRATEGIES.values()], ids=lambda arm: arm.name)
 def test_every_arm_has_the_same_samples_in_a_step(arm) -> None:
     options = BenchOptions(arms=(), num_ranks=3, batch_size=5, accumulation=2)
     num_loaders = 1 if arm.is_one_gpu_script else bench_arm.num_processes(arm, options)
@@ -313,7 +329,7 @@ class Tiny(nn.Module):
         self.embed = nn.Embedding(10, 4)
         self.head = nn.Linear(4, 10)
 
-    def forward(self, input_ids, labels):
+    def forward(self, input_ids, attention_mask, labels):
         time.sleep(0.02)
         return self.head(self.embed(input_ids)).sum()
 
@@ -322,24 +338,52 @@ def test_meter_counts_what_is_computed_and_nothing_else() -> None:
     model = Tiny()
     meter = Meter(model, vocab_size=10, is_cuda=False, speed=1.0)
     ids = torch.tensor([[1, 2, 5], [0, 7, 0], [0, 1, 1]])
-    labels = torch.tensor([[1, 2, 5], [0, 7, -100], [-100, -100, -100]])
-    meter.mark_step()
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]),
+        # The first tokens of a row may be given, and are computed all the same.
+        "labels": torch.tensor([[-100, 2, 5], [0, 7, -100], [-100, -100, -100]]),
+    }
+    meter.mark_begin()
+    time.sleep(0.05)  # What comes before the epoch.
+    begin_s = time.perf_counter()
+    meter.mark_begin()
     with torch.no_grad():
-        model(input_ids=ids, labels=labels)
-    model(input_ids=ids, labels=labels)  # Without a backward pass.
-    model.eval()(input_ids=ids, labels=labels).backward()
+        model(**inputs)
+    model(**inputs)  # Without a backward pass.
+    model.eval()(**inputs).backward()
     model.train()
     for number in (1, 2):
         for _ in range(number):
-            model(input_ids=ids, labels=labels).backward()
+            model(**inputs).backward()
             time.sleep(0.03)  # Waiting for others.
         meter.mark_step()
+    assert sum(step["wall_s"] for step in meter.steps()) <= time.perf_counter() - begin_s
+    before = meter.steps()[1]
+    time.sleep(0.01)  # The ranks meet.
+    meter.extend_step()
     first, second = meter.steps()
+    assert before["wall_s"] + 0.01 <= second["wall_s"]
+    assert before["micro_batches"] == second["micro_batches"]
     assert first["micro_batches"] == [[3, 3, 5]]
     assert first["samples"] == [12, 7]  # The third row is a filler.
     assert second["micro_batches"] == [[3, 3, 5]] * 2
     assert 0.02 <= first["compute_s"] < first["wall_s"] - 0.03 + 1e-4
     assert first["cpu_s"] < first["wall_s"]
+
+
+def test_copy_of_a_model_is_watched_by_the_same_meter() -> None:
+    model = Tiny()
+    meter = Meter(model, vocab_size=10, is_cuda=False, speed=1.0)
+    replica = copy.deepcopy(model)
+    meter.mark_begin()
+    for part in (model, replica, replica):
+        ones = torch.ones(2, 3, dtype=torch.int64)
+        part(input_ids=ones, attention_mask=ones, labels=ones).backward()
+    meter.mark_step()
+    (record,) = meter.steps()
+    assert record["micro_batches"] == [[2, 3, 6]] * 3
+    assert record["samples"] == [11] * 6
 
 
 def test_slow_rank_takes_as_long_as_at_its_speed() -> None:
@@ -348,9 +392,10 @@ def test_slow_rank_takes_as_long_as_at_its_speed() -> None:
     ends = []
     # What is registered later, as our planner's instrument is, sees the slowness as well.
     model.embed.weight.register_post_accumulate_grad_hook(lambda _: ends.append(time.perf_counter()))
-    meter.mark_step()
+    meter.mark_begin()
     begin = time.perf_counter()
-    model(input_ids=torch.ones(2, 3, dtype=torch.int64), labels=torch.ones(2, 3, dtype=torch.int64)).backward()
+    ones = torch.ones(2, 3, dtype=torch.int64)
+    model(input_ids=ones, attention_mask=ones, labels=ones).backward()
     meter.mark_step()
     (record,) = meter.steps()
     assert record["compute_s"] >= 4 * 0.02
@@ -394,7 +439,7 @@ def planted_rounds(monkeypatch, *, fails_in: str = "") -> list[str]:
 
 def test_each_round_begins_with_another_arm(monkeypatch) -> None:
     ran = planted_rounds(monkeypatch)
-    arms = choose_arms("one_process,ours,torchrun")
+    arms = choose_arms("--arms", "one_process,ours,torchrun", ARMS)
     runs, failed = bench._run_rounds(arms, BenchOptions(arms=(), num_repeats=4))
     assert [name.split("_", 1)[1][:3] for name in ran] == [
         *("one", "our", "tor"),
@@ -464,8 +509,11 @@ def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
 
 
 def test_arm_that_leaves_no_result_has_failed(tmp_path) -> None:
-    with pytest.raises(LaunchError, match="left no result of rank_0"):
-        run_arm(failing([sys.executable, "-c", ""]), BenchOptions(arms=()), tmp_path)
+    arm = failing([sys.executable, "-c", ""])
+    for options, flag in ((BenchOptions(arms=()), "--arms"), (learning(), "--strategies")):
+        with pytest.raises(LaunchError, match="left no result of rank_0") as caught:
+            run_arm(arm, options, tmp_path)
+        assert f"bench {flag} one_process" in caught.value.hint
 
 
 class Page(HTMLParser):
@@ -498,7 +546,7 @@ def test_report_stands_alone() -> None:
     assert set(plots) == {"speed.png", "shares.png", "steps.png", "norms.png"}
     assert all(png.startswith(b"\x89PNG") and len(png) > 5000 for png in plots.values())
     page = Page()
-    text = render_page(["CPU: a <b>, 2 cores", "batch: 8"], results, plots)
+    text = render_page(["CPU: a <b>, 2 cores", "batch: 8"], [result_table(results)], plots)
     assert "<dt>CPU</dt><dd>a &lt;b&gt;, 2 cores</dd>" in text
     page.feed(text)
     assert page.open == []
@@ -520,3 +568,136 @@ def test_command_line_loads_no_library_to_show_its_help() -> None:
     code += "print(sorted({'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.strip() == "[]"
+
+
+def learning(**options) -> BenchOptions:
+    return BenchOptions(arms=(), **{"num_epochs": 2, "lengths": "text:40", **options})
+
+
+def test_text_is_parted_into_what_is_learned_and_what_is_tested() -> None:
+    options = learning(num_steps=100)
+    rows, test_rows = make_rows(options), make_test_rows(options)
+    assert (len(rows), len(test_rows)) == (1600, 128)
+    bodies, test_bodies = ({tuple(row[2:]) for row in part} for part in (rows, test_rows))
+    assert len(bodies) == 1600
+    assert not bodies & test_bodies
+    assert {8 <= len(body) <= 38 and max(body) < 256 for body in bodies | test_bodies} == {True}
+    assert bytes(rows[0][2:]).decode().isprintable()
+    assert [high * 2000 + low for high, low, *_ in [*rows, *test_rows]] == list(range(1728))
+    assert (rows, test_rows) == (make_rows(options), make_test_rows(options))
+    # Speed alone needs no test.
+    assert make_test_rows(learning(num_epochs=None)) == []
+
+
+def test_texts_of_a_file_are_parted_too(tmp_path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("".join(f"text {n:02}\n" for n in range(20)))
+    options = learning(num_steps=2, lengths=f"file:{file}")
+    assert [bytes(row[2:]) for row in make_test_rows(options)] == [b"text 00", b"text 01"]
+    assert {bytes(row[2:]) for row in make_rows(options)} == {b"text %02d" % n for n in range(2, 20)}
+    file.write_text("alone")
+    with pytest.raises(ConfigError, match="learned and tested"):
+        make_rows(options)
+
+
+def test_test_counts_tokens_that_are_to_be_predicted() -> None:
+    logits = torch.zeros(2, 4, 5)
+    logits[0, 1, 3] = math.log(4)  # Half of the probability.
+    labels = torch.tensor([[-100, -100, 3, 0], [-100, 2, -100, -100]])
+    scores = score_rows(logits, labels)
+    expected = [[math.log(2) + math.log(5), 2, 2], [math.log(5), 0, 1]]
+    assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float32))
+    means = mean_scores(SimpleNamespace(predictions=scores.numpy()))
+    assert means == pytest.approx({"token_loss": (math.log(2) + 2 * math.log(5)) / 3, "accuracy": 2 / 3})
+
+
+def test_numbers_of_rows_are_not_learned() -> None:
+    rows = [{"input_ids": [7, 7, 1, 2]}, {"input_ids": [7, 8, 3]}]
+    batch = bench_worker._collate(rows, num_given=2)
+    assert batch["input_ids"].tolist() == [[7, 7, 1, 2], [7, 8, 3, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 1, 2], [-100, -100, 3, -100]]
+
+
+def test_epochs_are_told_apart() -> None:
+    def tested(loss: float, accuracy: float) -> dict[str, float]:
+        return {"eval_loss": 9.0, "eval_token_loss": loss, "eval_accuracy": accuracy}
+
+    history = [{"loss": 5.0, "grad_norm": 1.0}, {"loss": 3.0}, tested(3.5, 0.1), {"loss": 2.0}, tested(2.5, 0.2)]
+    assert epoch_records([*history, {"train_loss": 3.3}]) == [
+        {"train_loss": 4.0, "test_loss": 3.5, "accuracy": 0.1},
+        {"train_loss": 2.0, "test_loss": 2.5, "accuracy": 0.2},
+    ]
+
+
+def test_strategies_know_how_their_ranks_meet() -> None:
+    alone = ["parameter_server_async", "local_sgd", "diloco"]
+    assert [name for name, arm in STRATEGIES.items() if not arm.meets_every_step] == alone
+    assert [name for name, arm in STRATEGIES.items() if arm.is_asynchronous] == alone[:1]
+    # A loss in the log is a meeting of all ranks.
+    meetings = {name: learning_arguments(arm, 2, 8)["logging_strategy"] for name, arm in STRATEGIES.items()}
+    assert [name for name, strategy in meetings.items() if strategy == "epoch"] == alone
+
+
+def test_legacy_is_one_process_on_all_cards(tmp_path) -> None:
+    legacy, options = STRATEGIES["legacy"], BenchOptions(arms=(), num_ranks=2, device="cuda")
+    assert (bench_arm.num_processes(legacy, options), bench_arm.num_devices(legacy, options)) == (1, 2)
+    visible = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert arm_environment(legacy, options, tmp_path, visible)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    one_card = BenchOptions(arms=(), device="cuda", is_card_shared=True)
+    arms, lines = bench_arm.part_available(list(STRATEGIES.values()), one_card)
+    assert lines == ["legacy: skipped, one process cannot use one card as 2"]
+    assert len(arms) == len(STRATEGIES) - 1
+
+
+def learned_runs() -> dict[str, list[list[RankRecord]]]:
+    """Two rounds of three strategies, two epochs of two steps."""
+
+    def run(num_ranks: int, step_s: float, accuracies, norms, sent_bytes) -> list[RankRecord]:
+        epochs = tuple(EpochRecord(4.0 - a, 5.0 - a, a) for a in accuracies)
+        samples = [(0, 1)] if num_ranks == 1 else [(0,), (1,)]
+        steps = [[step(wall_s=step_s * (1 + r / 10), samples=mine)] * 4 for r, mine in enumerate(samples)]
+        return [
+            dataclasses.replace(rank(r, *steps[r], norms=norms), gradient_norms=norms, epochs=epochs, sent_bytes=sent)
+            for r, sent in zip(range(num_ranks), sent_bytes, strict=True)
+        ]
+
+    norms, late = (1.0, 1.0, 1.0, 1.0), (1.0, 1.001, 1.0, 9.0)
+    return {
+        "one_process": [run(1, 4.0, (0.1, 0.2), norms, [0])] * 2,
+        "ddp": [run(2, s, (0.1, 0.2), late, [80, 80]) for s in (2.0, 3.0)],
+        "parameter_server_async": [run(2, 1.0, (0.1, a), (), [None, 40]) for a in (0.3, 0.5)],
+    }
+
+
+def test_strategies_are_summarized() -> None:
+    runs = learned_runs()
+    options = learning(num_steps=2, num_warmup=1)
+    arms = {r.name: r for r in summarize(runs, 1, options.num_steps)}
+    results = {r.name: r for r in summarize_strategies(runs, options)}
+    # Norms are compared in the first epoch alone, where there are any; its last step differs by a factor of 9.
+    assert arms["ddp"].norm_difference == pytest.approx(1e-3)
+    assert arms["parameter_server_async"].norm_difference is None
+    assert all(arm.has_same_samples for arm in arms.values())
+    # Both epochs, warm-up included, of the slower rank.
+    assert results["ddp"].epoch_s == Spread(pytest.approx(5.5), pytest.approx(4.4), pytest.approx(6.6))
+    assert results["ddp"].times_ddp == Spread(1.0, 1.0, 1.0)
+    assert results["one_process"].times_ddp.low == pytest.approx(2.2 / 4.0 / 2)
+    assert [r.num_updates for r in results.values()] == [4, 4, 8]
+    assert [r.sent_bytes_per_step for r in results.values()] == [0.0, 20.0, None]
+    assert results["parameter_server_async"].accuracies == (Spread(0.1, 0.1, 0.1), Spread(0.4, 0.3, 0.5))
+    assert results["ddp"].test_losses[1].median == 4.8
+    speed, epochs = strategy_tables(list(results.values()), arms)
+    assert [len(row) for row in (*speed.rows, *epochs.rows)] == [len(speed.columns)] * 3 + [len(epochs.columns)] * 3
+    assert speed.rows[2][speed.columns.index("MB sent/step")] == "-"
+    assert "40.0% (30.0%-50.0%)" in epochs.rows[2]
+    assert render_table(epochs).splitlines()[0].endswith("accuracy 2")
+
+
+def test_learning_is_drawn(tmp_path) -> None:
+    runs = learned_runs()
+    plots = draw_curves(summarize_strategies(runs, learning(num_steps=2)))
+    assert list(plots) == ["accuracy_curves.png"]
+    assert plots["accuracy_curves.png"].startswith(b"\x89PNG")
+    # One strategy has no norms.
+    assert len(draw_plots(summarize(runs, 1), runs, 1)) == 4

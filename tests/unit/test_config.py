@@ -36,6 +36,12 @@ DEFAULTS = {
     "micro_batch_floor_tokens": None,
     "rank_speeds": None,
     "grad_compression": None,
+    "sync_bucket_mb": None,
+    "max_staleness_steps": None,
+    "sync_every_steps": None,
+    "outer_learning_rate": None,
+    "outer_momentum": None,
+    "gradient_aggregation": None,
     "verify_every": 100,
     "ddp_backend": None,
     "find_unused_parameters": None,
@@ -43,13 +49,13 @@ DEFAULTS = {
     "memory_optimization": False,
     "debug": False,
 }
-# Option -> (text of its variable, value). `enable_ddp` and `sync` have one value that works now.
+# Option -> (text of its variable, value).
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "num_gpus": ("3", 3),
     "batch_size_per_gpu": ("4", 4),
-    "enable_ddp": ("yes", True),
+    "enable_ddp": ("no", False),
     "global_batch": ("scale", "scale"),
-    "sync": ("ddp", "ddp"),
+    "sync": ("allreduce", "allreduce"),
     "balance": ("off", "off"),
     "device": ("cpu", "cpu"),
     "seed_per_rank": ("0", False),
@@ -61,12 +67,28 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "micro_batch_floor_tokens": ("0", 0.0),
     "rank_speeds": ("1, 0.5", (1.0, 0.5)),
     "grad_compression": ("fp16", "fp16"),
+    "sync_bucket_mb": ("0", 0.0),
+    "max_staleness_steps": ("4", 4),
+    "sync_every_steps": ("8", 8),
+    "outer_learning_rate": ("0.5", 0.5),
+    "outer_momentum": ("0", 0.0),
+    "gradient_aggregation": ("mean", "mean"),
     "verify_every": ("0", 0),
     "ddp_backend": ("gloo", "gloo"),
     "find_unused_parameters": ("true", True),
     "gradient_checkpointing": ("off", False),
     "memory_optimization": ("on", True),
     "debug": ("TRUE", True),
+}
+
+
+# Options that have a meaning only beside another.
+BESIDE: dict[str, dict[str, Any]] = {
+    "sync_bucket_mb": {"sync": "allreduce"},
+    "max_staleness_steps": {"sync": "parameter_server"},
+    "sync_every_steps": {"sync": "local_sgd"},
+    "outer_learning_rate": {"sync": "diloco"},
+    "outer_momentum": {"sync": "diloco"},
 }
 
 
@@ -91,8 +113,9 @@ def test_tables_of_this_file_name_every_option() -> None:
 @pytest.mark.parametrize("option", FROM_ENVIRONMENT)
 def test_option_is_read_from_its_variable(option: str) -> None:
     text, value = FROM_ENVIRONMENT[option]
-    config = MultiGPUConfig.resolve({}, {variable(option): f" {text} "})
-    assert dataclasses.asdict(config) == {**DEFAULTS, option: value}
+    beside = BESIDE.get(option, {})
+    config = MultiGPUConfig.resolve(beside, {variable(option): f" {text} "})
+    assert dataclasses.asdict(config) == {**DEFAULTS, **beside, option: value}
 
 
 def test_arguments_win_over_the_environment_and_that_over_defaults() -> None:
@@ -156,7 +179,6 @@ WHOLE = "expected a whole number of at least"
         ("batch_size_per_gpu", "auto", f"batch_size_per_gpu='auto'; {WHOLE} 1", "batch_size_per_gpu=1"),
         ("max_restarts", -1, f"max_restarts=-1; {WHOLE} 0", "max_restarts=1"),
         ("max_restarts", False, f"max_restarts=False; {WHOLE} 0", "max_restarts=1"),
-        ("enable_ddp", False, "enable_ddp=False asks for the serial path of the older plugin", "Leave enable_ddp out"),
         ("enable_ddp", 1, "enable_ddp=1; expected True or False", "enable_ddp=True"),
         ("seed_per_rank", "yes", "seed_per_rank='yes'; expected True or False", "seed_per_rank=True"),
         ("memory_optimization", 1, "memory_optimization=1; expected True or False", "memory_optimization=True"),
@@ -165,7 +187,14 @@ WHOLE = "expected a whole number of at least"
         ("gradient_checkpointing", "unsloth", "gradient_checkpointing='unsloth'; expected", "gradient_checkpointing="),
         ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "global_batch='keep'"),
         ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "global_batch='keep'"),
-        ("sync", "parameter_server", "sync='parameter_server'; expected 'ddp'", "sync='ddp'"),
+        ("sync", "horovod", "sync='horovod'; expected 'ddp' or 'allreduce' or 'parameter_server' or", "sync='ddp'"),
+        ("sync_bucket_mb", 25, "sync_bucket_mb=25 has no meaning for sync='ddp'", "set sync='allreduce'"),
+        ("max_staleness_steps", 2, "max_staleness_steps=2 has no meaning for sync='ddp'", "sync='parameter_server'"),
+        ("sync_every_steps", 8, "sync_every_steps=8 has no meaning for sync='ddp'", "set sync='local_sgd'"),
+        ("outer_learning_rate", 0.7, "outer_learning_rate=0.7 has no meaning for sync='ddp'", "set sync='diloco'"),
+        ("gradient_aggregation", "sum", "gradient_aggregation='sum' is for enable_ddp=False; DDP averages", "out"),
+        ("gradient_aggregation", "weighted", "gradient_aggregation='weighted' is for enable_ddp=False", "out"),
+        ("gradient_aggregation", "max", "gradient_aggregation='max'; expected 'mean' or 'sum' or 'weighted'", "'mean'"),
         ("balance", True, "balance=True; expected 'auto' or 'off' or 'tokens'", "balance='auto'"),
         ("max_tokens_per_micro_batch", 0, f"max_tokens_per_micro_batch=0; {WHOLE} 1, or None", "micro_batch=1"),
         ("micro_batch_overhead_tokens", -1, "micro_batch_overhead_tokens=-1; expected tokens of at least 0", "out"),
@@ -204,6 +233,55 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
     assert_says(error, "balance='tokens' deals the samples of a step, and global_batch='scale'", "batch='keep'")
 
 
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"sync": "allreduce", "sync_bucket_mb": -1}, "sync_bucket_mb=-1; expected a number of at least 0", "out"),
+        ({"sync": "allreduce", "grad_compression": "bf16"}, "grad_compression='bf16' has no meaning for", "sync='ddp'"),
+        ({"sync": "parameter_server", "max_staleness_steps": -1}, f"max_staleness_steps=-1; {WHOLE} 0", "steps=1"),
+        ({"sync": "local_sgd", "sync_every_steps": 0}, f"sync_every_steps=0; {WHOLE} 1", "sync_every_steps=1"),
+        (
+            {"sync": "local_sgd", "outer_momentum": 0.9},
+            "outer_momentum=0.9 has no meaning for sync='local_sgd'",
+            "loco",
+        ),
+        ({"sync": "diloco", "outer_learning_rate": float("nan")}, "outer_learning_rate=nan; expected a number", "out"),
+        ({"sync": "diloco", "balance": "tokens"}, "balance='tokens' lets ranks end a step together", "one of them"),
+        ({"enable_ddp": False, "sync": "allreduce"}, "sync='allreduce' is for several ranks", "one of them"),
+        ({"enable_ddp": False, "global_batch": "scale"}, "global_batch='scale' is for several ranks", "one of them"),
+        ({"enable_ddp": False, "batch_size_per_gpu": 4}, "batch_size_per_gpu=4 is for several ranks", "one of them"),
+        ({"enable_ddp": False, "grad_compression": "bf16"}, "grad_compression='bf16' is for several", "one of them"),
+        ({"enable_ddp": False, "max_restarts": 1}, "max_restarts=1 is for several ranks", "one of them"),
+        ({"enable_ddp": False, "balance": "tokens"}, "balance='tokens' is for several ranks", "one of them"),
+    ],
+)
+def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig(**options)
+    assert_says(error, message, hint)
+
+
+@pytest.mark.parametrize("aggregation", [None, "mean", "sum", "weighted"])
+def test_legacy_path_takes_every_aggregation(aggregation: str | None) -> None:
+    config = MultiGPUConfig(enable_ddp=False, num_gpus=2, gradient_aggregation=aggregation)
+    assert (config.enable_ddp, config.gradient_aggregation) == (False, aggregation)
+
+
+@pytest.mark.parametrize(
+    ("options", "meets"),
+    [
+        ({}, True),
+        ({"sync": "allreduce"}, True),
+        ({"sync": "parameter_server"}, True),
+        ({"sync": "parameter_server", "max_staleness_steps": 0}, False),
+        ({"sync": "local_sgd"}, False),
+        ({"sync": "diloco"}, False),
+    ],
+)
+def test_ranks_meet_in_every_step_of_synchronous_strategies(options: dict[str, Any], meets: bool) -> None:
+    assert MultiGPUConfig(**options).meets_every_step is meets
+
+
 def test_backend_that_the_device_lacks_is_an_error() -> None:
     with pytest.raises(ConfigError) as error:
         MultiGPUConfig(device="cpu", ddp_backend="nccl")
@@ -224,7 +302,7 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("TIMEOUT_S", "0", "UNSLOTH_MULTIGPU_TIMEOUT_S=0.0; expected seconds above 0", "_TIMEOUT_S=1800"),
         ("SEED_PER_RANK", "maybe", "UNSLOTH_MULTIGPU_SEED_PER_RANK='maybe'; expected a truth", "SEED_PER_RANK=1 or"),
         ("DEBUG", "2", "UNSLOTH_MULTIGPU_DEBUG='2'; expected a truth value", "UNSLOTH_MULTIGPU_DEBUG=0"),
-        ("ENABLE_DDP", "no", "UNSLOTH_MULTIGPU_ENABLE_DDP=False asks for the serial path", "_ENABLE_DDP out"),
+        ("GRADIENT_AGGREGATION", "max", "UNSLOTH_MULTIGPU_GRADIENT_AGGREGATION='max'; expected", "='mean'"),
         ("GLOBAL_BATCH", "16", "UNSLOTH_MULTIGPU_GLOBAL_BATCH='16'; expected 'keep' or", "_GLOBAL_BATCH='keep'"),
         ("RANK_SPEEDS", "1;2", "UNSLOTH_MULTIGPU_RANK_SPEEDS='1;2'; expected numbers with commas", "RANK_SPEEDS=1,0.5"),
         ("DEVICE", "gpu", "UNSLOTH_MULTIGPU_DEVICE='gpu'; expected 'auto' or 'cpu'", "_DEVICE='auto'"),
@@ -262,7 +340,6 @@ def test_wrong_variable_is_an_error_even_where_an_argument_stands_over_it() -> N
             {"gradient_checkpointing": False},
             "TrainingArguments(gradient_checkpointing=...)",
         ),
-        ("gradient_aggregation", "mean", {}, 'nothing: DDP always averages, which is "mean"'),
         (
             "find_unused_parameters",
             False,
@@ -288,13 +365,6 @@ def test_legacy_arguments_warn_one_by_one() -> None:
     with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
         assert translate_legacy({"debug": True, "ddp_backend": "nccl"}) == {"debug": True, "ddp_backend": "nccl"}
     assert len(caught) == 2
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_legacy_aggregation_that_ddp_does_not_do_is_an_error() -> None:
-    with pytest.raises(ConfigError) as error:
-        translate_legacy({"gradient_aggregation": "sum"})
-    assert_says(error, "gradient_aggregation='sum'; DDP averages", "Leave gradient_aggregation out")
 
 
 def test_unknown_argument_is_named_with_the_known_ones() -> None:

@@ -18,18 +18,24 @@ from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms,
 from unsloth_multigpu.cli.bench_option import (
     DEFAULT_LENGTHS,
     MODEL_SIZES,
+    NUM_EPOCHS,
+    NUM_STEPS,
+    NUM_STEPS_OF_EPOCH,
     NUM_WARMUP,
     NUM_WARMUP_SLOW,
+    TEXT_LENGTHS,
     BenchOptions,
 )
 from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
+from unsloth_multigpu.cli.strategy_arm import STRATEGIES
 from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
     from unsloth_multigpu.cli.bench_result import ArmResult, RankRecord
+    from unsloth_multigpu.cli.strategy_result import StrategyResult
 
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
 
@@ -41,7 +47,14 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is compared")
     arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
     others = ", ".join(name for name in ARMS if name not in DEFAULT_ARMS)
-    what.add_argument("--arms", metavar="A,B", help=f"[all but {others}] {arms}")
+    choice = what.add_mutually_exclusive_group()
+    choice.add_argument("--arms", metavar="A,B", help=f"[all but {others}] {arms}")
+    strategies = "; ".join(f"{arm.name}: {arm.text}" for arm in STRATEGIES.values())
+    choice.add_argument(
+        "--strategies",
+        metavar="A,B",
+        help=f'in place of arms ways in which gradients meet, "all" for all; the model learns a text. {strategies}',
+    )
     what.add_argument("--ranks", type=int, metavar="N", default=defaults.num_ranks, help="[2]")
     what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[auto]")
     what.add_argument("--slow-rank", metavar="R:SPEED", help="rank R computes at SPEED, 0.5 say; simulated")
@@ -65,21 +78,22 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--lengths",
         metavar="SPEC",
-        default=DEFAULT_LENGTHS,
-        help=f"lognormal:MEDIAN:MAX or fixed:N in tokens; file:PATH = one text per line (a byte is a token), or .jsonl "
-        f'with {{"text": "..."}} or a length in each line, repeated as often as needed [{DEFAULT_LENGTHS}]',
+        help="lognormal:MEDIAN:MAX or fixed:N in tokens; text:MAX = Python's help texts, a byte is a token; "
+        'file:PATH = one text per line, or .jsonl with {"text": "..."} or a length in each line, repeated as often as '
+        f"needed [{DEFAULT_LENGTHS}; with --strategies {TEXT_LENGTHS}]",
     )
     data.add_argument("--batch-size", type=int, metavar="N", default=8, help="samples of a micro-batch per device [8]")
     data.add_argument("--accumulation", type=int, metavar="N", default=1, help="micro-batches of a step per rank [1]")
     data.add_argument("--seed", type=int, metavar="N", default=0, help="of weights, lengths and tokens [0]")
     run = parser.add_argument_group("measurement")
     for name, value, text in (
-        ("steps", defaults.num_steps, f"timed optimizer steps [{defaults.num_steps}]"),
+        ("epochs", None, f"with --strategies: epochs, each with a test at its end [{NUM_EPOCHS}]"),
         (
-            "warmup",
+            "steps",
             None,
-            f"steps before them [{NUM_WARMUP}; with --slow-rank {NUM_WARMUP_SLOW}]",
+            f"timed optimizer steps; with --strategies those of an epoch [{NUM_STEPS}; {NUM_STEPS_OF_EPOCH}]",
         ),
+        ("warmup", None, f"first steps, which are not timed [{NUM_WARMUP}; with --slow-rank {NUM_WARMUP_SLOW}]"),
         ("repeats", defaults.num_repeats, f"rounds; each runs every arm once [{defaults.num_repeats}]"),
     ):
         run.add_argument(f"--{name}", type=int, metavar="N", default=value, help=text)
@@ -101,13 +115,15 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """
     from unsloth_multigpu.cli.bench_data import make_rows
 
-    arms, skipped = part_available(choose_arms(arguments.arms))
-    options = BenchOptions.from_arguments(arguments, [arm.name for arm in arms])
+    chosen = _chosen_arms(arguments)
+    options = BenchOptions.from_arguments(arguments, [arm.name for arm in chosen])
     num_tokens = sum(map(len, make_rows(options)))
     _check_outputs(arguments.json, arguments.report)
+    options = _on_device(options)
+    arms, skipped = part_available(chosen, options)
     if not arms:
         raise SetupError("; ".join(skipped) + ".", hint="Choose other arms.")
-    options = _on_device(options)
+    options = dataclasses.replace(options, arms=tuple(arm.name for arm in arms))
     for line in skipped:
         _tell(line)
     with exit_on_sigterm():
@@ -120,6 +136,14 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if options.num_repeats:
         _publish(arguments, options, num_tokens, skipped, runs)
     return 0 if failed is None else 1
+
+
+def _chosen_arms(arguments: argparse.Namespace) -> list[Arm]:
+    if arguments.strategies is None:
+        names = ",".join(DEFAULT_ARMS) if arguments.arms is None else arguments.arms
+        return choose_arms("--arms", names, ARMS)
+    every = ",".join(STRATEGIES)
+    return choose_arms("--strategies", every if arguments.strategies == "all" else arguments.strategies, STRATEGIES)
 
 
 def _run_rounds(
@@ -143,7 +167,7 @@ def _run_rounds(
                 except LaunchError as failed:
                     return runs, failed
                 elapsed_s = time.monotonic() - begin_s
-                _tell(f"round {number}/{options.num_repeats}  {arm.name:<12} {elapsed_s:6.1f} s with start-up")
+                _tell(f"round {number}/{options.num_repeats}  {arm.name:<22} {elapsed_s:6.1f} s with start-up")
             for name, ranks in this_round.items():
                 runs[name].append(ranks)
     return runs, None
@@ -158,21 +182,29 @@ def _publish(
 ) -> None:
     """Prints the table, and writes the files that were asked for."""
     from unsloth_multigpu.cli.bench_result import summarize
-    from unsloth_multigpu.cli.bench_table import LEGEND, conditions, render_table
+    from unsloth_multigpu.cli.bench_table import conditions, render_table, result_table
+    from unsloth_multigpu.cli.strategy_result import strategy_tables, summarize_strategies
 
     ranks = [rank for rounds in runs.values() for ranks in rounds for rank in ranks]
     devices = ", ".join(sorted({rank.device for rank in ranks}))
     num_threads = " or ".join(map(str, sorted({rank.num_threads for rank in ranks})))
-    results = summarize(runs, options.num_warmup)
+    is_learning = options.num_epochs is not None
+    # Training is chaotic: what rounding changes grows from step to step.
+    results = summarize(runs, options.num_warmup, options.num_steps if is_learning else None)
+    learned = summarize_strategies(runs, options) if is_learning else []
+    tables = strategy_tables(learned, {r.name: r for r in results}) if is_learning else [result_table(results)]
     lines = [*_machine(), *conditions(options, num_tokens, devices, num_threads), *_variables(), *remarks]
-    print("\n".join([*lines, "", render_table(results), "", *LEGEND]))
-    outcome = json_text(_outcome(options, lines, results, runs))
+    print("\n".join([*lines, *(line for t in tables for line in ("", render_table(t), "", *t.legend))]))
+    outcome = json_text(_outcome(options, lines, results, learned, runs))
     if arguments.json:
         Path(arguments.json).write_text(outcome, encoding="utf-8")
     if arguments.report:
+        from unsloth_multigpu.cli.bench_plot import draw_plots
         from unsloth_multigpu.cli.bench_report import write_report
+        from unsloth_multigpu.cli.strategy_plot import draw_curves
 
-        page = write_report(Path(arguments.report), options, lines, results, runs)
+        plots = draw_plots(results, runs, options.num_warmup)
+        page = write_report(Path(arguments.report), lines, tables, draw_curves(learned) | plots if learned else plots)
         (page.parent / "bench.json").write_text(outcome, encoding="utf-8")
         _tell(f"report: {page}")
 
@@ -240,12 +272,17 @@ def _variables() -> list[str]:
 
 
 def _outcome(
-    options: BenchOptions, lines: Sequence[str], results: Sequence[ArmResult], runs: dict[str, list[list[RankRecord]]]
+    options: BenchOptions,
+    lines: Sequence[str],
+    results: Sequence[ArmResult],
+    learned: Sequence[StrategyResult],
+    runs: dict[str, list[list[RankRecord]]],
 ) -> dict[str, Any]:
     return {
         "options": dataclasses.asdict(options),
         "conditions": list(lines),
         "results": [dataclasses.asdict(result) for result in results],
+        **({"strategies": [dataclasses.asdict(result) for result in learned]} if learned else {}),
         "runs": {name: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for name, rounds in runs.items()},
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.cli.bench_option import BenchOptions
-from unsloth_multigpu.config import INTERNAL_VARIABLES
+from unsloth_multigpu.config import INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.versions import installed_version
 
@@ -62,20 +62,39 @@ class Arm:
     needs: str | None = None
     note: str = ""
 
+    @property
+    def uses_all_devices(self) -> bool:
+        """False if one device computes; the legacy path is one process on the devices of all ranks."""
+        return not self.has_one_process or not self._config.enable_ddp
 
-_ONE_GPU: dict[str, Any] = {"command": _python, "is_one_gpu_script": True}
+    @property
+    def meets_every_step(self) -> bool:
+        """True if all ranks make each optimizer step together; each step then has one gradient."""
+        return self._config.meets_every_step
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if each rank's gradient is an optimizer step of its own."""
+        return self._config.max_staleness_steps is not None
+
+    @property
+    def _config(self) -> MultiGPUConfig:
+        return MultiGPUConfig.resolve(self.line or {}, {})
+
+
+ONE_GPU: dict[str, Any] = {"command": _python, "is_one_gpu_script": True}
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm(REFERENCE, "Trainer, one process", has_one_process=True, **_ONE_GPU),
+        Arm(REFERENCE, "Trainer, one process", has_one_process=True, **ONE_GPU),
         Arm(
             "ours",
             "one line: enable_multi_gpu()",
             line={"balance": "auto"},
             note="DDP does not search for unused parameters, as it does by default in a Trainer without the line",
-            **_ONE_GPU,
+            **ONE_GPU,
         ),
-        Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **_ONE_GPU),
+        Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **ONE_GPU),
         Arm(BASELINE, "torchrun + Trainer", _torchrun),
         Arm(
             "rebalance",
@@ -97,9 +116,9 @@ ARMS: Mapping[str, Arm] = {
             'one line, one process, balance="tokens"',
             line={"balance": "tokens"},
             has_one_process=True,
-            **_ONE_GPU,
+            **ONE_GPU,
         ),
-        Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **_ONE_GPU),
+        Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **ONE_GPU),
     )
 }
 DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one"))
@@ -120,37 +139,43 @@ _LAUNCHER_PREFIXES = (
 )
 
 
-def choose_arms(text: str | None) -> list[Arm]:
-    """The arms named in `text`, with commas between them; None = `DEFAULT_ARMS`.
+def choose_arms(flag: str, text: str, known: Mapping[str, Arm]) -> list[Arm]:
+    """The arms of `known` that `text` names, with commas between them.
 
     Raises:
         ConfigError: A name that is no arm, or one given twice.
     """
-    names = list(DEFAULT_ARMS) if text is None else [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in ARMS:
-            raise ConfigError(f"--arms: there is no arm {name!r}.", hint=f"Choose from {', '.join(ARMS)}.")
+        if name not in known:
+            raise ConfigError(f"{flag}: there is no {name!r}.", hint=f"Choose from {', '.join(known)}.")
         if names.count(name) > 1:
-            raise ConfigError(f"--arms: {name!r} is given twice.", hint="Name each arm once; see --repeats.")
-    return [ARMS[name] for name in names]
+            raise ConfigError(f"{flag}: {name!r} is given twice.", hint="Name each once; see --repeats.")
+    return [known[name] for name in names]
 
 
-def part_available(arms: Sequence[Arm]) -> tuple[list[Arm], list[str]]:
-    """The arms that the installed transformers can run, and a line for each of the others. Imports nothing."""
+def part_available(arms: Sequence[Arm], options: BenchOptions) -> tuple[list[Arm], list[str]]:
+    """The arms that transformers and the cards allow, and a line for each of the others. Imports nothing."""
     spec = importlib.util.find_spec("transformers")
     folder = Path(next(iter(spec.submodule_search_locations or ())) if spec else "")
     source = (folder / "training_args.py").read_text(encoding="utf-8")
-    lines = [
-        f"{arm.name}: skipped, transformers {installed_version('transformers')} has no {arm.needs}"
-        for arm in arms
-        if arm.needs and arm.needs not in source
-    ]
-    return [arm for arm in arms if not arm.needs or arm.needs in source], lines
+    missing = {}
+    for arm in arms:
+        if arm.needs and arm.needs not in source:
+            missing[arm.name] = f"transformers {installed_version('transformers')} has no {arm.needs}"
+        elif options.is_card_shared and arm.has_one_process and arm.uses_all_devices:
+            missing[arm.name] = f"one process cannot use one card as {options.num_ranks}"
+    return [arm for arm in arms if arm.name not in missing], [f"{n}: skipped, {why}" for n, why in missing.items()]
 
 
 def num_processes(arm: Arm, options: BenchOptions) -> int:
     """How many processes of `arm` train."""
     return 1 if arm.has_one_process else options.num_ranks
+
+
+def num_devices(arm: Arm, options: BenchOptions) -> int:
+    """On how many devices `arm` trains."""
+    return options.num_ranks if arm.uses_all_devices else 1
 
 
 def speed_of(arm: Arm, options: BenchOptions, rank: int) -> float:
@@ -186,7 +211,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if options.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    elif num_processes(arm, options) == 1:
+    elif num_devices(arm, options) == 1:
         # A Trainer alone would spread its batches over all visible cards.
         variables["CUDA_VISIBLE_DEVICES"] = inherited.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if options.is_card_shared:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.cli.bench_option import MAX_TEST_ROWS, TEXT_KINDS, BenchOptions
 from unsloth_multigpu.errors import ConfigError
 
 # So many standard deviations lie between median and maximum. With lognormal:150:1024, 60 % of what random batches of
 # 8 compute is padding, as in instruction data.
 _MAX_AT = 2.1
 NUM_ID_TOKENS = 2
+_TEST_SHARE = 0.1
+# Shorter ends of paragraphs are left out.
+_MIN_BYTES = 8
 
 
 def make_rows(options: BenchOptions) -> list[list[int]]:
@@ -23,16 +27,56 @@ def make_rows(options: BenchOptions) -> list[list[int]]:
     Raises:
         ConfigError: The file has no rows, or one that cannot be read.
     """
+    if options.lengths.startswith(TEXT_KINDS):
+        texts = _texts(options)
+        texts = texts[_num_test_rows(options, texts) :]
+        return _numbered(options, [texts[i % len(texts)] for i in range(options.num_rows)])
     draw = random.Random(options.seed)
-    vocabulary = range(options.vocab_size)
     kind, _, rest = options.lengths.partition(":")
+    lengths = _lengths(kind, [int(n) for n in rest.split(":")], options.num_rows, draw)
+    return _numbered(options, [draw.choices(range(options.vocab_size), k=length - NUM_ID_TOKENS) for length in lengths])
+
+
+def make_test_rows(options: BenchOptions) -> list[list[int]]:
+    """Rows that the model does not learn, numbered after those that it does; none where it learns nothing."""
+    if options.num_epochs is None:
+        return []
+    texts = _texts(options)
+    return _numbered(options, texts[: _num_test_rows(options, texts)], first=options.num_rows)
+
+
+def _num_test_rows(options: BenchOptions, texts: Sequence[list[int]]) -> int:
+    if options.num_epochs is None:
+        return 0
+    if len(texts) < 2:
+        raise ConfigError(
+            f"--lengths {options.lengths}: one text cannot be learned and tested.", hint="Give a file of several texts."
+        )
+    return min(MAX_TEST_ROWS, max(1, int(_TEST_SHARE * len(texts))))
+
+
+def _numbered(options: BenchOptions, bodies: Sequence[list[int]], first: int = 0) -> list[list[int]]:
+    return [[*divmod(number, options.vocab_size), *body] for number, body in enumerate(bodies, first)]
+
+
+def _texts(options: BenchOptions) -> list[list[int]]:
+    kind, _, rest = options.lengths.partition(":")
+    draw = random.Random(options.seed)
     if kind == "file":
-        bodies = _file_bodies(Path(rest), draw, vocabulary)
-        bodies = [bodies[i % len(bodies)] for i in range(options.num_rows)]
-    else:
-        lengths = _lengths(kind, [int(n) for n in rest.split(":")], options.num_rows, draw)
-        bodies = [draw.choices(vocabulary, k=length - NUM_ID_TOKENS) for length in lengths]
-    return [[*divmod(number, options.vocab_size), *body] for number, body in enumerate(bodies)]
+        return _file_bodies(Path(rest), draw, range(options.vocab_size))
+    pieces = _help_pieces(int(rest) - NUM_ID_TOKENS)
+    draw.shuffle(pieces)
+    return pieces
+
+
+def _help_pieces(max_bytes: int) -> list[list[int]]:
+    """The help texts that come with Python, paragraph by paragraph; a paragraph that is longer gives several pieces."""
+    from pydoc_data.topics import topics
+
+    paragraphs = [" ".join(p.split()).encode() for text in topics.values() for p in text.split("\n\n")]
+    pieces = [p[i : i + max_bytes] for p in paragraphs for i in range(0, len(p), max_bytes)]
+    # Some paragraphs stand in several texts: none may be learned and tested.
+    return [list(piece) for piece in dict.fromkeys(pieces) if len(piece) >= min(_MIN_BYTES, max_bytes)]
 
 
 def _lengths(kind: str, numbers: list[int], num_rows: int, draw: random.Random) -> list[int]:

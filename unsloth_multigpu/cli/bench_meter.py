@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Wall time and CPU time in seconds, micro-batches so far.
+_Mark = tuple[float, float, int]
+
+
 class Clock(Protocol):
     """Measures one span at a time; `spans_s` are all of them, in seconds."""
 
@@ -94,29 +98,47 @@ class Meter:
         # Of each micro-batch: the rows' numbers as tokens, their tokens without padding, the length of the longest.
         self._micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._pending: tuple[torch.Tensor, torch.Tensor, int] | None = None
-        self._marks: list[tuple[float, float, int]] = []
-        last = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._steps: list[tuple[_Mark, _Mark]] = []
+        self._watched: set[int] = set()
+        self._watch_end(model)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        last.register_post_accumulate_grad_hook(self._after_backward)
+
+    def __deepcopy__(self, memo: Any) -> Meter:
+        """Itself: copies of the model, which the legacy path makes for further devices, have its hooks."""
+        return self
+
+    def mark_begin(self) -> None:
+        """An epoch begins. What came before it belongs to no step."""
+        self._begin = self._mark()
 
     def mark_step(self) -> None:
-        """The step so far is whole, or (the first time) training begins."""
-        if self._is_cuda:
-            import torch
+        """The step so far is whole."""
+        end = self._mark()
+        self._steps.append((self._begin, end))
+        self._begin = end
 
-            torch.cuda.synchronize()  # Logging the loss, which every arm does each step, waits as well.
-        self._marks.append((time.perf_counter(), time.process_time(), len(self._micro_batches)))
+    def extend_step(self) -> None:
+        """What came since the last step belongs to it: ranks that step by themselves meet at an epoch's end."""
+        self._steps[-1] = (self._steps[-1][0], self._mark())
 
     def steps(self) -> list[dict[str, Any]]:
         """One record per step, see `bench_result.StepRecord`."""
         spans_s = self._clock.spans_s()
-        return [
-            self._step(before, after, spans_s) for before, after in zip(self._marks[:-1], self._marks[1:], strict=True)
-        ]
+        return [self._step(begin, end, spans_s) for begin, end in self._steps]
 
-    def _step(
-        self, before: tuple[float, float, int], after: tuple[float, float, int], spans_s: Sequence[float]
-    ) -> dict[str, Any]:
+    def _mark(self) -> _Mark:
+        if self._is_cuda:
+            import torch
+
+            torch.cuda.synchronize()  # Logging the loss, which most arms do in each step, waits as well.
+        return time.perf_counter(), time.process_time(), len(self._micro_batches)
+
+    def _watch_end(self, model: torch.nn.Module) -> None:
+        last = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        last.register_post_accumulate_grad_hook(self._after_backward)
+        self._watched.add(id(model))
+
+    def _step(self, before: _Mark, after: _Mark, spans_s: Sequence[float]) -> dict[str, Any]:
         first, last = before[2], after[2]
         samples: list[int] = []
         sizes = []
@@ -139,8 +161,11 @@ class Meter:
         self._pending = None
         if not (model.training and torch.is_grad_enabled()):
             return  # Not a step: somebody tries the model.
-        ids, labels = kwargs["input_ids"], kwargs["labels"]
-        self._pending = (ids[:, :NUM_ID_TOKENS].clone(), (labels != -100).sum(dim=1), ids.shape[1])
+        if id(model) not in self._watched:
+            self._watch_end(model)  # A copy: torch copies the hooks of modules and not those of parameters.
+        ids, is_sample = kwargs["input_ids"], (kwargs["labels"] != -100).any(dim=1)
+        num_tokens = kwargs["attention_mask"].sum(dim=1) * is_sample
+        self._pending = (ids[:, :NUM_ID_TOKENS].clone(), num_tokens, ids.shape[1])
         self._clock.begin()
 
     def _after_backward(self, parameter: Any) -> None:

@@ -25,6 +25,14 @@ HEAD_SIZE = 64
 NUM_WARMUP = 2
 # Our planner compares the ranks' speeds after 4 steps, and again after 8.
 NUM_WARMUP_SLOW = 8
+# Of the comparison of strategies, which learn a text.
+TEXT_LENGTHS = "text:128"
+TEXT_KINDS = ("text:", "file:")
+NUM_EPOCHS = 2
+LEARNING_RATE = 1e-3
+NUM_STEPS = 3
+NUM_STEPS_OF_EPOCH = 40
+MAX_TEST_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,11 @@ class BenchOptions:
         hidden_size, num_layers, vocab_size: Of a Llama with random weights.
         dtype: "fp32", or "bf16": autocast; under LoRA the frozen weights are bf16, too.
         train: "full" or "lora".
-        lengths: "lognormal:MEDIAN:MAX", "fixed:N" or "file:PATH"; see `bench_data`.
+        lengths: "lognormal:MEDIAN:MAX", "fixed:N", "text:MAX" or "file:PATH"; see `bench_data`.
         batch_size: Samples of a micro-batch per device.
         accumulation: Micro-batches of a step per rank.
+        num_epochs: The model learns for so many epochs of `num_steps` steps, the first `num_warmup` of which are not
+            timed, and is tested after each. None = one epoch of speed alone.
         num_steps, num_warmup: Optimizer steps that are measured, and those before them.
         num_repeats: Rounds; each runs every arm once.
         slow_rank: This rank computes at `slow_speed` of its speed. None = no such rank.
@@ -59,7 +69,8 @@ class BenchOptions:
     lengths: str = DEFAULT_LENGTHS
     batch_size: int = 8
     accumulation: int = 1
-    num_steps: int = 3
+    num_epochs: int | None = None
+    num_steps: int = NUM_STEPS
     num_warmup: int = NUM_WARMUP
     num_repeats: int = 3
     slow_rank: int | None = None
@@ -78,6 +89,12 @@ class BenchOptions:
         """
         hidden_size, num_layers, vocab_size = MODEL_SIZES[arguments.model_size]
         slow_rank, slow_speed = _parse_slow_rank(arguments.slow_rank, arguments.ranks)
+        is_learning = arguments.strategies is not None
+        if arguments.epochs is not None and not is_learning:
+            raise ConfigError(
+                f"--epochs {arguments.epochs} is for --strategies; arms run one epoch.",
+                hint="Give --steps, or --strategies all.",
+            )
         options = cls(
             arms=tuple(arms),
             num_ranks=arguments.ranks,
@@ -86,10 +103,11 @@ class BenchOptions:
             vocab_size=_given(arguments.vocab_size, vocab_size),
             dtype=arguments.dtype,
             train=arguments.train,
-            lengths=_checked_lengths(arguments.lengths),
+            lengths=_checked_lengths(arguments.lengths or (TEXT_LENGTHS if is_learning else DEFAULT_LENGTHS)),
             batch_size=arguments.batch_size,
             accumulation=arguments.accumulation,
-            num_steps=arguments.steps,
+            num_epochs=_given(arguments.epochs, NUM_EPOCHS) if is_learning else None,
+            num_steps=_given(arguments.steps, NUM_STEPS_OF_EPOCH if is_learning else NUM_STEPS),
             num_warmup=_given(arguments.warmup, NUM_WARMUP if slow_rank is None else NUM_WARMUP_SLOW),
             num_repeats=arguments.repeats,
             slow_rank=slow_rank,
@@ -114,18 +132,20 @@ class BenchOptions:
     @property
     def num_rows(self) -> int:
         """Rows of the data set: one epoch of whole steps."""
-        return self.num_samples_per_step * (self.num_warmup + self.num_steps)
+        num_untimed = self.num_warmup if self.num_epochs is None else 0
+        return self.num_samples_per_step * (num_untimed + self.num_steps)
 
     def _check(self) -> None:
         for flag, value, minimum in (
             ("--ranks", self.num_ranks, 1),
             ("--hidden-size", self.hidden_size, HEAD_SIZE),
             ("--num-layers", self.num_layers, 1),
-            ("--vocab-size", self.vocab_size, 256 if self.lengths.startswith("file:") else 16),
+            ("--vocab-size", self.vocab_size, 256 if self.lengths.startswith(TEXT_KINDS) else 16),
             ("--batch-size", self.batch_size, 1),
             ("--accumulation", self.accumulation, 1),
-            ("--steps", self.num_steps, 1),
+            ("--epochs", _given(self.num_epochs, 1), 1),
             ("--warmup", self.num_warmup, 0),
+            ("--steps", self.num_steps, 1 if self.num_epochs is None else self.num_warmup + 1),
             ("--repeats", self.num_repeats, 1),
             ("--seed", self.seed, 0),
         ):
@@ -138,7 +158,12 @@ class BenchOptions:
             )
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"--timeout-s {self.timeout_s}: expected seconds above 0.", hint="Give --timeout-s 900.")
-        if self.num_rows > self.vocab_size**2:
+        if self.num_epochs is not None and not self.lengths.startswith(TEXT_KINDS):
+            raise ConfigError(
+                f"--lengths {self.lengths}: random tokens teach a model nothing.",
+                hint=f"Give --lengths {TEXT_LENGTHS} or file:PATH with --strategies.",
+            )
+        if self.num_rows + MAX_TEST_ROWS > self.vocab_size**2:
             raise ConfigError(
                 f"{self.num_rows} rows are more than two tokens of --vocab-size {self.vocab_size} can number.",
                 hint="Give a larger vocabulary, or fewer steps.",
@@ -158,10 +183,10 @@ def _checked_lengths(text: str) -> str:
         raise ConfigError(f"--lengths {text!r}: there is no such file.", hint="Give file:PATH of a text file.")
     numbers = [int(part) for part in rest.split(":") if part.isdecimal()]
     # Two tokens number the row, and a causal loss needs one to predict.
-    is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("lognormal", 2, 1))
+    is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("text", 1, 0), ("lognormal", 2, 1))
     if not is_known or min(numbers) < 3 or sorted(numbers) != numbers:
         raise ConfigError(
-            f"--lengths {text!r}: expected lognormal:MEDIAN:MAX, fixed:N (tokens, at least 3) or file:PATH.",
+            f"--lengths {text!r}: expected lognormal:MEDIAN:MAX, fixed:N, text:MAX (tokens, at least 3) or file:PATH.",
             hint=f"Give --lengths {DEFAULT_LENGTHS}, say.",
         )
     return text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE
 from unsloth_multigpu.cli.bench_result import ArmResult, RankRecord, Runs, measure_run
+from unsloth_multigpu.cli.strategy_arm import OURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#8A8F98"
-_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#8A8F98")
-_MARKS = "osD^vP*X"
+LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#8A8F98")
+MARKS = "osD^vP*X<"
 _WIDTH = 9.0
 # Where equal norms are drawn: below what fp32 can tell apart.
 _NO_DIFFERENCE = 1e-9
@@ -44,41 +46,50 @@ def draw_plots(results: Sequence[ArmResult], runs: Runs, num_warmup: int) -> dic
         runs: `runs[arm][round]` = records of the ranks.
         num_warmup: Steps that are not timed.
     """
-    import matplotlib
-
-    # The figures are no pyplot ones: none needs a window, and the user's settings come back.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
+    with house_style():
         figures = {
             "speed.png": _speed(results),
             "shares.png": _shares(results),
             "steps.png": _steps(runs, num_warmup),
             "norms.png": _norms(results, runs),
         }
-        return {name: _png(figure) for name, figure in figures.items()}
+        return {name: png_of(figure) for name, figure in figures.items()}
 
 
-def _figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
+@contextmanager
+def house_style() -> Iterator[None]:
+    """How plots look while this is open."""
+    import matplotlib
+
+    # The figures are no pyplot ones: none needs a window, and the user's settings come back.
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)
+        yield
+
+
+def new_figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
+    """A figure of the page's width, and its axes, one above the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
     return figure, figure.subplots(rows, 1, sharex=rows > 1)
 
 
-def _png(figure: Figure) -> bytes:
+def png_of(figure: Figure) -> bytes:
+    """The content of a PNG file."""
     target = io.BytesIO()
     figure.savefig(target, format="png")
     return target.getvalue()
 
 
 def _speed(results: Sequence[ArmResult]) -> Figure:
-    figure, axes = _figure(1.3 + 0.5 * len(results))
+    figure, axes = new_figure(1.3 + 0.5 * len(results))
     _name_rows(axes, [r.name for r in results])
     for row, r in enumerate(results):
         speed = r.tokens_per_s
         below, above = speed.median - speed.low, speed.high - speed.median
-        color = _BLUE if r.name.startswith("ours") else _GREY
+        color = _BLUE if r.name.startswith(OURS) else _GREY
         axes.barh(row, speed.median, height=0.62, color=color)
         axes.errorbar(speed.median, row, xerr=[[below], [above]], color="black", capsize=4, lw=1.2)
         axes.annotate(_speed_label(r), (speed.high, row), (8, 0), textcoords="offset points", va="center")
@@ -95,7 +106,7 @@ def _speed_label(result: ArmResult) -> str:
 
 
 def _shares(results: Sequence[ArmResult]) -> Figure:
-    figure, axes = _figure(1.5 + 0.62 * len(results))
+    figure, axes = new_figure(1.5 + 0.62 * len(results))
     _name_rows(axes, [r.name for r in results])
     height = 0.36
     parts = (
@@ -117,7 +128,7 @@ def _shares(results: Sequence[ArmResult]) -> Figure:
 
 
 def _steps(runs: Runs, num_warmup: int) -> Figure:
-    figure, axes = _figure(1.5 + 0.5 * len(runs))
+    figure, axes = new_figure(1.5 + 0.5 * len(runs))
     _name_rows(axes, list(runs))
     times = [[s for ranks in rounds for s in measure_run(ranks, num_warmup).step_s] for rounds in runs.values()]
     axes.boxplot(
@@ -140,10 +151,11 @@ def _steps(runs: Runs, num_warmup: int) -> Figure:
 def _norms(results: Sequence[ArmResult], runs: Runs) -> Figure:
     # Two panels where there is a run to compare with.
     compared = [r.name for r in results if r.norm_difference is not None and r.name != REFERENCE]
-    figure, drawn = _figure(6.4 if compared else 3.8, rows=2 if compared else 1)
+    figure, drawn = new_figure(6.4 if compared else 3.8, rows=2 if compared else 1)
     above = drawn[0] if compared else drawn
     for number, (name, rounds) in enumerate(runs.items()):
-        _norm_line(above, number, _norms_of(rounds[0]), name)
+        if _norms_of(rounds[0]):
+            _norm_line(above, number, _norms_of(rounds[0]), name)
     above.set_ylabel("gradient norm")
     above.set_title("Gradient norms, first round")
     lowest = above
@@ -173,8 +185,8 @@ def _norm_line(axes: Axes, number: int, values: Sequence[float], label: str | No
     axes.plot(
         range(1, len(values) + 1),
         values,
-        color=_LINES[number % len(_LINES)],
-        marker=_MARKS[number % len(_MARKS)],
+        color=LINES[number % len(LINES)],
+        marker=MARKS[number % len(MARKS)],
         markersize=max(3, 10 - number),
         linewidth=max(1.0, 3.4 - 0.4 * number),
         linestyle=linestyle,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from unsloth_multigpu.cli.bench_arm import ARMS
-from unsloth_multigpu.cli.bench_option import BenchOptions
-from unsloth_multigpu.cli.bench_plot import draw_plots
-from unsloth_multigpu.cli.bench_result import ArmResult, Runs
-from unsloth_multigpu.cli.bench_table import COLUMNS, LEGEND, table_rows
+from unsloth_multigpu.cli.bench_table import Table
+from unsloth_multigpu.cli.strategy_arm import OURS, find_arm
 
 _CAPTIONS = {
+    "accuracy_curves.png": "Accuracy and loss after each epoch of each strategy",
     "speed.png": "Tokens per second of each arm",
     "shares.png": "Padding and waiting of each arm",
     "steps.png": "Time of an optimizer step in each arm",
@@ -53,38 +51,36 @@ img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 1.6rem }}
 {conditions}
 </dl>
 <h2>Results</h2>
-<div class="wide"><table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>
-{legend}
+{tables}
 <h2>Plots</h2>
 {plots}
 </body>
 </html>
 """
+_TABLE = """<div class="wide"><table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table></div>
+{legend}"""
 
 
-def write_report(
-    folder: Path, options: BenchOptions, lines: Sequence[str], results: Sequence[ArmResult], runs: Runs
-) -> Path:
+def write_report(folder: Path, lines: Sequence[str], tables: Sequence[Table], plots: Mapping[str, bytes]) -> Path:
     """Writes the page and its plots into `folder`, and returns the page.
 
     Args:
         lines: The conditions, `name: text` each.
-        runs: `runs[arm][round]` = records of the ranks.
+        plots: File name -> PNG.
     """
-    plots = draw_plots(results, runs, options.num_warmup)
     for name, png in plots.items():
         (folder / name).write_bytes(png)
     page = folder / "report.html"
-    page.write_text(render_page(lines, results, plots), encoding="utf-8")
+    page.write_text(render_page(lines, tables, plots), encoding="utf-8")
     return page
 
 
-def render_page(lines: Sequence[str], results: Sequence[ArmResult], plots: dict[str, bytes]) -> str:
+def render_page(lines: Sequence[str], tables: Sequence[Table], plots: Mapping[str, bytes]) -> str:
     """The page as HTML, with the plots inside."""
     facts = [line.partition(": ") for line in lines]
     images = [
@@ -94,10 +90,16 @@ def render_page(lines: Sequence[str], results: Sequence[ArmResult], plots: dict[
     return _PAGE.format(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         conditions="\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, _, text in facts),
-        head="".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS),
-        rows="\n".join(_row(cells) for cells in table_rows(results)),
-        legend="\n".join(f'<p class="legend">{html.escape(line)}</p>' for line in LEGEND),
+        tables="\n".join(map(_table, tables)),
         plots="\n".join(images),
+    )
+
+
+def _table(table: Table) -> str:
+    return _TABLE.format(
+        head="".join(f"<th>{html.escape(column)}</th>" for column in table.columns),
+        rows="\n".join(map(_row, table.rows)),
+        legend="\n".join(f'<p class="legend">{html.escape(line)}</p>' for line in table.legend),
     )
 
 
@@ -105,6 +107,6 @@ def _row(cells: Sequence[str]) -> str:
     name, *rest = cells
     # The range under the median keeps the columns narrow.
     values = [html.escape(cell).replace(" (", "<small>").replace(")", "</small>") for cell in rest]
-    style = ' class="ours"' if name.startswith("ours") else ""
-    first = f"{html.escape(name)}<small>{html.escape(ARMS[name].text)}</small>"
+    style = ' class="ours"' if name.startswith(OURS) else ""
+    first = f"{html.escape(name)}<small>{html.escape(find_arm(name).text)}</small>"
     return f"<tr{style}>" + "".join(f"<td>{cell}</td>" for cell in [first, *values]) + "</tr>"

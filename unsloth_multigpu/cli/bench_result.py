@@ -31,10 +31,24 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class RankRecord:
-    """What one rank wrote. `gradient_norms` has one number per step, `peak_bytes` is the most memory it held.
+class EpochRecord:
+    """Mean loss of the epoch's steps, and loss and share of right guesses per token of the test's rows after it."""
 
-    `num_threads` is what torch computes with.
+    train_loss: float
+    test_loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank wrote.
+
+    Args:
+        gradient_norms: One of each step; none where each rank has gradients of its own.
+        peak_bytes: The most memory that it held.
+        num_threads: What torch computes with.
+        epochs: Where the model was tested.
+        sent_bytes: For gradients and weights, in the whole training; None = not known.
     """
 
     rank: int
@@ -43,6 +57,8 @@ class RankRecord:
     peak_bytes: int
     device: str
     num_threads: int
+    epochs: tuple[EpochRecord, ...] = ()
+    sent_bytes: int | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
@@ -57,8 +73,9 @@ class RankRecord:
             )
             for step in values["steps"]
         )
-        norms = tuple(values["gradient_norms"])
-        return cls(values["rank"], steps, norms, values["peak_bytes"], values["device"], values["num_threads"])
+        others = {name: values[name] for name in ("rank", "peak_bytes", "device", "num_threads", "sent_bytes")}
+        epochs = tuple(EpochRecord(**epoch) for epoch in values["epochs"])
+        return cls(steps=steps, gradient_norms=tuple(values["gradient_norms"]), epochs=epochs, **others)
 
     def sizes(self, first_step: int = 0) -> list[tuple[int, int, int]]:
         """Rows, longest row and tokens of every micro-batch from a step on."""
@@ -111,7 +128,7 @@ class ArmResult:
         times_baseline, times_reference: Its tokens per second divided by those of torchrun, and of one process, in
             the same round.
         norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None also
-            where the samples are others, since the gradients are then, too.
+            where the samples are others, since the gradients are then, too, and where each rank has its own.
         has_same_samples: Every step has the samples that it has in one process, over all ranks.
     """
 
@@ -176,8 +193,12 @@ def samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
     return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
 
 
-def summarize(runs: Runs, num_warmup: int) -> list[ArmResult]:
-    """One result per arm, in the order of `runs`."""
+def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None) -> list[ArmResult]:
+    """One result per arm, in the order of `runs`.
+
+    Args:
+        num_compared: So many steps' gradient norms are compared. None = of all steps.
+    """
     measures = {name: [measure_run(ranks, num_warmup) for ranks in rounds] for name, rounds in runs.items()}
     speeds = {name: [measure.tokens_per_s for measure in rounds] for name, rounds in measures.items()}
     reference = runs.get(REFERENCE)
@@ -185,7 +206,11 @@ def summarize(runs: Runs, num_warmup: int) -> list[ArmResult]:
     for name, rounds in measures.items():
         pairs = list(zip(runs[name], reference, strict=True)) if reference is not None else []
         is_same = all(samples_of_steps(m) == samples_of_steps(r) for m, r in pairs) if pairs else None
-        norms = [norm_difference(m[0].gradient_norms, r[0].gradient_norms) for m, r in pairs]
+        norms = [
+            norm_difference(m[0].gradient_norms[:num_compared], r[0].gradient_norms[:num_compared])
+            for m, r in pairs
+            if m[0].gradient_norms
+        ]
         results.append(
             ArmResult(
                 name=name,
@@ -197,7 +222,7 @@ def summarize(runs: Runs, num_warmup: int) -> list[ArmResult]:
                 cpu_s=Spread.of(m.cpu_s for m in rounds),
                 peak_bytes=max(m.peak_bytes for m in rounds),
                 largest_tokens=max(m.largest_tokens for m in rounds),
-                norm_difference=max(norms) if is_same else None,
+                norm_difference=max(norms) if is_same and norms else None,
                 has_same_samples=is_same,
             )
         )

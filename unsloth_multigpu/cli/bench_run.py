@@ -43,10 +43,11 @@ def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
     missing = [path.stem for path in paths if not path.exists()]
     if what or missing:
         what = what or f"left no result of {', '.join(missing)}"
+        flag = "--arms" if options.num_epochs is None else "--strategies"
         tail = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-_LOG_LINES:]
         raise LaunchError(
             f"The arm {arm.name} ({arm.text}) {what}. The end of its output:\n" + "\n".join(f"  | {x}" for x in tail),
-            hint=f"Run it alone: unsloth-multigpu bench --arms {arm.name}",
+            hint=f"Run it alone: unsloth-multigpu bench {flag} {arm.name}",
         )
     return [RankRecord.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 

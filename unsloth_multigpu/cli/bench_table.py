@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from unsloth_multigpu.cli.bench_arm import ARMS, BASELINE, REFERENCE
-from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE
+from unsloth_multigpu.cli.bench_option import LEARNING_RATE, BenchOptions
 from unsloth_multigpu.cli.bench_result import ArmResult, Spread
+from unsloth_multigpu.cli.strategy_arm import find_arm
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text, `rows[arm][column]`, and lines that explain the columns."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: Sequence[str]
+
 
 COLUMNS = (
     "arm",
@@ -32,30 +44,41 @@ LEGEND = (
 )
 
 
-def table_rows(results: Sequence[ArmResult]) -> list[list[str]]:
-    """One row of cells per arm, as `COLUMNS` says."""
-    return [
+def result_table(results: Sequence[ArmResult]) -> Table:
+    """One row per arm."""
+    rows = [
         [
             r.name,
-            _spread(r.tokens_per_s, lambda v: f"{v:,.0f}"),
-            _spread(r.times_baseline, lambda v: f"{v:.2f}"),
-            _spread(r.times_reference, lambda v: f"{v:.2f}"),
+            spread_text(r.tokens_per_s, "{:,.0f}".format),
+            spread_text(r.times_baseline, "{:.2f}".format),
+            spread_text(r.times_reference, "{:.2f}".format),
             f"{r.padding_share.median:.1%}",
             f"{r.waiting_share.median:.1%}",
             f"{r.cpu_s.median:.1f}",
-            f"{r.peak_bytes / 2**20:,.0f} MiB",
+            memory_text(r),
             f"{r.largest_tokens:,}",
-            "-" if r.norm_difference is None else f"{r.norm_difference:.1e}",
+            norm_text(r),
             {True: "same", False: "other", None: "-"}[r.has_same_samples],
         ]
         for r in results
     ]
+    return Table(COLUMNS, rows, LEGEND)
 
 
-def render_table(results: Sequence[ArmResult]) -> str:
+def memory_text(result: ArmResult) -> str:
+    """The most memory of one rank."""
+    return f"{result.peak_bytes / 2**20:,.0f} MiB"
+
+
+def norm_text(result: ArmResult) -> str:
+    """The largest difference of a gradient norm."""
+    return "-" if result.norm_difference is None else f"{result.norm_difference:.1e}"
+
+
+def render_table(table: Table) -> str:
     """The table as aligned text."""
-    rows = [list(COLUMNS), *table_rows(results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    rows = [table.columns, *table.rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
     aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     names = [row[0].ljust(widths[0]) for row in rows]
     return "\n".join("  ".join([name, *row[1:]]) for name, row in zip(names, aligned, strict=True))
@@ -70,6 +93,9 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
         num_threads: How many threads each rank's torch had, all that occurred.
     """
     is_shared = "; the ranks share it over gloo, ours started by torchrun" if options.is_card_shared else ""
+    steps = f"{options.num_steps} timed after {options.num_warmup} of warm-up"
+    if options.num_epochs is not None:
+        steps = f"{options.num_epochs} epochs of {options.num_steps}, timed but for the first {options.num_warmup}"
     lines = [
         f"device: {devices}{is_shared}",
         f"model: Llama, hidden {options.hidden_size}, {options.num_layers} layers, vocabulary {options.vocab_size:,}, "
@@ -78,22 +104,26 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
         f"{options.num_samples_per_step} in each step",
         f"batch: {options.batch_size} per device, accumulation {options.accumulation}, {options.num_ranks} ranks; "
         f"scripts for one GPU accumulate {options.accumulation * options.num_ranks}",
-        f"steps: {options.num_steps} timed after {options.num_warmup} of warm-up, {options.num_repeats} round(s), "
-        f"seed {options.seed}",
+        f"steps: {steps}; {options.num_repeats} round(s), seed {options.seed}",
         f"threads: {num_threads} in every rank of every arm (OMP_NUM_THREADS=1)",
     ]
+    if options.num_epochs is not None:
+        lines.append(
+            f"training: AdamW, constant learning rate {LEARNING_RATE:g}; all strategies deal samples in order "
+            '(balance="off"), so that they differ in nothing but how gradients meet'
+        )
     if options.slow_rank is not None:
         lines.append(
             f"slow rank: {options.slow_rank} computes at {options.slow_speed:g} of its speed, "
             "simulated by sleeping, which takes no CPU time; arms of one process are not slowed"
         )
-    notes = [f"{name}: {ARMS[name].note}" for name in options.arms if ARMS[name].note]
+    notes = [f"{name}: {find_arm(name).note}" for name in options.arms if find_arm(name).note]
     return lines + notes
 
 
-def _spread(spread: Spread | None, number: Callable[[float], str]) -> str:
+def spread_text(spread: Spread | None, number: Callable[[float], str]) -> str:
+    """Median (smallest-largest), without what cannot be told apart."""
     if spread is None:
         return "-"
-    if spread.low == spread.high:
-        return number(spread.median)
-    return f"{number(spread.median)} ({number(spread.low)}-{number(spread.high)})"
+    median, low, high = (number(value) for value in (spread.median, spread.low, spread.high))
+    return median if low == high else f"{median} ({low}-{high})"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, Arm, num_accumulated, num_processes, speed_of
-from unsloth_multigpu.cli.bench_data import make_rows
+from unsloth_multigpu.cli.bench_arm import Arm, num_accumulated, num_devices, speed_of
+from unsloth_multigpu.cli.bench_data import NUM_ID_TOKENS, make_rows, make_test_rows
 from unsloth_multigpu.cli.bench_option import HEAD_SIZE, BenchOptions
+from unsloth_multigpu.cli.strategy_arm import find_arm
+from unsloth_multigpu.cli.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
 
 # What transformers' BatchRebalanceSampler draws its order from, whatever it is told: with it all arms see the same.
 _ORDER_SEED = 42
@@ -21,11 +24,11 @@ _LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 def main(settings_file: str) -> None:
     """Trains as the file of settings says, and leaves `rank_R.json` beside it."""
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
-    arm, options = ARMS[settings["arm"]], BenchOptions.from_json(settings["options"])
+    arm, options = find_arm(settings["arm"]), BenchOptions.from_json(settings["options"])
     if arm.line is not None:
         from unsloth_multigpu.plugin import enable_multi_gpu
 
-        enable_multi_gpu(num_gpus=num_processes(arm, options), device=options.device, **arm.line)
+        enable_multi_gpu(num_gpus=num_devices(arm, options), device=options.device, **arm.line)
     rank = int(os.environ.get("RANK", "0"))
     record = _train(arm, options, rank)
     path = Path(settings_file).with_name(f"rank_{rank}.json")
@@ -50,34 +53,55 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
     from unsloth_multigpu.cli.bench_meter import Meter, peak_bytes
 
     is_cuda = options.device == "cuda"
-    rows = make_rows(options)
-    model = _model(options, max(map(len, rows)))
+    rows, test_rows = make_rows(options), make_test_rows(options)
+    model = _model(options, max(map(len, [*rows, *test_rows])))
     meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda, speed=speed_of(arm, options, rank))
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            meter.mark_step()
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            meter.mark_begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.mark_step()
 
-    trainer = Trainer(
+    class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            meter.extend_step()  # The ranks have met for it.
+            return super().evaluate(*args, **kwargs)
+
+    trainer = TimedTrainer(
         model=model,
         args=_training_arguments(arm, options),
         # Samplers that look at lengths find them here, without reading the rows.
         train_dataset=Dataset.from_dict({"input_ids": rows, "length": [len(row) for row in rows]}),
-        data_collator=_collate,
+        eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
+        data_collator=functools.partial(_collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
+        compute_metrics=mean_scores if test_rows else None,
+        preprocess_logits_for_metrics=score_rows if test_rows else None,
         callbacks=[MarkSteps()],
     )
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    history = trainer.state.log_history
+    norms = [entry["grad_norm"] for entry in history if "grad_norm" in entry] if arm.meets_every_step else []
     return {
         "steps": meter.steps(),
-        "gradient_norms": [entry["grad_norm"] for entry in logs],
+        "gradient_norms": norms,
         "peak_bytes": peak_bytes(is_cuda),
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "num_threads": torch.get_num_threads(),
+        "epochs": epoch_records(history),
+        "sent_bytes": _sent_bytes(arm, rank),
     }
+
+
+def _sent_bytes(arm: Arm, rank: int) -> int | None:
+    """What this rank sent for gradients and weights, None where nobody counts it."""
+    from unsloth_multigpu.plugin import get_multi_gpu_status
+
+    if not arm.uses_all_devices:
+        return 0
+    report = get_multi_gpu_status().report
+    return None if report is None else report.ranks[rank].sent_bytes
 
 
 def _model(options: BenchOptions, max_length: int) -> Any:
@@ -113,12 +137,14 @@ def _training_arguments(arm: Arm, options: BenchOptions) -> Any:
     training = dict(arm.training)
     if training.get("train_sampling_strategy") == "group_by_length" and "train_sampling_strategy" not in known:
         training = {"group_by_length": True}  # Its name in transformers 4.
+    if options.num_epochs is None:
+        training |= {"num_train_epochs": 1, "learning_rate": 1e-5}
+    else:
+        training |= learning_arguments(arm, options.num_epochs, options.batch_size)
     return TrainingArguments(
         output_dir="output",
         per_device_train_batch_size=options.batch_size,
         gradient_accumulation_steps=num_accumulated(arm, options),
-        num_train_epochs=1,
-        learning_rate=1e-5,
         optim="adamw_torch",
         bf16=options.dtype == "bf16",
         use_cpu=options.device == "cpu",
@@ -134,8 +160,12 @@ def _training_arguments(arm: Arm, options: BenchOptions) -> Any:
     )
 
 
-def _collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pads to the longest row: input_ids, attention_mask and labels, each rows x longest."""
+def _collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:
+    """Pads to the longest row: input_ids, attention_mask and labels, each rows x longest.
+
+    Args:
+        num_given: The first tokens of a row that are not to be predicted.
+    """
     import torch
 
     longest = max(len(row["input_ids"]) for row in rows)
@@ -144,7 +174,9 @@ def _collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for number, row in enumerate(rows):
         ids[number, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
         mask[number, : len(row["input_ids"])] = 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :num_given] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ RANK_MODULE = "unsloth_multigpu.cli.script"
 RUN_OPTIONS: dict[str, tuple[type, str]] = {
     "num_gpus": (int, "ranks on this machine [all visible GPUs; where there is none, one process]"),
     "batch_size_per_gpu": (int, "samples of one micro-batch per rank [the script's]"),
-    "enable_ddp": (bool, "PyTorch DDP [on]"),
+    "enable_ddp": (bool, "one process per device; off = the legacy serial path [on]"),
     "global_batch": (str, '"keep" the samples of an optimizer step, or "scale" them with the ranks [keep]'),
-    "sync": (str, "how gradients meet [ddp]"),
+    "sync": (str, 'how gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco" [ddp]'),
     "balance": (str, '"auto", "tokens" or "off": how the samples of a step are dealt [auto]'),
     "device": (str, '"auto", "cpu", "cuda" or "xpu" [auto]'),
     "seed_per_rank": (bool, "each rank draws its own dropout masks and augmentations [on]"),
@@ -32,6 +32,12 @@ RUN_OPTIONS: dict[str, tuple[type, str]] = {
     "log_dir": (str, "folder of rank_N.log [logs]"),
     "max_tokens_per_micro_batch": (int, "most tokens of a micro-batch [what equal numbers of rows reach]"),
     "grad_compression": (str, '"bf16", "fp16" or "powersgd" [none]'),
+    "sync_bucket_mb": (float, 'MiB of a message of "allreduce" and "parameter_server", 0 = one for each tensor [25]'),
+    "max_staleness_steps": (int, '"parameter_server": steps a rank may be ahead of the slowest [none: together]'),
+    "sync_every_steps": (int, 'steps of "local_sgd" and "diloco" between two meetings [16]'),
+    "outer_learning_rate": (float, 'of the step of "diloco" at a meeting [0.7]'),
+    "outer_momentum": (float, "its Nesterov momentum [0.9]"),
+    "gradient_aggregation": (str, '"weighted", "mean" or "sum" of the shards of the legacy path [weighted]'),
     "verify_every": (int, "steps between two comparisons of all ranks' weights, 0 = never [100]"),
 }
 # Those of `verify` beside options of a run.

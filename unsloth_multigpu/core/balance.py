@@ -73,6 +73,9 @@ class Balancer:
             )
         if self._config.balance == "off":
             return ""
+        if not self._config.meets_every_step:
+            logger.info("balance: samples are dealt in order: ranks do not wait for each other")
+            return ""
         limit = self._config.max_tokens_per_micro_batch
         is_demanded = self._config.balance == "tokens" or limit is not None
         reason = None

@@ -44,6 +44,8 @@ class StepFeed:
         self._piece_factor = 1.0
         self._in_loss = False
         self._loader: StepLoader | None = None
+        # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
+        self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
         self.current: MicroBatch | None = None
 
@@ -64,7 +66,7 @@ class StepFeed:
             for name, value in kept.items():
                 stack.callback(setattr, args, name, value)
             # A mean over each rank's own tokens is not what one process computes.
-            args.average_tokens_across_devices = True
+            args.average_tokens_across_devices = not self._is_alone
             for name, override in overrides.items():
                 stack.enter_context(instance_attribute(trainer, name, override))
             for name in ("gather", "gather_for_metrics", "reduce"):
@@ -141,6 +143,9 @@ class StepFeed:
                 f"{type(self.trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
                 hint="Give the samples labels, or use global_batch='scale'.",
             )
+        if self._is_alone and num_items is not None:
+            # A rank whose only micro-batch is a filler has no token of its own.
+            num_items = max(num_items, 1) if isinstance(num_items, int) else num_items.clamp(min=1)
         is_split = step.num_references % self.manager.identity.world_size != 0
         if is_split and self._scale.weighing != "rows" and not self._scale.is_token_normalised:
             self._weigh_by_labels(step)
@@ -153,6 +158,10 @@ class StepFeed:
             if not micro_batch.piece.is_filler:
                 micro_batch.num_labels = count_weights(micro_batch.inputs, self._scale.weighing)
             mine[micro_batch.piece.reference] += micro_batch.num_labels
+        if self._is_alone:
+            for micro_batch in step.micro_batches:
+                micro_batch.share = float(micro_batch.num_labels)
+            return
         totals = [sum(counts) for counts in zip(*self.manager.gather_floats(mine), strict=True)]
         for micro_batch in step.micro_batches:
             micro_batch.share = micro_batch.num_labels / max(1.0, totals[micro_batch.piece.reference])
@@ -222,12 +231,20 @@ class StepFeed:
             mine[name] = [sum(total for total, _ in parts) / count]
 
     def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:
-        """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient."""
+        """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.
+
+        For a rank that steps by itself: so that its own gradient is the mean over its own part.
+        """
         is_multiplied = self._scale.is_multiplied and num_items is not None
-        factor = 1.0 if is_multiplied else float(self.manager.identity.world_size)
+        # With `average_tokens_across_devices` off, as it is for a rank alone, nothing is multiplied.
+        factor = 1.0 if is_multiplied or self._is_alone else float(self.manager.identity.world_size)
         if self._scale.is_token_normalised:
             return 0.0 if micro_batch.piece.is_filler else factor
         factor *= micro_batch.share
+        if self._is_alone:
+            # As if this rank's part were the whole step, whose shares add up to its number of references.
+            mine = sum(m.share for m in step.micro_batches)
+            factor *= step.num_references / mine if mine else 0.0
         # transformers divides by this rank's micro-batches, one process would by its own; unless the model is said to
         # take loss arguments, where it divides by neither.
         is_divided = num_items is None or not self.trainer.model_accepts_loss_kwargs

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.core.loss import kept_random_state
+from unsloth_multigpu.core.exchange import Exchange
+from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
+from unsloth_multigpu.sync.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
 from unsloth_multigpu.sync.ddp import ddp_settings
 
@@ -43,6 +43,10 @@ class DDPTrainer:
         self.events = events
         self.steps = StepFeed(trainer, manager)
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
+        is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
+        self.exchange = None if is_wrapped else Exchange(trainer, self.config)
+        self.num_steps = 0
+        self._is_proof_due = False
 
     def run(self, original_train: Callable[[], Any]) -> Any:
         """Runs `original_train` with this rank's share of every step, and returns what it returns."""
@@ -50,14 +54,14 @@ class DDPTrainer:
             return original_train()
         self._refuse_what_cannot_work()
         self.manager.open_group()
-        self.manager.check_same(self._facts())
+        self.manager.check_same(facts_of_run(self.trainer, self.config, self.steps.num_accumulated))
         start = time.monotonic()
         with ExitStack() as stack:
-            stack.enter_context(self._settings_of_ddp())
             if self._deals_steps():
                 stack.enter_context(self.steps.on_trainer())
+            stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
             stack.enter_context(self._progress())
-            # DDP gives every rank rank 0's weights when it wraps the model: new LoRA weights differ before.
+            # Every rank has rank 0's weights when the first step begins: new LoRA weights differ before.
             result = original_train()
         # Code around train() runs on every rank, and must make the same random choices there.
         self.manager.broadcast_random_state()
@@ -110,7 +114,7 @@ class DDPTrainer:
             return False
         owner = next(cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls))
         if hasattr(self.trainer.args, "steps_per_generation"):
-            if plan := [a for a in _asked_of_ddp(self.config) if not a.startswith("grad_compression")]:
+            if plan := [a for a in _asked_of_ddp(self.config) if not a.startswith(("grad_compression", "sync"))]:
                 raise SetupError(
                     f"{plan[0]} deals samples by their length, but {owner.__name__} makes its samples while it trains.",
                     hint="Leave it out for this trainer.",
@@ -123,23 +127,6 @@ class DDPTrainer:
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
             )
         return True
-
-    def _facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks for them to be one run."""
-        trainer, args = self.trainer, self.trainer.args
-        names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
-        shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
-        facts: dict[str, Any] = {name: getattr(args, name) for name in names}
-        facts["gradient_accumulation_steps"] = self.steps.num_accumulated
-        facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
-        facts["config"] = self.config
-        data = trainer.train_dataset
-        if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-            facts["samples"] = len(data)
-            places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
-            with kept_random_state():
-                facts["sampled rows"] = {i: _short_hash(_plain_values(_stored_row(data, i))) for i in places}
-        return facts
 
     @contextmanager
     def _settings_of_ddp(self) -> Iterator[None]:
@@ -200,13 +187,41 @@ class DDPTrainer:
             self.events.write("trained")
 
     def _report(self, train_s: float) -> None:
-        mine = [self.trainer.state.global_step, self.steps.num_samples, self.steps.num_micro_batches, train_s]
-        rows = self.manager.gather_floats(mine)
+        counts = [self.trainer.state.global_step, self.steps.num_samples, self.steps.num_micro_batches]
+        sent_bytes = self._sent_bytes()
+        rows = self.manager.gather_floats([*counts, train_s, -1 if sent_bytes is None else sent_bytes])
         self.report = RunReport(
-            tuple(RankReport(rank, int(r[0]), int(r[1]), int(r[2]), r[3]) for rank, r in enumerate(rows))
+            tuple(
+                RankReport(rank, int(r[0]), int(r[1]), int(r[2]), r[3], None if r[4] < 0 else int(r[4]))
+                for rank, r in enumerate(rows)
+            )
         )
         if self.steps.num_micro_batches:
             logger.info("%s", self.report.summary())
+
+    def _sent_bytes(self) -> int | None:
+        """Of this training; see `RankReport`."""
+        if self.exchange is not None:
+            return None if self.exchange.sync is None else self.exchange.sync.sent_bytes
+        if self.config.grad_compression == "powersgd":
+            return None
+        trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        size = num_bytes(*trained)
+        if self.config.grad_compression is not None:
+            size = 2 * sum(p.numel() for p in trained)
+        return self.num_steps * all_reduce_bytes(size, self.manager.identity.world_size)
+
+    def prove_replicas(self, step: int) -> None:
+        """Compares the ranks' weights where it is time, once they are to be equal. Collective."""
+        self._is_proof_due = self._is_proof_due or self.replicas.is_due(step)
+        if self._is_proof_due and self.are_replicas_equal:
+            self.replicas.check(self.trainer.model, step)
+            self._is_proof_due = False
+
+    @property
+    def are_replicas_equal(self) -> bool:
+        """False between two meetings of ranks that step by themselves."""
+        return self.exchange is None or self.exchange.sync is None or self.exchange.sync.are_replicas_equal
 
 
 def _asked_of_ddp(config: MultiGPUConfig) -> list[str]:
@@ -215,6 +230,7 @@ def _asked_of_ddp(config: MultiGPUConfig) -> list[str]:
         "grad_compression": config.grad_compression,
         "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
         "balance": "tokens" if config.balance == "tokens" else None,
+        "sync": None if config.sync == "ddp" else config.sync,
     }
     return [f"{name}={value!r}" for name, value in asked.items() if value is not None]
 
@@ -222,26 +238,6 @@ def _asked_of_ddp(config: MultiGPUConfig) -> list[str]:
 def _exit_code(error: SystemExit) -> int:
     """What Python ends with: the number given, 0 for None, 1 for a text."""
     return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-
-def _stored_row(data: Any, index: int) -> Any:
-    """One row; of a Hugging Face data set as it is stored, before its transforms draw random numbers."""
-    return data.with_format("arrow")[index].to_pylist() if hasattr(data, "with_format") else data[index]
-
-
-def _plain_values(value: Any) -> Any:
-    """The texts and numbers in a row. Other objects may be written differently on each rank: by their address, say."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain_values(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_values(v) for v in value]
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.numel() < 10_000 else list(value.shape)
-    return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
-
-
-def _short_hash(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def _progress_callback(steered: DDPTrainer) -> Any:
@@ -260,9 +256,9 @@ def _progress_callback(steered: DDPTrainer) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if steered.events is not None:
                 steered.events.mark_step(state.global_step)
+            steered.num_steps += 1
             # The Trainer saves the checkpoint of this step after this.
-            if steered.replicas.is_due(state.global_step):
-                steered.replicas.check(steered.trainer.model, state.global_step)
+            steered.prove_replicas(state.global_step)
             # Here every rank comes by; a log call may be made on one alone.
             if control.should_log:
                 steered.steps.merge_metrics()

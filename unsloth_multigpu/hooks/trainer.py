@@ -115,6 +115,10 @@ def _adjusted_arguments(
         if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
             _divide_generation_batch(self, world_size)
         original(self)
+        if world_size == 1 and self.n_gpu > 1:
+            # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
+            # legacy path cuts batches itself.
+            self._n_gpu = 1
 
     return __post_init__
 

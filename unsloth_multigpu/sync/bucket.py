@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 
 
 def buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one dtype and device, together at most `bucket_bytes`, or one tensor that is larger by itself.
+    """Tensors of one dtype and device, together at most `bucket_bytes`, or one tensor that is larger by itself.
+
+    In the order given, but for other kinds between them: batch norms have an integer beside each two floats.
 
     Args:
-        tensors: In an order that is the same on all ranks.
+        tensors: In an order that is the same on all ranks. Those without elements are left out.
         bucket_bytes: 0 = each tensor for itself.
     """
-    group: list[torch.Tensor] = []
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    filled_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
-        is_same_kind = not group or (group[0].dtype, group[0].device) == (tensor.dtype, tensor.device)
-        if group and not (is_same_kind and num_bytes(*group, tensor) <= bucket_bytes):
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
+        if not tensor.numel():
+            continue
+        kind = (tensor.dtype, tensor.device)
+        if kind in groups and filled_bytes[kind] + num_bytes(tensor) > bucket_bytes:
+            yield groups.pop(kind)
+            filled_bytes[kind] = 0
+        groups.setdefault(kind, []).append(tensor)
+        filled_bytes[kind] += num_bytes(tensor)
+    yield from groups.values()
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from unsloth_multigpu.sync.bucket import buckets, flatten, num_bytes, unflatten_into
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.sync.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 
 _MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
+SERVER_RANK = 0
+# Bounds the memory of copies. gloo has two threads that send.
+_MAX_FLYING = 8
+_NO_GRADIENT, _DENSE, _SPARSE = range(3)
 
 
 class GradientSync:
@@ -36,11 +42,14 @@ class GradientSync:
         self.model = model
         self.optimizer = optimizer
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.buffers = [b for b in model.buffers() if b is not None]
+        self.buffers = list(model.buffers())
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.sent_bytes = 0
         self.num_steps = 0
+        # A thread of gloo lets go of a message a moment after it is done. Were that the last reference, the thread
+        # would need Python's lock to free the tensor, and a process that is just ending aborts then.
+        self._last_works: deque[Any] = deque(maxlen=2)
 
     def begin(self) -> None:
         """Gives every rank rank 0's weights and buffers, frozen ones included, as DDP does."""
@@ -52,6 +61,8 @@ class GradientSync:
     def after_step(self) -> None:
         """The optimizer has stepped."""
         self.num_steps += 1
+        # They hold gradients, whose memory the next forward needs.
+        self._last_works.clear()
 
     @property
     def are_replicas_equal(self) -> bool:
@@ -69,17 +80,104 @@ class GradientSync:
         """Lets go of threads and hooks after an error, without another rank. `end` needs no `abort`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of rank 0 beside weights and optimizer: tensors, numbers, texts."""
+        """What a checkpoint must keep of rank 0 beside weights and optimizer: tensors, numbers, texts. After `meet`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict()`. Called after `begin`, when the weights are those of the checkpoint."""
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+    def shared_gradients(self) -> list[torch.Tensor]:
+        """The gradients that at least one rank has, in the order of `parameters`; zeros where this rank has none.
+
+        What no rank has stays None, so that no optimizer decays a weight that was not used. Collective: one byte for
+        each parameter.
+
+        Raises:
+            SetupError: On every rank, where one has a sparse gradient.
+        """
+        if not self.parameters:
+            return []
+        kinds = [_kind_of(p.grad) for p in self.parameters]
+        seen = torch.tensor(kinds, dtype=torch.uint8, device=self.parameters[0].device)
+        self.exchange([seen], lambda flat: self._all_reduce(flat, dist.ReduceOp.MAX))
+        gradients = []
+        for parameter, kind in zip(self.parameters, seen.tolist(), strict=True):
+            if kind == _SPARSE:
+                raise SetupError(
+                    f"{self._name_of(parameter)} has a sparse gradient, which {type(self).__name__} does not send.",
+                    hint="Use sync='ddp', or build its layer with sparse=False.",
+                )
+            if kind == _DENSE:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradients.append(parameter.grad)
+        return gradients
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, p in self.model.named_parameters() if p is parameter)
+
+    def average(
+        self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB, dtype: torch.dtype | None = None
+    ) -> None:
+        """Makes each tensor the mean over ranks, computed in `dtype`; None = in its own. Collective."""
+        self.exchange(tensors, lambda flat: self._all_reduce(flat.div_(self.world_size)), bucket_mb, dtype)
+
+    def average_on_server(self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB) -> None:
+        """Makes rank 0's tensors the mean over ranks. What the others' hold then is of no use. Collective."""
+        self.exchange(tensors, lambda flat: self._reduce(flat.div_(self.world_size)), bucket_mb)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB) -> None:
         """Gives every rank rank 0's values. Collective."""
-        for group in buckets(tensors, int(DEFAULT_BUCKET_MB * _MIB)):
-            flat = flatten(group)
-            dist.broadcast(flat, src=0)
+        # As bytes: backends do not know all dtypes.
+        self.exchange(tensors, lambda flat: self._broadcast(flat.view(torch.uint8)), bucket_mb)
+
+    def exchange(
+        self,
+        tensors: Sequence[torch.Tensor],
+        start: Callable[[torch.Tensor], Any],
+        bucket_mb: float = DEFAULT_BUCKET_MB,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Sends tensors in buckets, several at a time, and writes back what arrives.
+
+        Args:
+            tensors: The same shapes in the same order on all ranks.
+            start: Starts a collective on a flat tensor, in place, and returns its handle.
+            bucket_mb: MiB of one message at most. A tensor that is one by itself is sent from where it lies.
+            dtype: Of the messages; None = as the tensors are.
+        """
+        flying: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()
+        for group in buckets(tensors, int(bucket_mb * _MIB)):
+            is_flat = len(group) == 1 and group[0].is_contiguous()
+            flat = group[0].detach().view(-1) if is_flat else flatten(group)
+            flat = flat if dtype is None else flat.to(dtype)
+            flying.append((group, flat, start(flat)))
+            if len(flying) == _MAX_FLYING:
+                self._arrive(*flying.popleft())
+        while flying:
+            self._arrive(*flying.popleft())
+
+    def _arrive(self, group: list[torch.Tensor], flat: torch.Tensor, work: Any) -> None:
+        work.wait()
+        self._last_works.append(work)
+        if flat.data_ptr() != group[0].data_ptr():
             unflatten_into(group, flat)
-            # A chain or a tree: as many copies travel as there are other ranks, one from each rank but the last.
-            self.sent_bytes += num_bytes(flat) if self.rank < self.world_size - 1 else 0
+
+    def _all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+        self.sent_bytes += all_reduce_bytes(num_bytes(flat), self.world_size)
+        return dist.all_reduce(flat, op=op, async_op=True)
+
+    def _reduce(self, flat: torch.Tensor) -> Any:
+        # A chain or a tree: every rank but the server sends one copy.
+        self.sent_bytes += num_bytes(flat) if self.rank != SERVER_RANK else 0
+        return dist.reduce(flat, dst=SERVER_RANK, async_op=True)
+
+    def _broadcast(self, flat: torch.Tensor) -> Any:
+        # A chain or a tree: as many copies travel as there are other ranks, one from each rank but the last.
+        self.sent_bytes += num_bytes(flat) if self.rank < self.world_size - 1 else 0
+        return dist.broadcast(flat, src=SERVER_RANK, async_op=True)
+
+
+def _kind_of(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NO_GRADIENT
+    return _DENSE if gradient.layout == torch.strided else _SPARSE

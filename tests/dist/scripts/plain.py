@@ -1,0 +1,64 @@
+"""A plain loop in ranks of torchrun, without enable_multi_gpu; each writes what it saw. Usage: plain.py OUT"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import unsloth_multigpu as ump
+
+NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 23, 6, 5  # The last step of an epoch has 5 samples.
+
+
+def train(seed):
+    """Returns the model, the weights that it began with, and the samples of each step of each epoch."""
+    rows = torch.randn(NUM_SAMPLES, 9, generator=torch.Generator().manual_seed(7))
+    data = [(rows[i, :8], rows[i, 8:], i) for i in range(NUM_SAMPLES)]
+    torch.manual_seed(seed)
+    model = ump.wrap_model_multi_gpu(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    start = [p.tolist() for p in model.parameters()]
+    loader = ump.distributed_loader(data, BATCH_SIZE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    epochs = []
+    for _ in range(NUM_EPOCHS):
+        epochs.append([])
+        for x, y, index in loader:
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            (loss * loader.loss_weight).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            epochs[-1].append(index.tolist())
+    return model, start, epochs
+
+
+def main():
+    out, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    model, start, epochs = train(seed=rank)
+    facts = {"start": start, "epochs": epochs, "kind": type(model).__name__, "world_size": dist.get_world_size()}
+    if rank == 0:
+        ump.save_state_dict(model, out / "lonely.pt")
+    # All ranks see the file at once, and what the second save wrote.
+    for factor in (2.0, 1.0):
+        with torch.no_grad():
+            model.module[2].bias.mul_(factor if factor > 1 else 0.5)
+        ump.save_state_dict(model, out / "weights.pt")
+        facts[f"bias x {factor}"] = torch.load(out / "weights.pt")["2.bias"].tolist()
+        dist.barrier()
+    again = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    ump.load_state_dict(again, out / "weights.pt")
+    facts["loaded"] = [p.tolist() for p in again.parameters()]
+    (out / "folder").mkdir(exist_ok=True)
+    try:
+        ump.save_state_dict(model, out / "folder")
+    except (OSError, ump.DistributedError) as error:
+        facts["failure"] = f"{type(error).__name__}: {error}"
+    (out / f"plain_{rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Trains several models on one device and by the legacy serial path, in one process, and writes what each did.
+
+Usage: serial.py MODEL OUT
+"""
+
+import functools
+import json
+import logging
+import random
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+model_folder, out = sys.argv[1], Path(sys.argv[2])
+log = []
+keep = logging.Handler()
+keep.emit = lambda record: log.append(record.getMessage())
+logging.getLogger("unsloth_multigpu").setLevel("INFO")
+logging.getLogger("unsloth_multigpu").addHandler(keep)
+
+
+def enable(**options):
+    ump.disable_multi_gpu()
+    ump.enable_multi_gpu(enable_ddp=False, num_gpus=2, **options)
+
+
+enable()  # First, as in a user's script.
+
+import torch  # noqa: E402
+import unsloth  # noqa: E402, F401
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from unsloth import FastLanguageModel  # noqa: E402
+
+from unsloth_multigpu.core import serial  # noqa: E402
+from unsloth_multigpu.errors import SetupError  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from tiny_model import topics  # noqa: E402
+
+tokenizer = AutoTokenizer.from_pretrained(model_folder)
+TEXTS = topics(13, max_words=30)  # Micro-batches of 5, 5 and 3 rows: steps of two and of one.
+COMMON = {
+    "output_dir": str(out / "checkpoints"),
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 5,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "learning_rate": 2e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "seed": 7,
+    "disable_tqdm": True,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1e-5,  # Adam makes a step of the rounding of gradients that are almost zero.
+    "bf16": False,
+    "fp16": False,
+    "use_cpu": True,
+}
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+
+def causal_lm():
+    return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+
+
+def fast_lora():
+    model, _ = FastLanguageModel.from_pretrained(
+        model_folder, max_seq_length=128, load_in_4bit=False, dtype=torch.float32
+    )
+    model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=True, random_state=7, **LORA)
+    return off_zero(model)
+
+
+def off_zero(model):
+    # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def tokenized():
+    rows = Dataset.from_dict({"text": TEXTS})
+    return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
+
+
+def full(model=None, **options):
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    args = TrainingArguments(**{**COMMON, **options})
+    return Trainer(model=model or causal_lm(), args=args, train_dataset=tokenized(), data_collator=collator)
+
+
+def lora(**options):
+    return full(off_zero(get_peft_model(causal_lm(), LoraConfig(**LORA))), **options)
+
+
+def sft_lora(**options):
+    rows = Dataset.from_dict({"text": TEXTS})
+    config = SFTConfig(max_length=64, dataset_text_field="text", **{**COMMON, **options})
+    return SFTTrainer(model=fast_lora(), args=config, train_dataset=rows, processing_class=tokenizer)
+
+
+def classifier(**options):
+    # Its loss is a mean over rows although the model takes loss arguments.
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=3, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.score.weight, std=0.05)
+    rows = tokenized().add_column("labels", [len(t) % 3 for t in TEXTS])
+    args = TrainingArguments(**{**COMMON, **options})
+    return Trainer(model=model, args=args, train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer))
+
+
+def dpo():
+    rows = Dataset.from_dict({"prompt": TEXTS, "chosen": TEXTS[::-1], "rejected": [t[::-1] for t in TEXTS]})
+    return DPOTrainer(model=lora().model, args=DPOConfig(**COMMON), train_dataset=rows, processing_class=tokenizer)
+
+
+def bound():
+    """Its forward is bound to this very model, where no copy of the model can reach it."""
+    model = causal_lm()
+    forward = model.forward
+    model.forward = functools.partial(lambda *args, **inputs: forward(*args, **inputs))
+    return full(model, remove_unused_columns=False)  # Its signature is hidden.
+
+
+def train(trainer):
+    """Loss and gradient norm of each step, and the weights at the end."""
+    own = set(vars(trainer))
+    trainer.train()
+    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
+    return {
+        "loss": [h["loss"] for h in steps],
+        "grad_norm": [h["grad_norm"] for h in steps],
+        "weights": {n: p.detach().double() for n, p in trainer.model.named_parameters() if p.requires_grad},
+        "left": sorted({"training_step", "compute_loss"} & (set(vars(trainer)) - own)),
+        "callbacks": sorted(type(c).__name__ for c in trainer.callback_handler.callbacks),
+    }
+
+
+def built(build, **options):
+    torch.manual_seed(3)
+    random.seed(3)
+    return build(**options)
+
+
+def norm(weights):
+    return float(sum((w**2).sum() for w in weights)) ** 0.5
+
+
+def compare(build):
+    """The same training on two replicas, and without the line."""
+    enable()
+    legacy = train(built(build))
+    report = ump.get_multi_gpu_status().report
+    ump.disable_multi_gpu()
+    one = train(built(build))
+    weights, others = one.pop("weights"), legacy.pop("weights")
+    apart = norm(w - others[n] for n, w in weights.items()) / norm(weights.values())
+    return {"one": one, "legacy": legacy, "apart": apart, "report": vars(report.ranks[0])}
+
+
+def refusal(build):
+    enable()
+    trainer = built(build)
+    try:
+        trainer.train()
+    except SetupError as error:
+        return str(error)
+
+
+results = {build.__name__: compare(build) for build in (full, lora, sft_lora, classifier)}
+for aggregation in ("mean", "sum"):
+    enable(gradient_aggregation=aggregation)
+    results[aggregation] = train(built(full, max_steps=1))
+    del results[aggregation]["weights"]
+enable()
+send, serial.SerialTrainer.send_weights = serial.SerialTrainer.send_weights, lambda self: None
+results["unsent"] = train(built(full, max_steps=2))["grad_norm"]
+serial.SerialTrainer.send_weights = send
+results["refused"] = {build.__name__: refusal(build) for build in (dpo, bound)}
+out.mkdir(parents=True, exist_ok=True)
+(out / "results.json").write_text(json.dumps({**results, "log": log}))

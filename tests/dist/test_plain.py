@@ -1,0 +1,64 @@
+"""A plain loop in two ranks of torchrun trains as one process does, although nobody called enable_multi_gpu."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.scripts.plain import BATCH_SIZE, NUM_EPOCHS, NUM_SAMPLES, train
+from tests.helpers.run import run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "plain.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain")
+    run = run_python(["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, out], cwd=out)
+    assert run.code == 0, run.err
+    assert "destroy_process_group" not in run.err
+    return [json.loads((out / f"plain_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(seed=0)
+
+
+def flat(lists):
+    return torch.cat([torch.tensor(values).flatten() for values in lists])
+
+
+def test_every_rank_is_one_of_a_group_and_begins_with_the_weights_of_rank_0(ranks, alone):
+    assert [(r["kind"], r["world_size"]) for r in ranks] == [("DistributedDataParallel", 2)] * 2
+    assert ranks[0]["start"] == ranks[1]["start"] == alone[1]
+
+
+def test_samples_of_each_step_are_those_of_one_process(ranks, alone):
+    assert [len(epoch) for epoch in alone[2]] == [-(-NUM_SAMPLES // BATCH_SIZE)] * NUM_EPOCHS
+    for left, right, whole in zip(ranks[0]["epochs"], ranks[1]["epochs"], alone[2], strict=True):
+        assert [a + b for a, b in zip(left, right, strict=True)] == whole
+        assert sorted(i for step in whole for i in step) == list(range(NUM_SAMPLES))
+    assert len({str(epoch) for epoch in alone[2]}) == NUM_EPOCHS
+
+
+def test_weights_are_those_of_one_process(ranks, alone):
+    moved = (flat(p.tolist() for p in alone[0].parameters()) - flat(alone[1])).abs().max()
+    assert moved > 0.1
+    for rank in ranks:
+        difference = flat(rank["loaded"]) - flat(p.tolist() for p in alone[0].parameters())
+        assert difference.abs().max() < 1e-5
+
+
+def test_each_save_is_there_for_all_ranks(ranks, alone):
+    bias = alone[0][2].bias.item()
+    for rank in ranks:
+        assert rank["bias x 2.0"] == pytest.approx([2 * bias], abs=1e-5)
+        assert rank["bias x 1.0"] == pytest.approx([bias], abs=1e-5)
+
+
+def test_error_of_rank_0_reaches_the_others(ranks):
+    assert ranks[0]["failure"].startswith("IsADirectoryError")
+    assert ranks[1]["failure"].startswith("DistributedError: rank 0 failed in save_state_dict(")
+    assert "IsADirectoryError" in ranks[1]["failure"]

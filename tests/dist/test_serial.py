@@ -1,0 +1,152 @@
+"""The legacy serial path: two replicas in one process give the training of one device."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.run import run_python
+from tests.helpers.tiny import build_tiny
+from unsloth_multigpu.core.loss import LossScale
+from unsloth_multigpu.core.replica import copy_of, find_devices
+from unsloth_multigpu.core.shard import count_rows, cut_rows, shard_factors
+from unsloth_multigpu.errors import SetupError
+
+SCRIPT = Path(__file__).parent / "scripts" / "serial.py"
+CPU = torch.device("cpu")
+TOKENS, ROWS = (LossScale(is_token_normalised=is_sum, is_multiplied=False) for is_sum in (True, False))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serial")
+    model = build_tiny(folder / "model", hidden_size=32, num_layers=1, vocab_size=400)
+    run = run_python([SCRIPT, model, folder], cwd=folder)
+    assert run.code == 0, run.err
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "sft_lora", "classifier"])
+def test_replicas_train_as_one_device(results, kind):
+    one, legacy = results[kind]["one"], results[kind]["legacy"]
+    assert len(one["grad_norm"]) == 4
+    assert legacy["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert legacy["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert results[kind]["apart"] < 1e-6
+
+
+def test_weights_that_are_not_sent_are_seen(results):
+    one, unsent = results["full"]["one"]["grad_norm"], results["unsent"]
+    assert unsent[0] == pytest.approx(one[0], rel=1e-5)
+    assert unsent[1] != pytest.approx(one[1], rel=1e-3)
+
+
+def test_mean_of_ragged_shards_is_another_gradient_and_sum_a_multiple_of_it(results):
+    weighted, mean, total = (r["grad_norm"][0] for r in (results["full"]["legacy"], results["mean"], results["sum"]))
+    assert mean != pytest.approx(weighted, rel=1e-3)
+    assert total == pytest.approx(2 * mean, rel=1e-5)
+
+
+def test_loss_is_reported_as_one_device_does_whatever_is_aggregated(results):
+    expected = results["full"]["one"]["loss"][0]
+    assert [results[name]["loss"][0] for name in ("mean", "sum")] == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_log_says_legacy_and_that_a_mean_is_not_exact(results):
+    lines = [line for line in results["log"] if "serial" in line]
+    assert all(line.startswith("legacy serial path") for line in lines)
+    assert "2 replicas compute one after the other on cpu, cpu, gradient_aggregation=weighted" in lines[0]
+    assert sum("so this is not the gradient of one device" in line for line in lines) == 1
+    assert sum("CPU, one after the other" in line for line in results["log"]) > 0
+
+
+def test_report_counts_rows_shards_and_bytes(results):
+    report = results["full"]["report"]
+    # 13 rows in two epochs; each micro-batch is two shards.
+    assert (report["num_steps"], report["num_samples"], report["num_micro_batches"]) == (4, 26, 12)
+    # A LoRA moves the bytes of what it trains alone.
+    assert 0 < results["lora"]["report"]["sent_bytes"] < report["sent_bytes"] / 10
+
+
+def test_trainer_is_left_as_it_was(results):
+    for kind in ("full", "sft_lora"):
+        one, legacy = results[kind]["one"], results[kind]["legacy"]
+        assert (legacy["left"], legacy["callbacks"]) == (one["left"], one["callbacks"]) == ([], one["callbacks"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("dpo", "cannot train DPOTrainer, whose rows belong together"), ("bound", "bound to the model")],
+)
+def test_what_cannot_be_cut_is_refused(results, kind, message):
+    assert message in results["refused"][kind]
+    assert "Hint: Leave enable_ddp=False" in results["refused"][kind]
+
+
+def test_rows_are_cut_in_order_and_evenly():
+    inputs = {"labels": torch.arange(8).view(8, 1), "names": list("abcdefgh"), "flag": True, "scale": torch.tensor(2.0)}
+    shards = cut_rows(inputs, 3)
+    assert sorted(map(count_rows, shards)) == [2, 3, 3]
+    assert torch.cat([s["labels"] for s in shards]).equal(inputs["labels"])
+    assert [name for s in shards for name in s["names"]] == inputs["names"]
+    assert all(s["flag"] is True and s["scale"] == 2 for s in shards)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"ids": torch.ones(2, 3), "pixels": torch.ones(9, 4)}, "ids=2, pixels=9"),
+        ({"ids": torch.ones(2, 3), "names": ["a"]}, "ids=2, names=1"),
+        ({"ids": torch.ones(2, 3), "nested": {"x": torch.ones(2)}}, "holds a dict"),
+        ({"flag": True}, "cannot be cut"),
+        (torch.ones(2), "batch of type Tensor"),
+    ],
+)
+def test_batch_without_common_rows_is_refused(inputs, message):
+    with pytest.raises(SetupError, match=message):
+        count_rows(inputs)
+
+
+@pytest.mark.parametrize("scale", [TOKENS, ROWS])
+def test_factors_put_gradients_together(scale):
+    weights, gradients = [6, 2, 1], torch.tensor([3.0, -1.0, 5.0])  # Of each shard's own mean.
+    num_items = 12
+    seen = gradients * torch.tensor(weights) / num_items if scale is TOKENS else gradients
+    share = 9 / num_items if scale is TOKENS else 1.0
+    weighted, mean, total = (
+        float((seen * torch.tensor(shard_factors(weights, name, scale))).sum()) for name in ("weighted", "mean", "sum")
+    )
+    assert weighted == pytest.approx(share * (6 * 3 - 2 + 5) / 9)
+    assert mean == pytest.approx(share * (3 - 1 + 5) / 3)
+    assert total == pytest.approx(3 * mean)
+
+
+def test_cpu_has_as_many_replicas_as_asked_for():
+    assert find_devices(CPU, 3) == [CPU] * 3
+    assert find_devices(CPU, None) == [CPU]
+
+
+def test_copy_calls_its_own_weights_where_a_closure_holds_the_models():
+    model = nn.Linear(2, 2)
+    original = model.forward
+
+    def forward(self, x):
+        return original(x) + self.bias
+
+    model.forward = types.MethodType(forward, model)
+    replica = copy_of(model, CPU)
+    replica(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is None
+    assert replica.weight.grad is not None
+    assert replica.weight.equal(model.weight)
+    assert model.forward.__func__ is forward
+
+
+def test_model_that_cannot_be_copied_is_an_error():
+    model = nn.Linear(2, 2)
+    model.cached = model(torch.ones(1, 2))  # A result: deepcopy refuses it.
+    with pytest.raises(SetupError, match="Linear cannot be copied to cpu"):
+        copy_of(model, CPU)

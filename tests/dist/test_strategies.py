@@ -1,0 +1,137 @@
+"""Gradient strategies inside Hugging Face's loop: those that meet in every step give DDP's result."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.run import run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "strategies.py"
+pytestmark = pytest.mark.slow
+
+# One row length: a rank's own mean is then its part of the step's. SGD: the mean of steps is the step of the mean.
+PLAIN = {"length": 12, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.05, "max_steps": 10}
+EVERY_4 = {"sync": "diloco", "sync_every_steps": 4, "verify_every": 1, "args": {**PLAIN, "save_strategy": "steps"}}
+RUNS = {
+    "ddp": {},
+    "allreduce": {"sync": "allreduce", "verify_every": 1},
+    "allreduce_each": {"sync": "allreduce", "sync_bucket_mb": 0, "verify_every": 1},
+    "parameter_server": {"sync": "parameter_server", "verify_every": 1},
+    "ddp_bf16": {"args": {"bf16": True, "full": True, "max_steps": 6}},
+    "server_bf16": {"sync": "parameter_server", "args": {"bf16": True, "full": True, "max_steps": 6}},
+    "own_weights": {"sync": "allreduce", "verify_every": 1, "begin": "nothing"},
+    "ddp_plain": {"args": PLAIN},
+    "local_1": {"sync": "local_sgd", "sync_every_steps": 1, "args": PLAIN},
+    "local_8": {"sync": "local_sgd", "sync_every_steps": 8, "args": PLAIN},
+    "async": {
+        "sync": "parameter_server",
+        "max_staleness_steps": 1,
+        "args": {"save_strategy": "steps", "save_steps": 5, "max_steps": 10},
+    },
+    "diloco": {**EVERY_4, "args": {**EVERY_4["args"], "save_steps": 8, "max_steps": 12}},
+    "diloco_resumed": {
+        **EVERY_4,
+        "args": {**EVERY_4["args"], "save_steps": 8, "max_steps": 12},
+        "resume": "checkpoints_diloco/checkpoint-8",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("strategies")
+    run = run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in RUNS.items())], cwd=path)
+    assert run.code == 0, run.err
+    (path / "stderr.txt").write_text(run.err)
+    one = run_python([SCRIPT, "1", "one=" + json.dumps({})], cwd=path)
+    assert one.code == 0, one.err
+    return path
+
+
+def facts(folder, name):
+    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(2)]
+
+
+def weight_difference(folder, first, second):
+    one, other = load_file(folder / f"{first}.safetensors"), load_file(folder / f"{second}.safetensors")
+    assert one.keys() == other.keys()
+    return max(float((one[n] - other[n]).abs().max()) for n in one)
+
+
+def norm_difference(folder, first, second):
+    one, other = facts(folder, first)[0]["norms"], facts(folder, second)[0]["norms"]
+    assert len(one) == len(other)
+    return max(abs(a - b) / a for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allreduce_each", "parameter_server"])
+def test_strategy_that_meets_in_every_step_equals_ddp(folder, name):
+    assert len(facts(folder, name)[0]["norms"]) == 20
+    assert norm_difference(folder, "ddp", name) < 1e-5
+    assert weight_difference(folder, "ddp", name) < 1e-5
+    mine, other = facts(folder, name)
+    assert mine["hashes"] == other["hashes"]
+    assert mine["rates"] == facts(folder, "ddp")[0]["rates"]
+    assert (facts(folder, "ddp")[0]["wrapper"], mine["wrapper"]) == (
+        "DistributedDataParallel",
+        "PeftModel",
+    )
+
+
+def test_ddp_equals_one_process_on_this_data(folder):
+    one = json.loads((folder / "one_0.json").read_text())["norms"]
+    ddp = facts(folder, "ddp")[0]["norms"]
+    assert max(abs(a - b) / a for a, b in zip(one, ddp, strict=True)) < 1e-5
+    assert weight_difference(folder, "one", "ddp") < 1e-5
+
+
+def test_server_holds_the_optimizer_alone(folder):
+    server, worker = facts(folder, "parameter_server")
+    assert server["moments"] == 8
+    assert worker["moments"] == 0
+
+
+def test_mixed_precision_equals_ddp(folder):
+    assert norm_difference(folder, "ddp_bf16", "server_bf16") < 1e-3
+    # Adam turns the rounding of a vanishing gradient into a whole step: of the first, lr x steps is the limit.
+    assert weight_difference(folder, "ddp_bf16", "server_bf16") < 5e-3
+
+
+def test_weights_of_its_own_on_each_rank_are_caught(folder):
+    for rank in facts(folder, "own_weights"):
+        assert rank["error"].startswith("DivergenceError: The ranks' replicas differ after step 1: rank 0 and rank 1 ")
+
+
+def test_local_steps_that_meet_each_time_equal_ddp(folder):
+    assert weight_difference(folder, "ddp_plain", "local_1") < 1e-5
+
+
+def test_local_steps_meet_when_they_should(folder):
+    mine, other = facts(folder, "local_8")
+    # The callback of the test comes before the meeting at the end of the training.
+    equal = [step for step, (a, b) in enumerate(zip(mine["hashes"], other["hashes"], strict=True), 1) if a == b]
+    assert equal == [8]
+    # 2 meetings, the last one at the end, instead of 10; both send all first weights and all buffers each time.
+    sent = [facts(folder, name)[0]["sent_bytes"] for name in ("local_1", "local_8")]
+    assert sent[0] - sent[1] == 8 * (2 * 1024 * 2 + 2 * 8 * 8)
+    assert 0 < weight_difference(folder, "local_1", "local_8") < 0.1
+
+
+def test_outer_momentum_is_in_the_checkpoint(folder):
+    assert weight_difference(folder, "diloco", "diloco_resumed") == 0
+    assert facts(folder, "diloco_resumed")[1]["hashes"] == facts(folder, "diloco")[1]["hashes"][8:]
+
+
+def test_asynchronous_server_trains_and_saves(folder):
+    mine, other = facts(folder, "async")
+    assert mine["hashes"] != other["hashes"]
+    assert mine["norms"][-1] < mine["norms"][0]
+    assert {p.name for p in (folder / "checkpoints_async").iterdir()} == {"checkpoint-5", "checkpoint-10"}
+
+
+def test_summary_says_what_was_sent(folder):
+    text = (folder / "stderr.txt").read_text()
+    assert "sync=allreduce: AllReduceSync" in text
+    assert text.count("MB per rank") == len(RUNS) - 1

@@ -1,0 +1,152 @@
+"""The experiments run as they are, offline, and say what their figures carry."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import ROOT, run_python
+
+EXPERIMENTS = ROOT / "examples" / "experiments"
+ENV = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def read_png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
+    run = run_python([EXPERIMENTS / "hypernetwork.py", "--quick", "--out", "figures"], tmp_path, ENV)
+    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    facts = json.loads((tmp_path / "figures" / "hypernetwork.json").read_text())
+    assert facts["command"] == "python examples/experiments/hypernetwork.py --quick --out figures"
+    assert list(facts["tasks"]) == ["text", "digits"]
+    for task in facts["tasks"].values():
+        arms = task["arms"]
+        main = {"one 128", "one 256", "simulated", "ddp", "ddp same seed", "split 128", "half 128"}
+        assert main | {"one 256, no dropout", "ddp, no dropout", "one 256, 2x epochs"} < set(arms)
+        assert {f"{arm}, lr x 30" for arm in ("one 128", "one 256", "ddp")} < set(arms)
+        assert task["max_weight_difference"]["ddp - simulated"] <= 1e-5
+        assert arms["ddp"]["test_loss"]["seeds"] == arms["simulated"]["test_loss"]["seeds"]
+        # The same would be seen if dropout, or training, did nothing.
+        assert len({arms[arm]["test_loss"]["mean"] for arm in main}) == len(main) - 1
+        assert task["max_weight_difference"]["ddp, no dropout - one 256, no dropout"] < 1e-3
+        assert arms["one 128"]["num_updates"] == 2 * arms["ddp"]["num_updates"] > 0
+    width, height = read_png_size(tmp_path / "figures" / "hypernetwork.png")
+    assert width > 1000
+    assert height > 800
+    page = (tmp_path / "figures" / "hypernetwork.md").read_text()
+    assert all(page.count(f"**Experiment {number}: ") == 2 for number in (1, 2, 3, 4))
+    assert facts["command"] in page
+
+
+def test_hypernetwork_deals_shares_as_a_distributed_sampler() -> None:
+    import torch
+    from torch.utils.data import DistributedSampler
+
+    from examples.experiments.hypernetwork_training import Arm, plan_steps
+
+    samples = torch.arange(24)
+    shares = [list(DistributedSampler(samples, 2, rank, shuffle=False)) for rank in (0, 1)]
+    both = Arm("", "", batch_size=8, num_parts=2)
+    for rank in (0, 1):
+        assert torch.cat([parts[rank] for parts in plan_steps(samples, both)]).tolist() == shares[rank]
+    alone = [
+        parts[0].tolist() for parts in plan_steps(samples, replace(both, batch_size=4, num_parts=1, samples="split"))
+    ]
+    assert alone == [share[start : start + 4] for start in (0, 4, 8) for share in shares]
+    half = plan_steps(samples, replace(both, batch_size=4, num_parts=1, samples="half"))
+    assert torch.cat([parts[0] for parts in half]).tolist() == shares[0]
+
+
+def test_hypernetwork_concludes_from_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    modules = set(sys.modules)
+    try:
+        same, better, wrong = (hypernetwork_conclusion(*planted) for planted in ((0.0, 0.0), (5.0, 0.0), (0.0, 0.1)))
+    finally:
+        for name in set(sys.modules) - modules:
+            if name.startswith("hypernetwork"):
+                del sys.modules[name]
+    assert "DDP is not told apart from one process with batch 128" in same
+    assert re.search(r"DDP is better than one process with batch 128\*\*: \+[45]\.\d\d points", better)
+    assert "DDP gains most over batch 128" in better
+    assert "no learning rate of the sweep shows that DDP gains" in same
+    assert "two ranks that average are one process" in better
+    assert "DDP is NOT what one process computes" in wrong
+
+
+def hypernetwork_conclusion(ddp_gain: float, weight_gap: float) -> str:
+    """What is concluded from runs that differ by chance, but for what is planted in those by DDP."""
+    import hypernetwork
+    import torch
+    from hypernetwork_result import Results
+    from hypernetwork_training import Run, Task
+
+    nothing = (torch.empty(0), torch.empty(0))
+    task = Task("planted", nothing, nothing, 10, 0, 8, 1, 1e-3, (1.0, 2.0, 30.0))
+    arms = [*hypernetwork.ARMS, *hypernetwork.sweep(task)]
+    runs = []
+    for number, arm in enumerate(arms):
+        for seed in range(4):
+            accuracy = 50 + 0.1 * ((number * 7 + seed * 3) % 5) + ddp_gain * arm.is_ddp
+            weights = torch.full((3,), weight_gap * arm.is_ddp)
+            runs.append(
+                Run(arm.name, seed, arm.factor * 1e-3, 10, accuracy, 1.0, -1.0, 1.0, 0.3 + 0.01 * seed, weights)
+            )
+    return "\n".join(Results(task, arms, [runs, []]).conclusion)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_python([EXPERIMENTS / "gradient_sync.py", "--quick", "--out", "figures"], tmp_path, ENV)
+    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    results = json.loads((tmp_path / "figures" / "gradient_sync.json").read_text())
+    variants = results["tasks"]["digits"]["variants"]
+    runs = {name: variant["runs"][0] for name, variant in variants.items()}
+    ddp = runs["ddp"]
+    for name in ("one_process", "allreduce_each", "allreduce", "parameter_server"):
+        assert runs[name]["distance_from_ddp"] < 1e-5
+    assert runs["parameter_server"]["num_updates"] == [22, 0, 0, 0]
+    assert runs["parameter_server_async"]["num_updates"] == [88, 0, 0, 0]
+    assert runs["async_over_4"]["distance_from_ddp"] < 0.01  # The same learning rate in all, in pieces.
+    caught = {name: run["proof"].partition(":")[0] for name, run in runs.items() if "caught" in run["proof"]}
+    after_1, after_8 = "caught after step 1", "caught after step 8"
+    assert caught == {"no_broadcast": after_1, "no_exchange": after_1, "skipped_updates": after_8}
+    assert runs["skipped_updates"]["num_updates"] == [22, 22, 22, 20]
+    assert runs["no_broadcast"]["epochs"][-1]["divergence"] > 0.5
+    assert runs["no_broadcast"]["gradient_cosine"] < 0.1 < ddp["gradient_cosine"]
+    assert runs["sum"]["gradient_norm"] == pytest.approx(4 * ddp["gradient_norm"], rel=1e-5)
+    assert runs["double_division"]["gradient_norm"] == pytest.approx(ddp["gradient_norm"] / 4, rel=1e-5)
+    assert runs["dedicated_server"]["num_updates"] == [29, 0, 0, 0]
+    width, height = read_png_size(tmp_path / "figures" / "gradient_sync_digits.png")
+    assert width > 1000
+    assert height > 800
+    page = (tmp_path / "figures" / "gradient_sync.md").read_text()
+    assert "it does not matter how gradients meet" in page
+    assert results["command"] in page
+    assert all(f"| {variant['label']} | " in page for variant in variants.values())
+
+    # Other figures, another verdict.
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from gradient_result import broken_promises, figures_of
+    from gradient_verdict import verdict
+
+    assert broken_promises(results) == []
+    runs["no_broadcast"]["proof"] = "equal"
+    for name in ("allreduce_each", "allreduce", "parameter_server"):
+        runs[name]["distance_from_ddp"] = 0.5
+    assert len(broken_promises(results)) == 4
+    text = "\n".join(verdict(results, {name: figures_of(task) for name, task in results["tasks"].items()}))
+    assert "THE REPLICA PROOF MISSED" in text
+    assert "it does not matter how gradients meet" not in text

@@ -1,0 +1,119 @@
+"""Buckets, bytes, and which strategy the options name; in a group of one rank."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.sync.allreduce import AllReduceSync
+from unsloth_multigpu.sync.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
+from unsloth_multigpu.sync.choice import make_sync
+from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
+from unsloth_multigpu.sync.parameter_server import ParameterServerSync
+
+KINDS = [torch.float32, torch.bfloat16, torch.int64]
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield nn.Linear(3, 2)
+    dist.destroy_process_group()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(KINDS))), st.integers(0, 60))
+def test_buckets_hold_every_tensor_once_and_are_as_few_as_neighbours_allow(shapes, bucket_bytes):
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in shapes]
+    groups = list(buckets(tensors, bucket_bytes))
+    for dtype in KINDS:
+        same = [group for group in groups if group[0].dtype == dtype]
+        expected = [t for t in tensors if t.dtype == dtype and t.numel()]
+        assert [id(t) for group in same for t in group] == [id(t) for t in expected]
+        assert all(num_bytes(*group) <= bucket_bytes or len(group) == 1 for group in same)
+        assert all(num_bytes(*a, b[0]) > bucket_bytes for a, b in itertools.pairwise(same))
+
+
+def test_no_bucket_is_a_message_for_each_tensor():
+    assert [len(group) for group in buckets([torch.zeros(1), torch.zeros(2), torch.zeros(3)], 0)] == [1, 1, 1]
+
+
+def test_flat_tensor_goes_back_to_where_it_came_from():
+    tensors = [torch.randn(2, 3).T, torch.randn(()), torch.randn(4, requires_grad=True)]
+    flat = flatten(tensors)
+    before = [t.detach().clone() for t in tensors]
+    unflatten_into(tensors, flat * 2)
+    assert all(torch.equal(t, 2 * b) for t, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize(("world_size", "sent_bytes"), [(1, 0), (2, 1200), (4, 1800)])
+def test_ring_all_reduce_sends_almost_two_copies(world_size, sent_bytes):
+    assert all_reduce_bytes(1200, world_size) == sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"sync": "allreduce"}, (AllReduceSync, {"_bucket_mb": 25.0})),
+        ({"sync": "allreduce", "sync_bucket_mb": 0}, (AllReduceSync, {"_bucket_mb": 0})),
+        ({"sync": "parameter_server"}, (ParameterServerSync, {"_bucket_mb": 25.0, "_is_loss_scaled": True})),
+        ({"sync": "local_sgd", "sync_every_steps": 3}, (LocalSGDSync, {"every_steps": 3})),
+        ({"sync": "diloco"}, (DiLoCoSync, {"every_steps": 16})),
+    ],
+)
+def test_options_name_a_strategy(model, options, expected):
+    sync = make_sync(MultiGPUConfig(**options), model, optimizer_of(model), is_loss_scaled=True)
+    assert (type(sync), {name: getattr(sync, name) for name in expected[1]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "outer"),
+    [
+        ({}, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ({"outer_learning_rate": 1.0, "outer_momentum": 0.0}, {"lr": 1.0, "momentum": 0.0, "nesterov": False}),
+    ],
+)
+def test_outer_step_has_the_options(model, options, outer):
+    sync = make_sync(MultiGPUConfig(sync="diloco", **options), model, optimizer_of(model), is_loss_scaled=False)
+    assert {name: sync._outer.param_groups[0][name] for name in outer} == outer
+
+
+def test_asynchronous_server_refuses_a_scaled_loss(model):
+    config = MultiGPUConfig(sync="parameter_server", max_staleness_steps=2)
+    with pytest.raises(SetupError, match="max_staleness_steps=2 cannot work with fp16=True"):
+        make_sync(config, model, optimizer_of(model), is_loss_scaled=True)
+
+
+def test_early_meeting_is_told_once(model, caplog):
+    sync = DiLoCoSync(model, optimizer_of(model), every_steps=2)
+    sync.begin()
+    with caplog.at_level("INFO", logger="unsloth_multigpu"):
+        for _ in range(2):
+            sync.after_step()
+        assert not caplog.messages
+        for _ in range(2):
+            sync.after_step()
+            sync.meet()
+            sync.meet()
+    assert len(caplog.messages) == 1
+    assert "after 1 of 2 steps" in caplog.messages[0]
+
+
+def test_momentum_of_another_model_is_refused(model):
+    sync = DiLoCoSync(model, optimizer_of(model), every_steps=1)
+    sync.after_step()
+    state = sync.state_dict()
+    sync.load_state_dict(state)
+    state["momentum"] = state["momentum"][:1]
+    with pytest.raises(SetupError, match="momentum of sync='diloco'"):
+        sync.load_state_dict(state)

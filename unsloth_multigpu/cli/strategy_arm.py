@@ -1,0 +1,63 @@
+"""The gradient strategies as arms of a benchmark: one script, one line, other options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unsloth_multigpu.cli.bench_arm import ARMS, ONE_GPU, REFERENCE, Arm
+
+DDP = "ddp"
+# How the names of arms begin that are what this package does by default.
+OURS = ("ours", DDP)
+
+
+def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
+    # Dealt in order, each micro-batch has the rows that it has without the line.
+    line = {"balance": "off", **options}
+    return Arm(name, text, line=line, has_one_process=has_one_process, note=note, **ONE_GPU)
+
+
+STRATEGIES: Mapping[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        ARMS[REFERENCE],
+        _strategy(
+            "legacy",
+            "one process, a replica per device, one after the other",
+            has_one_process=True,
+            note="what it sends are gradients to the CPU and back, and weights to the replicas",
+            enable_ddp=False,
+        ),
+        _strategy(DDP, "all-reduce during backward", sync="ddp"),
+        _strategy("allreduce_each", "all-reduce per parameter, after backward", sync="allreduce", sync_bucket_mb=0.0),
+        _strategy("allreduce", "all-reduce in buckets, after backward", sync="allreduce"),
+        _strategy("parameter_server", "rank 0 steps, the others get its weights", sync="parameter_server"),
+        _strategy(
+            "parameter_server_async",
+            "rank 0 steps for each gradient that arrives",
+            note="each rank's gradient is an update of its own; a rank may be 2 steps ahead",
+            sync="parameter_server",
+            max_staleness_steps=2,
+        ),
+        _strategy(
+            "local_sgd",
+            "ranks step alone, weights are averaged",
+            note="ranks meet every 8 steps and at an epoch's end",
+            sync="local_sgd",
+            sync_every_steps=8,
+        ),
+        _strategy(
+            "diloco",
+            "that with an outer Nesterov step",
+            note="ranks meet every 8 steps and at an epoch's end",
+            sync="diloco",
+            sync_every_steps=8,
+        ),
+    )
+}
+
+
+def find_arm(name: str) -> Arm:
+    """The arm or strategy of this name."""
+    return ARMS[name] if name in ARMS else STRATEGIES[name]

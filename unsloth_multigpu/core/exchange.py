@@ -1,0 +1,161 @@
+"""Puts a gradient strategy around Hugging Face's loop, in DDP's place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.sync.choice import make_sync
+from unsloth_multigpu.sync.strategy import GradientSync
+
+logger = get_logger(__name__)
+
+# Beside the Trainer's own files in a checkpoint.
+STATE_FILE = "unsloth_multigpu_sync.pt"
+
+
+class Exchange:
+    """Makes the calls of a `GradientSync` from methods and callbacks of one trainer object.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        config: The run's options; `sync` is not "ddp".
+
+    Attributes:
+        sync: The strategy, once the training has begun.
+    """
+
+    def __init__(self, trainer: Any, config: MultiGPUConfig) -> None:
+        self._trainer = trainer
+        self._config = config
+        self._checkpoint: str | None = None
+        self.sync: GradientSync | None = None
+
+    @contextmanager
+    def on_trainer(self) -> Iterator[None]:
+        """Puts our methods on the trainer instance for the time of the training.
+
+        Opened after other overrides of `training_step`: gradients are whole when all of them are done.
+        """
+        trainer = self._trainer
+        overrides: dict[str, Callable[..., Any]] = {
+            "training_step": functools.partial(self._training_step, trainer.training_step),
+            # The one place that tells which checkpoint a training goes on from.
+            "_load_optimizer_and_scheduler": functools.partial(
+                self._load_optimizer, trainer._load_optimizer_and_scheduler
+            ),
+        }
+        before = trainer.args.average_tokens_across_devices
+        callback = _exchange_callback(self)
+        with ExitStack() as stack:
+            prepare_model = functools.partial(_prepare_alone, trainer.accelerator.prepare_model)
+            stack.enter_context(instance_attribute(trainer.accelerator, "prepare_model", prepare_model))
+            for name, override in overrides.items():
+                stack.enter_context(instance_attribute(trainer, name, override))
+            if not self._config.meets_every_step:
+                stack.callback(setattr, trainer.args, "average_tokens_across_devices", before)
+                # A count over all ranks is a meeting in every step.
+                trainer.args.average_tokens_across_devices = False
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+            try:
+                yield
+            except BaseException:
+                if self.sync is not None:
+                    self.sync.abort()
+                raise
+
+    def begin(self) -> None:
+        """Makes the strategy for the model and the optimizer that the Trainer has just prepared. Collective."""
+        trainer = self._trainer
+        is_loss_scaled = trainer.accelerator.scaler is not None
+        # accelerate's wrapper; the strategy wants torch's own.
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.sync = make_sync(self._config, trainer.model, optimizer, is_loss_scaled=is_loss_scaled)
+        self.sync.begin()
+        if self._checkpoint is not None:
+            self._load_state(Path(self._checkpoint, STATE_FILE))
+        logger.info("sync=%s: %s", self._config.sync, type(self.sync).__name__)
+
+    def meet_if(self, is_wanted: bool) -> None:
+        """Makes the ranks' weights equal where something is about to read them. Collective."""
+        if is_wanted and self.sync is not None:
+            self.sync.meet()
+
+    def save_state(self, folder: Path) -> None:
+        """Adds the strategy's state to a checkpoint; nothing for a strategy that has none."""
+        state = {} if self.sync is None else self.sync.state_dict()
+        if state:
+            torch.save(state, folder / STATE_FILE)
+
+    def _load_state(self, file: Path) -> None:
+        assert self.sync is not None
+        if file.is_file():
+            self.sync.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif self.sync.state_dict():
+            logger.warning("%s is missing: sync=%s begins with a new state", file, self._config.sync)
+
+    def _load_optimizer(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
+        """`Trainer._load_optimizer_and_scheduler`."""
+        self._checkpoint = checkpoint
+        return original(checkpoint)
+
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.training_step`: after the backward that ends an optimizer step the gradients meet."""
+        loss = original(*args, **kwargs)
+        if self._trainer.accelerator.sync_gradients:
+            assert self.sync is not None
+            self.sync.after_backward()
+        return loss
+
+
+def _prepare_alone(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_model`, without the wrapper that only a model to be trained gets: DDP."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise SetupError(
+            "The script has wrapped the model in DDP itself, and `sync` asks for another strategy.",
+            hint="Leave the wrapper out, or set sync='ddp'.",
+        )
+    placement = args[0] if args else kwargs.get("device_placement")
+    return original(model, placement, evaluation_mode=True)
+
+
+def _exchange_callback(exchange: Exchange) -> Any:
+    from transformers import TrainerCallback
+
+    def is_read(control: Any) -> bool:
+        return bool(control.should_save or control.should_evaluate or control.should_training_stop)
+
+    class ExchangeCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            exchange.begin()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert exchange.sync is not None
+            exchange.sync.after_step()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            exchange.meet_if(is_read(control))
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            exchange.meet_if(is_read(control))
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.should_save:
+                exchange.save_state(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert exchange.sync is not None
+            exchange.sync.end()
+
+    return ExchangeCallback()

@@ -1,0 +1,55 @@
+"""What must be equal on all ranks for them to be one run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.loss import kept_random_state
+
+
+def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> dict[str, Any]:
+    """Settings, trainable parameters and some rows of the data: name -> JSON value, for `DDPManager.check_same`.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        config: The run's options.
+        num_accumulated: Micro-batches of a step that the script asked for.
+    """
+    args, data = trainer.args, trainer.train_dataset
+    names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
+    shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
+    facts: dict[str, Any] = {name: getattr(args, name) for name in names}
+    facts["gradient_accumulation_steps"] = num_accumulated
+    facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
+    facts["config"] = config
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        facts["samples"] = len(data)
+        places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
+        with kept_random_state():
+            facts["sampled rows"] = {i: _short_hash(_plain_values(_stored_row(data, i))) for i in places}
+    return facts
+
+
+def _stored_row(data: Any, index: int) -> Any:
+    """One row; of a Hugging Face data set as it is stored, before its transforms draw random numbers."""
+    return data.with_format("arrow")[index].to_pylist() if hasattr(data, "with_format") else data[index]
+
+
+def _plain_values(value: Any) -> Any:
+    """The texts and numbers in a row. Other objects may be written differently on each rank: by their address, say."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain_values(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_values(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() < 10_000 else list(value.shape)
+    return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
+
+
+def _short_hash(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

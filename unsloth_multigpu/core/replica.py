@@ -1,0 +1,118 @@
+"""Replicas of one model in one process, for the legacy serial path."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.core.shard import HINT
+from unsloth_multigpu.errors import SetupError
+
+INDEXED = ("cuda", "xpu")
+
+
+def find_devices(first: torch.device, num_gpus: int | None) -> list[torch.device]:
+    """Where the replicas of a model on `first` go; None = one on each visible device, and none beside one on the CPU.
+
+    Raises:
+        SetupError: Fewer devices are visible than `num_gpus`.
+    """
+    if first.type not in INDEXED:
+        return [first] * (num_gpus or 1)
+    indices = range(torch.accelerator.device_count())
+    devices = [first, *(torch.device(first.type, i) for i in indices if i != (first.index or 0))]
+    if num_gpus is not None and num_gpus > len(devices):
+        raise SetupError(
+            f"num_gpus={num_gpus}, but {len(devices)} GPU(s) are visible.",
+            hint=f"Set num_gpus={len(devices)}, or CUDA_VISIBLE_DEVICES.",
+        )
+    return devices[:num_gpus]
+
+
+def copy_of(model: nn.Module, device: torch.device) -> nn.Module:
+    """A deep copy on `device`, with the same weights, hooks and settings.
+
+    Raises:
+        SetupError: Something in the model cannot be copied, or moved.
+    """
+    name = type(model).__name__
+    copies: dict[int, Any] = {}  # Of what has this id.
+    try:
+        replica = copy.deepcopy(model, copies)
+        replica = replica if device == next(model.parameters()).device else replica.to(device)
+    # Locks, handles, tensors that are results, quantised weights that refuse to move.
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise SetupError(f"{name} cannot be copied to {device}: {error}", hint=HINT) from error
+    for module in replica.modules():
+        for attribute, value in list(vars(module).items()):
+            if isinstance(value, (FunctionType, MethodType)):
+                vars(module)[attribute] = _rebound(value, copies, set())
+    pairs = list(zip(model.parameters(), replica.parameters(), strict=True))
+    if any(mine is its or its.device != device or its.shape != mine.shape for mine, its in pairs):
+        raise SetupError(f"{name} cannot be copied to {device}: some weights are shared or stay behind.", hint=HINT)
+    return replica
+
+
+def _rebound(value: Any, copies: dict[int, Any], seen: set[int]) -> Any:
+    """A function that calls the copies where `value` calls what they were copied from.
+
+    deepcopy() leaves functions as they are, and with them the modules and methods in their closures: TRL's SFTTrainer
+    keeps the model's own `forward` in one.
+    """
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if isinstance(value, MethodType):
+        function = _rebound(value.__func__, copies, seen)
+        owner = copies.get(id(value.__self__), value.__self__)
+        is_same = function is value.__func__ and owner is value.__self__
+        return value if is_same else MethodType(function, owner)
+    if not isinstance(value, FunctionType) or not value.__closure__ or id(value) in seen:
+        return value
+    seen.add(id(value))  # A function may hold itself.
+    try:
+        held = [cell.cell_contents for cell in value.__closure__]
+    except ValueError:
+        return value  # A cell is empty: it is still being defined.
+    found = [_rebound(content, copies, seen) for content in held]
+    if all(new is old for new, old in zip(found, held, strict=True)):
+        return value
+    cells = tuple(CellType(content) for content in found)
+    function = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    function.__kwdefaults__ = value.__kwdefaults__
+    vars(function).update(vars(value))
+    return function
+
+
+def kept_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Those that a checkpoint keeps; others are what each replica computes for itself, such as tables of positions."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def take_gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    """The gradient of each parameter, in order; the model has none after that."""
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return gradients
+
+
+def check_gradients(taken: Sequence[torch.Tensor | None], on_the_model: Sequence[nn.Parameter]) -> None:
+    """After the gradients of a shard are taken there are some, and the model that the replica was copied from has none.
+
+    Raises:
+        SetupError: Else the replica computes with weights that are not its own.
+    """
+    if on_the_model or all(gradient is None for gradient in taken):
+        raise SetupError(
+            "A copy of the model computes nothing of its own: a function in it is bound to the model that it was "
+            "copied from, or the loss is computed with another model.",
+            hint=HINT,
+        )

@@ -1,0 +1,264 @@
+"""SerialTrainer: the legacy way to use several devices, one process whose replicas compute one after the other.
+
+It is slower than one device, and is kept so that it can be compared against. The loop stays Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.loss import LossScale, count_weights, find_loss_scale, has_router_loss
+from unsloth_multigpu.core.replica import INDEXED, check_gradients, copy_of, find_devices, kept_buffers, take_gradients
+from unsloth_multigpu.core.shard import HINT, count_rows, cut_rows, shard_factors
+from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.report import RankReport, RunReport
+from unsloth_multigpu.sync.bucket import num_bytes
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some rows of a micro-batch.
+
+    Args:
+        inputs: As the micro-batch's, with these rows alone.
+        device: Of the replica that computes it.
+        factor: What its loss is multiplied by, so that the gradients of all shards add up as asked.
+        share: The same for "weighted": so the losses add up to the micro-batch's own.
+    """
+
+    inputs: Any
+    device: torch.device
+    factor: float = 1.0
+    share: float = 1.0
+
+
+class SerialTrainer:
+    """One training of one Trainer, with a deep copy of the model on each further device. Legacy.
+
+    Each micro-batch is cut into shards of rows. Their gradients are copied to the CPU, added up there and copied back
+    into the model's `.grad`; the model itself is replica 0, and is sent to the others before every optimizer step.
+    With "weighted" that is the gradient of one device, to rounding. Dropout masks are other ones than there, and
+    batch normalisation sees a shard at a time.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass. Its loss is a mean over rows or tokens, or a sum divided by the
+            step's tokens; one that a script wrote and that takes no count is believed to be a mean over rows.
+        config: The run's options.
+
+    Attributes:
+        moved_bytes: Gradients to the CPU and back, and weights to the replicas.
+        report: Figures of the training, once it is over; None where one device had nothing to cut.
+    """
+
+    def __init__(self, trainer: Any, config: MultiGPUConfig) -> None:
+        self.trainer = trainer
+        self.config = config
+        self.aggregation = config.gradient_aggregation or "weighted"
+        self.moved_bytes = 0
+        self.report: RunReport | None = None
+        self._devices: list[torch.device] = []
+        self._replicas: list[nn.Module] = []
+        self._scale: LossScale | None = None
+        self._shard: Shard | None = None
+        self._is_weighed = False
+        self._told: set[str] = set()
+        self._num_samples = 0
+        self._num_shards = 0
+
+    def run(self, original_train: Callable[[], Any]) -> Any:
+        """Runs `original_train` on all devices, and returns what it returns.
+
+        Raises:
+            SetupError: The training cannot be cut into shards, or the model cannot be copied.
+        """
+        trainer = self.trainer
+        self._devices = find_devices(trainer.args.device, self.config.num_gpus)
+        if len(self._devices) == 1:
+            logger.info("legacy serial path (enable_ddp=False): one device, so there is nothing to cut")
+            return original_train()
+        _refuse_what_cannot_work(trainer, self._devices)
+        logger.info(
+            "legacy serial path (enable_ddp=False): %d replicas compute one after the other on %s, "
+            "gradient_aggregation=%s; one device alone is faster",
+            *(len(self._devices), ", ".join(map(str, self._devices)), self.aggregation),
+        )
+        callback, start = _sending_callback(self), time.monotonic()
+        with ExitStack() as stack:
+            for name, override in (("training_step", self._training_step), ("compute_loss", self._compute_loss)):
+                steered = functools.partial(override, getattr(trainer, name))
+                stack.enter_context(instance_attribute(trainer, name, steered))
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+            stack.callback(self._replicas.clear)
+            result = original_train()
+        counts = (trainer.state.global_step, self._num_samples, self._num_shards)
+        self.report = RunReport((RankReport(0, *counts, time.monotonic() - start, self.moved_bytes),))
+        logger.info("legacy serial path: %s", self.report.summary())
+        return result
+
+    def send_weights(self) -> None:
+        """Gives the copies the model's trained weights, and the buffers that a checkpoint would keep."""
+        for replica in self._replicas[1:]:
+            for source, target in zip(self._replicas[0].parameters(), replica.parameters(), strict=True):
+                if source.requires_grad or target.requires_grad:
+                    self._send(source, target)
+                    target.requires_grad_(source.requires_grad)
+            for buffer, its in zip(kept_buffers(self._replicas[0]), kept_buffers(replica), strict=True):
+                self._send(buffer, its)
+
+    def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.data.copy_(source.data)
+        self.moved_bytes += num_bytes(source)
+
+    def _training_step(
+        self, original: Callable[..., torch.Tensor], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """`Trainer.training_step`: forward and backward of each shard on its replica, then the gradients together."""
+        if not self._replicas or self._replicas[0] is not model:
+            self._replicas[:] = [model, *(copy_of(model, device) for device in self._devices[1:])]
+        parameters = list(model.parameters())
+        earlier = take_gradients(model)  # Of this step's micro-batches so far.
+        total: list[torch.Tensor | None] = [None] * len(parameters)
+        losses = []
+        # Fewer rows than replicas are fewer shards.
+        for replica, shard in zip(self._replicas, self._cut(inputs), strict=False):
+            loss = self._run_shard(functools.partial(original, replica, shard.inputs, *args, **kwargs), shard)
+            gradients = take_gradients(replica)
+            check_gradients(gradients, [p for p in parameters if p.grad is not None])
+            total = [self._added(*pair) for pair in zip(total, gradients, strict=True)]
+            losses.append(loss.to(self.trainer.args.device) * (shard.share / shard.factor))
+        for parameter, before, added in zip(parameters, earlier, total, strict=True):
+            parameter.grad = before if added is None else self._put_back(parameter, before, added)
+        return torch.stack(losses).sum()
+
+    def _run_shard(self, step: Callable[[], torch.Tensor], shard: Shard) -> torch.Tensor:
+        device = shard.device
+        self._shard, self._is_weighed = shard, False
+        try:
+            # Kernels written in Triton run on the current device, wherever their tensors are.
+            with getattr(torch, device.type).device(device) if device.type in INDEXED else nullcontext():
+                loss = step()
+        finally:
+            self._shard = None
+        if not self._is_weighed:
+            raise SetupError(
+                f"{type(self.trainer).__name__}.training_step() calls no compute_loss(): shards cannot be weighed.",
+                hint=HINT,
+            )
+        self._num_shards += 1
+        return loss
+
+    def _compute_loss(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kw: Any) -> Any:
+        """`Trainer.compute_loss`: on the shard's device, multiplied by the shard's factor."""
+        from accelerate.utils import send_to_device
+
+        shard = self._shard
+        if shard is None:  # An evaluation.
+            return original(model, inputs, *args, **kw)
+        self._is_weighed = True
+        inputs, args, kw = send_to_device((inputs, args, kw), shard.device)
+        result = original(model, inputs, *args, **kw)
+        return (result[0] * shard.factor, *result[1:]) if isinstance(result, tuple) else result * shard.factor
+
+    def _added(self, total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """A sum on the CPU, of float32 at least."""
+        if gradient is None:
+            return total
+        self.moved_bytes += num_bytes(gradient)
+        gradient = gradient.to("cpu", torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        return gradient if total is None else total.add_(gradient)
+
+    def _put_back(self, parameter: nn.Parameter, before: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.to(parameter.device, parameter.dtype)
+        self.moved_bytes += num_bytes(gradient)
+        return gradient if before is None else before.add_(gradient)
+
+    def _cut(self, inputs: Any) -> list[Shard]:
+        rows = count_rows(inputs)
+        self._num_samples += rows
+        if rows == 1:
+            self._tell("a micro-batch of one row cannot be cut: the model computes it alone")
+            return [Shard(inputs, self._devices[0])]
+        pieces = cut_rows(inputs, min(rows, len(self._devices)))
+        self._scale = scale = self._scale or self._find_scale(inputs)
+        weighed = [(piece, self._weight(scale, piece)) for piece in pieces]
+        # A shard without a label adds nothing, and its mean would be no number.
+        pieces, weights = [p for p, weight in weighed if weight], [weight for _, weight in weighed if weight]
+        if not pieces:
+            return [Shard(inputs, self._devices[0])]
+        if self.aggregation == "mean" and len(set(weights)) > 1:
+            self._tell(
+                "gradient_aggregation=mean: shards count the same whatever is in them, so this is not the gradient of "
+                'one device; that of "weighted" is'
+            )
+        factors, shares = (shard_factors(weights, name, scale) for name in (self.aggregation, "weighted"))
+        return [Shard(*facts) for facts in zip(pieces, self._devices, factors, shares, strict=False)]
+
+    def _find_scale(self, inputs: Any) -> LossScale:
+        def few_samples() -> list[Any]:
+            return [self.trainer._prepare_inputs(part) for part in (dict(inputs), *cut_rows(inputs, 2))]
+
+        try:
+            return find_loss_scale(self.trainer, few_samples)
+        except SetupError as error:
+            raise SetupError(error.args[0], hint=HINT) from error
+
+    def _weight(self, scale: LossScale, piece: Mapping[str, Any]) -> int:
+        """Labelled tokens of a shard, or its rows where those count."""
+        if not isinstance(piece.get("labels"), torch.Tensor):
+            return count_rows(piece)
+        # transformers 4 does not say that a loss does not shift.
+        counted = "next tokens" if getattr(self.trainer, "_loss_shifts_labels", True) else "tokens"
+        return count_weights(piece, counted if scale.is_token_normalised else scale.weighing)
+
+    def _tell(self, fact: str) -> None:
+        if fact not in self._told:
+            self._told.add(fact)
+            logger.warning("legacy serial path: %s", fact)
+
+
+def _refuse_what_cannot_work(trainer: Any, devices: Sequence[torch.device]) -> None:
+    args, model = trainer.args, trainer.model
+    authors = [c for c in type(trainer).__mro__ if c.__module__.startswith(("trl.", "unsloth", "Unsloth"))]
+    losses = [c.__name__.removeprefix("_Unsloth") for c in authors if "compute_loss" in vars(c)]
+    others = [
+        n for n, v in vars(trainer).items() if isinstance(v, nn.Module) and v not in (model, trainer.model_wrapped)
+    ]
+    places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    problems = {
+        "a Trainer of a distributed run": str(trainer.accelerator.distributed_type.value) != "NO",
+        "a Trainer that nn.DataParallel steers; call enable_multi_gpu() before TrainingArguments are made": args.n_gpu
+        > 1,
+        "auto_find_batch_size=True": args.auto_find_batch_size,
+        "a trainer that generates its samples": hasattr(args, "steps_per_generation"),
+        f"{type(trainer).__name__}, whose rows belong together": any(name != "SFTTrainer" for name in losses),
+        "a mixture of experts with a router's loss, which depends on the whole micro-batch": has_router_loss(trainer),
+        f"a model that is spread over {sorted(places)}": len(places) > 1,
+        f"a second model, {others}, beside replicas on several devices": bool(others) and len(set(devices)) > 1,
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        raise SetupError(f"enable_ddp=False cannot train {found[0]}.", hint=HINT)
+
+
+def _sending_callback(steered: SerialTrainer) -> Any:
+    from transformers import TrainerCallback
+
+    class SendWeights(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # Not after the optimizer's step: callbacks that come later may change the weights once more.
+            steered.send_weights()
+
+    return SendWeights()

@@ -1,0 +1,207 @@
+"""A data loader for plain PyTorch loops: each sample of an epoch once over all ranks, in steps of one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+# What the loader decides itself.
+_OWN_OPTIONS = ("sampler", "batch_sampler")
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """Where the steps of an epoch begin and end, and which part of each is whose. Pure.
+
+    Step `i` takes `step_samples` samples from place `i * step_samples` on. If those left at the end are fewer than the
+    ranks, they join the last step, so that each rank has one in every step.
+
+    Args:
+        num_samples: Samples of the data set.
+        step_samples: Samples of one step over all ranks.
+        world_size: Number of ranks.
+        drop_last: Samples that do not fill a step are left out.
+    """
+
+    num_samples: int
+    step_samples: int
+    world_size: int
+    drop_last: bool = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch, the same on every rank."""
+        num_full, rest = divmod(self.num_samples, self.step_samples)
+        return num_full + (rest >= self.world_size and not self.drop_last)
+
+    def share(self, step: int, rank: int) -> range:
+        """Places in the epoch's order that are the rank's in that step: contiguous, as even as whole samples allow."""
+        start, stop = self._bounds(step)
+        cuts = [start + r * (stop - start) // self.world_size for r in (rank, rank + 1)]
+        return range(*cuts)
+
+    def loss_weight(self, step: int, rank: int) -> float:
+        """What the mean loss of that share counts so that the average over ranks is the mean over the step."""
+        start, stop = self._bounds(step)
+        return len(self.share(step, rank)) * self.world_size / (stop - start)
+
+    def _bounds(self, step: int) -> tuple[int, int]:
+        start = step * self.step_samples
+        if step < self.num_steps - 1 or self.drop_last:
+            return start, start + self.step_samples
+        return start, self.num_samples
+
+
+class DistributedLoader(DataLoader[Any]):
+    """Loads this rank's batches; see `unsloth_multigpu.distributed_loader`.
+
+    Attributes:
+        plan: The steps of an epoch.
+        loss_weight: What the mean loss of the batch counts that was yielded last. 1.0 where the ranks' parts are equal.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: EpochPlan,
+        rank: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        **options: Any,
+    ) -> None:
+        self.plan = plan
+        self.loss_weight = 1.0
+        self._rank = rank
+        sampler = _ShareSampler(plan, rank, shuffle=shuffle, seed=seed)
+        super().__init__(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate_fn, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # Workers are ahead of the batch that is yielded, so its weight is told here and not where it is drawn.
+        for step, batch in enumerate(super().__iter__()):
+            self.loss_weight = self.plan.loss_weight(step, self._rank)
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Lets the next iteration begin epoch `epoch`, and those after it the following ones."""
+        sampler: Any = self.batch_sampler
+        sampler.epoch = epoch
+
+
+def distributed_loader(
+    dataset: Any,
+    batch_size: int,
+    identity: RankIdentity,
+    *,
+    global_batch: str,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    **options: Any,
+) -> DistributedLoader:
+    """See `unsloth_multigpu.distributed_loader`."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"{type(dataset).__name__} has no length: its samples cannot be dealt to ranks by their numbers.",
+            hint="Give a data set with __len__ and __getitem__.",
+        )
+    if own := [name for name in _OWN_OPTIONS if name in options]:
+        raise ConfigError(
+            f"distributed_loader() got {own[0]}, which it makes itself.",
+            hint="Use shuffle and seed, or torch's DataLoader.",
+        )
+    if global_batch not in ("keep", "scale"):
+        raise ConfigError(
+            f"global_batch={global_batch!r}; expected 'keep' or 'scale'.", hint='Set global_batch="keep".'
+        )
+    world_size = identity.world_size
+    step_samples = batch_size if global_batch == "keep" else batch_size * world_size
+    _check_enough(len(dataset), batch_size, step_samples, world_size, drop_last)
+    plan = EpochPlan(len(dataset), step_samples, world_size, drop_last)
+    _tell_uneven(plan)
+    workers = num_workers_per_rank(num_workers, identity.local_world_size, _num_cores())
+    if workers < num_workers:
+        logger.info("num_workers=%d of %d: ranks share %d cores", workers, num_workers, _num_cores())
+    return DistributedLoader(dataset, plan, identity.rank, num_workers=workers, **options)
+
+
+def num_workers_per_rank(num_workers: int, local_world_size: int, num_cores: int) -> int:
+    """Workers of one rank's loader. Pure.
+
+    A rank trains as fast as the one process did and needs as many workers, but together they may not outnumber the
+    cores. One process keeps what it asked for.
+    """
+    return num_workers if local_world_size == 1 else min(num_workers, max(1, num_cores // local_world_size))
+
+
+class _ShareSampler(Sampler[list[int]]):
+    """Yields this rank's indices of each step; every iteration is the next epoch, in an order of its own."""
+
+    def __init__(self, plan: EpochPlan, rank: int, *, shuffle: bool, seed: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._shuffle = shuffle
+        self._seed = seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = range(self._plan.num_samples) if not self._shuffle else self._shuffled()
+        self.epoch += 1
+        for step in range(len(self)):
+            yield [order[i] for i in self._plan.share(step, self._rank)]
+
+    def __len__(self) -> int:
+        return self._plan.num_steps
+
+    def _shuffled(self) -> Any:
+        # Of its own: the ranks' random states may differ.
+        generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        return torch.randperm(self._plan.num_samples, generator=generator).tolist()
+
+
+def _check_enough(num_samples: int, batch_size: int, step_samples: int, world_size: int, drop_last: bool) -> None:
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise ConfigError(
+            f"batch_size={batch_size!r}; expected a whole number of at least 1.", hint="Set batch_size=1."
+        )
+    if step_samples < world_size:
+        raise ConfigError(
+            f"A batch of {step_samples} sample(s) cannot be shared by {world_size} ranks.",
+            hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
+        )
+    if num_samples < world_size and not drop_last:
+        raise ConfigError(
+            f"A data set of {num_samples} sample(s) cannot be shared by {world_size} ranks.",
+            hint="Give more samples, or use fewer GPUs.",
+        )
+
+
+def _tell_uneven(plan: EpochPlan) -> None:
+    steps = {plan.num_steps - 1, 0} if plan.num_steps else set()
+    for step in sorted(steps):
+        sizes = [len(plan.share(step, rank)) for rank in range(plan.world_size)]
+        if len(set(sizes)) > 1:
+            which = "the last step of an epoch is" if step else "a step is"
+            logger.info(
+                "%s %d = %s samples: multiply the loss with loader.loss_weight for the gradient of one process",
+                which,
+                sum(sizes),
+                " + ".join(map(str, sizes)),
+            )
+            return
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

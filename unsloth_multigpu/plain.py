@@ -1,0 +1,141 @@
+"""What the loop of a script without a Trainer calls: models, weights and data for the ranks that it runs in.
+
+It works in ranks that `enable_multi_gpu` started or joined, in those of another launcher or of a group that the script
+opened itself, and in one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu import plugin
+from unsloth_multigpu.config import MultiGPUConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.data.loader import DistributedLoader
+
+
+def wrap_model_multi_gpu(
+    model: nn.Module, *, strategy: str = "auto", find_unused_parameters: bool | None = None
+) -> nn.Module:
+    """Makes a model train on every device that this script runs on, and moves it there.
+
+    In a rank it becomes a DistributedDataParallel, which gives all ranks rank 0's weights and averages their gradients;
+    all ranks must make the call, and the process group is opened where nobody has. In one process that sees several
+    GPUs it becomes a DataParallel, unless it is quantised, placed by a device map, compiled or Unsloth's. With one
+    device it stays the module that it is. A model that is wrapped already is returned as it is.
+
+    DataParallel is there for notebooks. In every forward pass it copies the weights to all GPUs, cuts the batch and
+    runs a thread for each part; they share one Python interpreter. Outputs and gradients meet on the first GPU, which
+    needs more memory than the others. `enable_multi_gpu()` is faster.
+
+    Build the optimizer after this call: a model that is moved may get new parameters. Layers that look at the whole
+    batch, such as BatchNorm, see each rank's part.
+
+    Args:
+        model: A module with a parameter that requires a gradient.
+        strategy: "auto", "ddp", "data_parallel" or "none" (this process alone: a teacher model, say). Anything but
+            "auto" is done or raises.
+        find_unused_parameters: Given to DDP: True if a step may leave a parameter without a gradient [the option of
+            that name of `enable_multi_gpu`, else False].
+
+    Raises:
+        ConfigError: An unknown strategy, or a model that is wrapped in another way.
+        SetupError: The strategy is not possible here; the model cannot be moved, or has nothing to train; an option of
+            `enable_multi_gpu` that only a Trainer can follow.
+    """
+    from unsloth_multigpu.core.wrap import wrap_model
+
+    return wrap_model(model, _manager(), strategy, find_unused_parameters=find_unused_parameters)
+
+
+def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes the weights of a model, wrapped or not, by the names that it has without wrappers. Rank 0 writes.
+
+    The other ranks that make the call wait until the file is there. The file is whole at any time: it is written beside
+    `path`, and renamed. Folders are made. `load_state_dict` reads it, and `model.load_state_dict(torch.load(path))`.
+
+    Raises:
+        OSError: It cannot be written (on rank 0).
+        DistributedError: Rank 0 failed (on the others).
+        RankTimeoutError: Rank 0 did not write it within `timeout_s`.
+    """
+    from unsloth_multigpu.core.state import save_state_dict as save
+
+    manager = _manager()
+    if plugin._session is None:
+        manager.open_group()
+    save(model, path, manager)
+
+
+def distributed_loader(
+    dataset: Any,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    global_batch: str | None = None,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    **loader_options: Any,
+) -> DistributedLoader:
+    """A `torch.utils.data.DataLoader` of this rank's part of each step.
+
+    Each sample of an epoch is in one step of one rank; none is repeated. Steps are those of the one-process loader with
+    the same seed: `batch_size` samples, which the ranks share in order. All ranks make equally many steps. Samples that
+    are left at the end of an epoch make a shorter step; if they are fewer than the ranks, they join the step before.
+
+    Every iteration shuffles anew and must be made on all ranks; `loader.set_epoch(n)` goes on from another epoch.
+
+    DDP averages over ranks, so the mean loss of a rank counts as much as that of any other. Where a step does not
+    divide by the ranks, parts differ by one sample; `(loss * loader.loss_weight).backward()` has the gradient of one
+    process then, for a loss that is a mean over samples. Elsewhere the weight is 1.0. One line of the log tells.
+
+    Args:
+        dataset: With `__len__` and `__getitem__`; the same on all ranks.
+        batch_size: That of the one-process script.
+        shuffle: A new order for each epoch.
+        seed: Of that order.
+        global_batch: "keep" = a step sees `batch_size` samples over all ranks, "scale" = each rank takes so many [the
+            option of `enable_multi_gpu`, else "keep"; with `batch_size_per_gpu` each rank takes these].
+        num_workers: That of the one-process script. Each rank has as many, as long as there are cores for all.
+        drop_last: Leave out the samples that do not fill a step.
+        loader_options: Given to the DataLoader.
+
+    Raises:
+        ConfigError: A step or the data set has fewer samples than ranks, or an argument that cannot be used.
+    """
+    from unsloth_multigpu.data.loader import distributed_loader as make_loader
+
+    manager = _manager()
+    config = manager.config
+    if global_batch is None:
+        global_batch = "keep" if config.keeps_global_batch else "scale"
+        batch_size = config.batch_size_per_gpu or batch_size
+    return make_loader(
+        dataset,
+        batch_size,
+        manager.identity,
+        global_batch=global_batch,
+        num_workers=num_workers,
+        drop_last=drop_last,
+        shuffle=shuffle,
+        seed=seed,
+        collate_fn=collate_fn,
+        **loader_options,
+    )
+
+
+def _manager() -> DDPManager:
+    """The session's, else one for the place that this process has without it."""
+    if plugin._session is not None:
+        return plugin._session.manager()
+    from unsloth_multigpu.core.wrap import GroupManager, current_identity
+
+    return GroupManager(current_identity(os.environ), MultiGPUConfig.resolve({}))

@@ -1,0 +1,155 @@
+"""Ranks that step by themselves and meet now and then: little to send, other mathematics than DDP's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.sync.strategy import GradientSync
+
+logger = get_logger(__name__)
+
+
+class LocalSGDSync(GradientSync):
+    """Each rank steps on its own gradients; every `every_steps` steps the trained weights are averaged.
+
+    Only trainable weights and buffers are sent. Optimizer states stay with their ranks, and a checkpoint holds rank
+    0's. Source: Stich 2019, "Local SGD Converges Fast and Communicates Little".
+
+    Args:
+        model: See `GradientSync`.
+        optimizer: See `GradientSync`.
+        every_steps: Optimizer steps between two meetings. `meet` in between is one more, and the count begins anew.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, every_steps: int = 16) -> None:
+        super().__init__(model, optimizer)
+        self.every_steps = every_steps
+        self._num_local_steps = 0
+
+    @property
+    def are_replicas_equal(self) -> bool:
+        """False from the first step after a meeting to the next meeting."""
+        return self._num_local_steps == 0
+
+    def after_step(self) -> None:
+        """Meets where it is time. A collective then."""
+        super().after_step()
+        self._num_local_steps += 1
+        if self._num_local_steps == self.every_steps:
+            self.meet()
+
+    def meet(self) -> None:
+        """Makes weights and buffers of all ranks equal, where steps were made since the last meeting."""
+        if self._num_local_steps:
+            self._combine_weights()
+            # In 64 bits, where the mean of equal numbers is that number: constants stay as they are.
+            self.average([b for b in self.buffers if b.is_floating_point()], dtype=torch.float64)
+            self.broadcast([b for b in self.buffers if not b.is_floating_point()])
+        self._num_local_steps = 0
+
+    def _combine_weights(self) -> None:
+        # The mean of 16-bit weights in 16 bits would lose most of what a few steps have changed.
+        for dtype in sorted({p.dtype for p in self.parameters}, key=str):
+            same = [p for p in self.parameters if p.dtype == dtype]
+            self.average(same, dtype=torch.promote_types(dtype, torch.float32))
+
+
+class DiLoCoSync(LocalSGDSync):
+    """Local steps, and an outer step where the ranks meet.
+
+    What the ranks have moved on average since the last meeting is the gradient of an outer SGD with Nesterov momentum.
+    Its state is equal on all ranks. It keeps the weights of the last meeting and the momentum in 32 bits: 8 bytes for
+    each trainable parameter, 4 more while ranks meet. Source: Douillard et al. 2023, "DiLoCo: Distributed
+    Low-Communication Training of Language Models".
+
+    A `meet` before `every_steps` steps are made is an outer step as well, and the momentum moves the weights once more:
+    saves and evaluations should fall on multiples of `every_steps`.
+
+    Args:
+        model: See `GradientSync`.
+        optimizer: See `GradientSync`.
+        every_steps: See `LocalSGDSync`.
+        learning_rate: Of the outer step. 1 without momentum = the mean of the ranks' weights.
+        momentum: Of the outer step; 0 = none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every_steps: int = 16,
+        learning_rate: float = 0.7,
+        momentum: float = 0.9,
+    ) -> None:
+        super().__init__(model, optimizer, every_steps)
+        # In 32 bits also where weights have 16: an outer step can be smaller than their spacing.
+        self._start = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
+        self._outer = torch.optim.SGD(self._start, lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
+        self._was_early = False
+
+    def begin(self) -> None:
+        """Gives every rank rank 0's weights and buffers; the first window begins with them."""
+        super().begin()
+        self._read_start()
+
+    def _read_start(self) -> None:
+        with torch.no_grad():
+            for start, parameter in zip(self._start, self.parameters, strict=True):
+                start.copy_(parameter)
+
+    def _combine_weights(self) -> None:
+        if self._num_local_steps < self.every_steps and not self._was_early:
+            self._was_early = True
+            logger.info(
+                "sync=diloco: ranks meet after %d of %d steps, to save, to evaluate or to end; that is an outer step "
+                "as well",
+                self._num_local_steps,
+                self.every_steps,
+            )
+        with torch.no_grad():
+            for start, parameter in zip(self._start, self.parameters, strict=True):
+                # From where this rank began, which is rounded where weights have 16 bits.
+                start.grad = start.to(parameter.dtype).to(start.dtype) - parameter
+            self.average([s.grad for s in self._start if s.grad is not None])
+            self._outer.step()
+            self._outer.zero_grad()
+            for start, parameter in zip(self._start, self.parameters, strict=True):
+                parameter.copy_(start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer momentum, one tensor for each trainable parameter, or none before the first meeting.
+
+        Where weights have 16 bits, those of the last meeting in 32 bits as well.
+        """
+        buffers = [self._outer.state[s].get("momentum_buffer") for s in self._start]
+        state: dict[str, Any] = {"momentum": [b.cpu() for b in buffers if b is not None]}
+        if any(s.dtype != p.dtype for s, p in zip(self._start, self.parameters, strict=True)):
+            state["start"] = [s.cpu() for s in self._start]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict()`, whose window begins here.
+
+        Raises:
+            SetupError: It is not of this model.
+        """
+        self._read_start()
+        shapes = [s.shape for s in self._start]
+        for name in ("momentum", "start"):
+            if state.get(name) and [t.shape for t in state[name]] != shapes:
+                raise SetupError(
+                    f"The checkpoint's {name} of sync='diloco' is not of this model's trainable parameters.",
+                    hint="Resume with the model and the trainable parameters of the checkpoint.",
+                )
+        with torch.no_grad():
+            for start, saved in zip(self._start, state.get("start", self._start), strict=True):
+                start.copy_(saved)
+        self._outer.state.clear()
+        for start, saved in zip(self._start, state["momentum"], strict=bool(state["momentum"])):
+            self._outer.state[start]["momentum_buffer"] = saved.to(start.device, copy=True)

@@ -1,0 +1,81 @@
+"""Tensors from rank to rank, by gloo's point-to-point operations. Whatever fails is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.sync.bucket import buckets, flatten, unflatten_into
+
+# What a worker's header begins with.
+DONE, GRADIENTS = 0, 1
+HINT = "Read the first error of the other ranks; raise timeout_s where a step only takes long."
+
+_BUCKET_BYTES = 25 * 2**20
+_SILENT_TAG = 1  # Nobody sends with it.
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in main memory, few and long."""
+    return [flatten(bucket).cpu() for bucket in buckets(tensors, _BUCKET_BYTES)]
+
+
+def send(messages: Sequence[torch.Tensor], peer: int, group: dist.ProcessGroup) -> None:
+    """Waits at most the group's limit for each message to be taken.
+
+    Raises:
+        RankTimeoutError: The peer did not take it.
+        DistributedError: The connection ended.
+    """
+    for message in messages:
+        with _named_errors(peer):
+            work = dist.isend(message, dst=peer, group=group)
+            assert work is not None
+            work.wait()
+
+
+def receive(message: torch.Tensor, peer: int, group: dist.ProcessGroup, limit: timedelta | None = None) -> None:
+    """Fills a tensor in main memory. Raises as `send` does.
+
+    Args:
+        limit: None = the group's.
+    """
+    with _named_errors(peer):
+        work = dist.irecv(message, src=peer, group=group)
+        assert work is not None
+        _ = work.wait() if limit is None else work.wait(limit)
+
+
+def receive_into(tensors: Sequence[torch.Tensor], peer: int, group: dist.ProcessGroup) -> None:
+    """Fills tensors, on any device, with what the peer sends of `pack` of its own. Raises as `send` does."""
+    for bucket in buckets(tensors, _BUCKET_BYTES):
+        message = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype)
+        receive(message, peer, group)
+        unflatten_into(bucket, message.to(bucket[0].device))
+
+
+def break_off(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
+    """Ends what any thread waits for in this group, here at once and at the peers as a closed connection.
+
+    gloo has no other way: a wait that runs out closes all connections of its group, and only of that.
+    """
+    for peer in peers:
+        with suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), src=peer, group=group, tag=_SILENT_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+
+
+@contextmanager
+def _named_errors(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        fact = str(error).split("\n")[0]
+        kind = RankTimeoutError if "Timed out" in fact else DistributedError
+        raise kind(f"The exchange with rank {peer} broke off: {fact}", hint=HINT) from error
