@@ -501,7 +501,7 @@ def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(t
     config = plugin._as_verified(MultiGPUConfig(num_gpus=1, verify_every=0))
     assert (config.num_gpus, config.verify_every) == (3, 1)
     (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if "TrainingArguments" in p.target)
-    args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False, steps_per_generation=1)
+    args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False, steps_per_generation=1, n_gpu=1)
     patch.wrap(lambda self: None)(args)
     assert (args.push_to_hub, args.use_cpu) == (False, False)
 
@@ -509,7 +509,7 @@ def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(t
 def test_one_process_that_was_asked_for_the_cpu_trains_there():
     config = MultiGPUConfig(device="cpu")
     (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if "TrainingArguments" in p.target)
-    args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False)
+    args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False, n_gpu=1)
     patch.wrap(lambda self: None)(args)
     assert (args.push_to_hub, args.use_cpu) == (True, True)
 

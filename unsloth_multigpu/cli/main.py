@@ -192,7 +192,8 @@ def _parser() -> _Parser:
         "bench",
         help="measure one process, this package, torchrun and others side by side",
         description="Trains a random Llama in several ways, in turns, and compares speed, waiting, memory and "
-        "gradients. Exit code 0 = measured, 1 = an arm failed.",
+        "gradients. With --strategies it compares ways in which gradients meet, on a text that the model learns. "
+        "Exit code 0 = measured, 1 = an arm failed.",
         allow_abbrev=False,
     )
     add_bench_options(bench)

@@ -209,7 +209,11 @@ class DDPTrainer:
         size = num_bytes(*trained)
         if self.config.grad_compression is not None:
             size = 2 * sum(p.numel() for p in trained)
-        return self.num_steps * all_reduce_bytes(size, self.manager.identity.world_size)
+        world_size = self.manager.identity.world_size
+        model = self.trainer.model
+        # DDP gives every rank rank 0's weights first.
+        first = num_bytes(*model.parameters(), *model.buffers()) if self.manager.identity.rank < world_size - 1 else 0
+        return first + self.num_steps * all_reduce_bytes(size, world_size)
 
     def prove_replicas(self, step: int) -> None:
         """Compares the ranks' weights where it is time, once they are to be equal. Collective."""

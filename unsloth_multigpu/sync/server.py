@@ -99,7 +99,8 @@ class WeightServer:
         self._own_step.enter_context(self._in_stream())
         self._is_resting = False
         for master, parameter in zip(self._masters, self._parameters, strict=True):
-            master.grad = parameter.grad
+            # Taken, as on the workers: `optimizer.zero_grad()` clears the masters, and would leave the model's.
+            master.grad, parameter.grad = parameter.grad, None
 
     def finish_step(self) -> None:
         """Waits until rank 0 may begin its next step, and gives its model the weights of then."""
