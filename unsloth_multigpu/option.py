@@ -141,6 +141,11 @@ def _check_sync_options(config: MultiGPUConfig) -> None:
     for name in ("sync_bucket_mb", "outer_learning_rate", "outer_momentum"):
         if getattr(config, name) is not None:
             _check_number(name, getattr(config, name), expected="a number of at least 0")
+    if config.outer_momentum is not None and config.outer_momentum >= 1:
+        raise ConfigError(
+            f"outer_momentum={config.outer_momentum!r} grows without a limit; expected a number below 1.",
+            hint="Leave outer_momentum out.",
+        )
     _check_count("max_staleness_steps", config.max_staleness_steps, minimum=0, none_means="ranks that step together")
     _check_count("sync_every_steps", config.sync_every_steps, minimum=1, none_means="16")
 

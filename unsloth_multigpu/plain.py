@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu import plugin
 from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,9 @@ def wrap_model_multi_gpu(
     Build the optimizer after this call: a model that is moved may get new parameters. Layers that look at the whole
     batch, such as BatchNorm, see each rank's part.
 
+    The options seed_per_rank and verify_every are the Trainer's. After `torch.manual_seed(0)` in the script all ranks
+    draw the same dropout masks; call `torch.manual_seed(seed + rank)` after wrapping for others on each rank.
+
     Args:
         model: A module with a parameter that requires a gradient.
         strategy: "auto", "ddp", "data_parallel" or "none" (this process alone: a teacher model, say). Anything but
@@ -59,6 +63,9 @@ def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     The other ranks that make the call wait until the file is there. The file is whole at any time: it is written beside
     `path`, and renamed. Folders are made. `load_state_dict` reads it, and `model.load_state_dict(torch.load(path))`.
+
+    Save to one path either on all ranks or on rank 0 alone, not now so and now so: the others would take an earlier
+    save of rank 0's for the one that they wait for.
 
     Raises:
         OSError: It cannot be written (on rank 0).
@@ -109,12 +116,18 @@ def distributed_loader(
         loader_options: Given to the DataLoader.
 
     Raises:
-        ConfigError: A step or the data set has fewer samples than ranks, or an argument that cannot be used.
+        ConfigError: A step or the data set has fewer samples than ranks, an argument that cannot be used, or "keep"
+            beside `batch_size_per_gpu`.
     """
     from unsloth_multigpu.data.loader import distributed_loader as make_loader
 
     manager = _manager()
     config = manager.config
+    if global_batch == "keep" and config.batch_size_per_gpu is not None:
+        raise ConfigError(
+            f"global_batch='keep', but enable_multi_gpu() has batch_size_per_gpu={config.batch_size_per_gpu}.",
+            hint="Leave out one of them.",
+        )
     if global_batch is None:
         global_batch = "keep" if config.keeps_global_batch else "scale"
         batch_size = config.batch_size_per_gpu or batch_size

@@ -44,13 +44,17 @@ class RunReport:
         """Samples of all ranks together."""
         return sum(r.num_samples for r in self.ranks)
 
-    def summary(self) -> str:
-        """One line of facts."""
+    def summary(self, traffic: str = "sent={:.1f} MB per rank") -> str:
+        """One line of facts.
+
+        Args:
+            traffic: What it says of the `sent_bytes` of the rank that sent most, in MB.
+        """
         slowest_s = max(r.train_s for r in self.ranks)
         shares = "+".join(str(r.num_samples) for r in self.ranks)
         line = f"trained steps={self.ranks[0].num_steps} samples={self.num_samples} ({shares}) seconds={slowest_s:.1f}"
         sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]
-        return f"{line} sent={max(sent) / 1e6:.1f} MB per rank" if sent else line
+        return f"{line} {traffic.format(max(sent) / 1e6)}" if sent else line
 
 
 @dataclass(frozen=True)

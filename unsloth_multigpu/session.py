@@ -55,6 +55,8 @@ class Session:
         asks_for_plan = self.config.balance == "tokens" or self.config.max_tokens_per_micro_batch is not None
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
+        if self.identity.world_size == 1 and self.config.sync != "ddp":
+            logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
         if self.identity.world_size > 1 or (asks_for_plan and ENV_RECEIPT not in os.environ):
             from unsloth_multigpu.core.trainer import DDPTrainer
 
@@ -149,12 +151,11 @@ def _patches(session: Session) -> list[Patch]:
         return [*patches, *placement_patches(visible_accelerators()[0], 0)]
     if identity.world_size == 1:
         return patches
-    if others and config.grad_compression is not None:
-        raise SetupError(
-            f"grad_compression={config.grad_compression!r} steers DDP, but {others[0]} is set.",
-            hint="Leave one of them out.",
-        )
     if others:
+        from unsloth_multigpu.core.trainer import asked_of_ddp
+
+        if asked := asked_of_ddp(config):
+            raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []
     from unsloth_multigpu.core.manager import local_device

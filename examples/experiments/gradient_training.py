@@ -165,7 +165,6 @@ class UpdateLog:
         optimizer.register_step_pre_hook(self._on_step)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients and not self.num_updates:
             self.first_norm = float(torch.stack([g.norm() for g in gradients]).norm())
@@ -176,7 +175,6 @@ class Proof:
     """The product's replica proof after every step, until it finds something: the training goes on to show the rest."""
 
     def __init__(self, manager: DDPManager, *, is_on: bool) -> None:
-
         self._proof = ReplicaProof(manager)
         self._is_on = is_on
         self.verdict = "equal" if is_on else "-"

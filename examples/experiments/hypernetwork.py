@@ -26,6 +26,7 @@ from hypernetwork_training import Arm, Run, Task, gather, load_task, train
 
 import unsloth_multigpu as ump
 
+OUTPUT = Path(__file__).resolve().parents[2] / "docs" / "experiments"
 TASKS = ("text", "digits")
 ARMS = (
     Arm("one 128", "one process, batch 128", batch_size=128),
@@ -121,7 +122,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--task", choices=(*TASKS, "both"), default="both", help="[both]")
     parser.add_argument("--seeds", type=int, help="trainings of each condition, 2 or more [6; --quick: 2]")
     parser.add_argument("--epochs", type=int, help="[text 2, digits 12; --quick: 2]")
-    parser.add_argument("--out", type=Path, default=Path("docs/experiments"), help="folder [docs/experiments]")
+    parser.add_argument("--out", type=Path, default=OUTPUT, help="folder [docs/experiments]")
     parser.add_argument("--quick", action="store_true", help="a small part of the data, to see that it works")
     options = parser.parse_args()
     options.seeds = (2 if options.quick else 6) if options.seeds is None else options.seeds

@@ -40,6 +40,21 @@ class Counting(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class OwnMean(torch.nn.Module):
+    """Takes no count; averages over the labels of the batch, or over rows of which each has its own mean."""
+
+    def __init__(self, over):
+        super().__init__()
+        self.over = over
+        self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        logits = self.head(self.embed(input_ids))[:, :-1].transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none")
+        counts = (labels[:, 1:] != -100).sum(1)
+        return {"loss": losses.sum() / counts.sum() if self.over == "next tokens" else (losses.sum(1) / counts).mean()}
+
+
 def token_labels(row):
     return [i % 3 for i in row]
 
@@ -69,10 +84,10 @@ def collate(rows):
     return {**batch, "labels": padded("labels", -100) if is_list else torch.tensor([r["labels"] for r in rows])}
 
 
-def scale_of(tmp_path, model, label_of):
+def scale_of(tmp_path, model, label_of=None, rows=None):
     torch.manual_seed(0)
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
-    trainer = Trainer(model=model, args=args, train_dataset=rows_with(label_of), data_collator=collate)
+    trainer = Trainer(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collate)
     return find_loss_scale(trainer, functools.partial(_few_samples, trainer, trainer.get_train_dataloader()))
 
 
@@ -98,6 +113,17 @@ def test_mean_over_tokens_is_not_taken_for_one_over_rows(tmp_path, model, label_
     scale = scale_of(tmp_path, model(BERT), label_of)
     assert not scale.is_token_normalised
     assert not scale.rows_are_independent
+
+
+@pytest.mark.parametrize("label_of", [list, lambda row: [-100] * (len(row) - 2) + row[-2:]], ids=["all", "answers"])
+@pytest.mark.parametrize("over", ["next tokens", "rows"])
+def test_first_rows_of_equally_many_labels_do_not_hide_the_mean(tmp_path, over, label_of):
+    torch.manual_seed(1)
+    rows = [{**row, "input_ids": row["input_ids"][:12]} for row in rows_with(list) if len(row["input_ids"]) >= 12]
+    rows = [{"input_ids": row["input_ids"], "labels": label_of(row["input_ids"])} for row in rows][:8]
+    assert len(rows) == 8
+    scale = scale_of(tmp_path, OwnMean(over), rows=rows)
+    assert (scale.is_token_normalised, scale.weighing) == (False, over)
 
 
 def test_model_of_a_script_is_not_trusted(tmp_path):

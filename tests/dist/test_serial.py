@@ -29,7 +29,7 @@ def results(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "sft_lora", "classifier"])
+@pytest.mark.parametrize("kind", ["full", "lora", "sft_lora", "classifier", "swapped"])
 def test_replicas_train_as_one_device(results, kind):
     one, legacy = results[kind]["one"], results[kind]["legacy"]
     assert len(one["grad_norm"]) == 4
@@ -58,6 +58,8 @@ def test_loss_is_reported_as_one_device_does_whatever_is_aggregated(results):
 def test_log_says_legacy_and_that_a_mean_is_not_exact(results):
     lines = [line for line in results["log"] if "serial" in line]
     assert all(line.startswith("legacy serial path") for line in lines)
+    assert sum("MB to and from the replicas" in line for line in lines) > 0
+    assert not any("sent=" in line for line in lines)
     assert "2 replicas compute one after the other on cpu, cpu, gradient_aggregation=weighted" in lines[0]
     assert sum("so this is not the gradient of one device" in line for line in lines) == 1
     assert sum("CPU, one after the other" in line for line in results["log"]) > 0
@@ -143,6 +145,14 @@ def test_copy_calls_its_own_weights_where_a_closure_holds_the_models():
     assert replica.weight.grad is not None
     assert replica.weight.equal(model.weight)
     assert model.forward.__func__ is forward
+
+
+def test_copy_has_the_hooks_of_parameters():
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda gradient: gradient * torch.eye(2))
+    replica = copy_of(model, CPU)
+    replica(torch.ones(1, 2)).sum().backward()
+    assert replica.weight.grad.equal(torch.eye(2))
 
 
 def test_model_that_cannot_be_copied_is_an_error():

@@ -127,6 +127,8 @@ def test_outer_momentum_is_in_the_checkpoint(folder):
 def test_asynchronous_server_trains_and_saves(folder):
     mine, other = facts(folder, "async")
     assert mine["hashes"] != other["hashes"]
+    assert mine["final"] == other["final"]
+    assert (mine["moments"], other["moments"]) == (8, 0)
     assert mine["norms"][-1] < mine["norms"][0]
     assert {p.name for p in (folder / "checkpoints_async").iterdir()} == {"checkpoint-5", "checkpoint-10"}
 
@@ -135,3 +137,35 @@ def test_summary_says_what_was_sent(folder):
     text = (folder / "stderr.txt").read_text()
     assert "sync=allreduce: AllReduceSync" in text
     assert text.count("MB per rank") == len(RUNS) - 1
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ends")
+    run = run_python([SCRIPT.with_name("strategy_ends.py")], cwd=path)
+    return run, [json.loads((path / f"ends_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_best_checkpoint_stays_loaded(ended):
+    assert [rank["best"] for rank in ended[1]] == [[0.0, 0.0]] * 2
+
+
+def test_rank_that_steps_by_itself_averages_over_its_own_tokens(ended):
+    for rank in ended[1]:
+        assert len(rank["by_hand"]) == 3
+        assert max(rank["by_hand"]) < 1e-7
+
+
+def test_model_of_another_strategy_is_refused(ended):
+    for rank in ended[1]:
+        assert "accelerate did not wrap the model in DDP: it was prepared before" in rank["ddp_after_diloco"]
+        assert "sync='diloco', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
+
+
+def test_failure_on_the_parameter_server_ends_the_run_and_is_shown(ended):
+    run, _ = ended
+    assert run.code != 0
+    assert "the parameter server has lost rank 1" in run.err
+    assert "OutOfMemoryError: planted on the server" in run.err
+    # Far below the limit of a wait, which is 100 s.
+    assert run.seconds < 90

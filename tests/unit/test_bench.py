@@ -231,6 +231,8 @@ def test_slow_rank_gives_the_planner_time_to_notice() -> None:
     assert {speed_of(arm, slow, 0) for arm in ARMS.values() if arm.has_one_process} == {1.0}
     assert options("--slow-rank", "1:0.5", "--warmup", "2").num_warmup == 2
     assert (options("--model-size", "1b", "--num-layers", "3").hidden_size, options().vocab_size) == (2048, 2000)
+    # Arms are not tested: no row is numbered for it.
+    assert options("--vocab-size", "16", "--steps", "16", "--warmup", "0").num_rows == 16**2
 
 
 def test_arm_that_transformers_lacks_is_skipped_with_its_version(monkeypatch, tmp_path) -> None:

@@ -153,6 +153,9 @@ def test_wrapping_twice_is_wrapping_once():
         {"grad_compression": "fp16"},
         {"balance": "tokens"},
         {"max_tokens_per_micro_batch": 64},
+        {"rank_speeds": (1.0,)},
+        {"micro_batch_overhead_tokens": 64},
+        {"micro_batch_floor_tokens": 64},
     ],
 )
 def test_option_that_only_a_trainer_follows_is_refused(options, monkeypatch):
@@ -389,13 +392,14 @@ def test_drop_last_leaves_out_what_does_not_fill_a_step():
 
 
 def test_weight_is_that_of_the_batch_that_was_yielded(caplog):
-    caplog.set_level(logging.INFO)
     # Workers are steps ahead.
     loader = loaders(15, 4, 2, num_workers=1)[0]
     assert [(len(batch), loader.loss_weight) for batch in loader] == [(2, 1.0), (2, 1.0), (2, 1.0), (1, 2 / 3)]
     assert caplog.messages[-1].startswith("the last step of an epoch is 3 = 1 + 2 samples: multiply the loss")
     loaders(12, 5, 2)
     assert caplog.messages[-1].startswith("a step is 5 = 2 + 3 samples")
+    # Rank 0 alone tells: in one line of each call.
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     caplog.clear()
     loaders(16, 4, 2)
     assert caplog.messages == []
@@ -409,6 +413,10 @@ def test_options_of_the_session_are_followed(monkeypatch):
     assert steps() == [2] * 6
     assert steps(global_batch="scale") == [4] * 3
     assert steps(batch_size_per_gpu=3) == [3] * 4
+    with pytest.raises(ConfigError, match=r"global_batch='keep', but .* has batch_size_per_gpu=3"):
+        ump.distributed_loader(range(24), 4, collate_fn=list, global_batch="keep")
+    assert [len(b) for b in ump.distributed_loader(range(24), 4, collate_fn=list, global_batch="scale")] == [4] * 3
+    steps(global_batch="scale")
     assert [len(b) for b in ump.distributed_loader(range(24), 4, collate_fn=list, global_batch="keep")] == [2] * 6
 
 

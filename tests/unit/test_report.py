@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
 from pathlib import Path
@@ -100,3 +101,6 @@ def test_run_report_sums_and_says_the_slowest_rank() -> None:
     report = RunReport((RankReport(0, 5, 20, 10, 12.34), RankReport(1, 5, 19, 10, 15.0)))
     assert report.num_samples == 39
     assert report.summary() == "trained steps=5 samples=39 (20+19) seconds=15.0"
+    moved = dataclasses.replace(report.ranks[0], sent_bytes=2_500_000)
+    line = RunReport((moved,)).summary("moved={:.1f} MB")
+    assert line.endswith(" moved=2.5 MB")

@@ -176,11 +176,11 @@ class Meter:
 
 
 def peak_bytes(is_cuda: bool) -> int:
-    """Most memory that this process has held: on the GPU what torch allocated, else resident memory."""
+    """Most memory that this process has held: what torch allocated, GPU by GPU added up, else resident memory."""
     if is_cuda:
         import torch
 
-        return int(torch.cuda.max_memory_allocated())
+        return sum(int(torch.cuda.max_memory_allocated(i)) for i in range(torch.cuda.device_count()))
     # Not getrusage: its maximum is inherited from the process that started this one.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024

@@ -163,7 +163,7 @@ class BenchOptions:
                 f"--lengths {self.lengths}: random tokens teach a model nothing.",
                 hint=f"Give --lengths {TEXT_LENGTHS} or file:PATH with --strategies.",
             )
-        if self.num_rows + MAX_TEST_ROWS > self.vocab_size**2:
+        if self.num_rows + (MAX_TEST_ROWS if self.num_epochs is not None else 0) > self.vocab_size**2:
             raise ConfigError(
                 f"{self.num_rows} rows are more than two tokens of --vocab-size {self.vocab_size} can number.",
                 hint="Give a larger vocabulary, or fewer steps.",

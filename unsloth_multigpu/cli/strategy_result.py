@@ -86,9 +86,10 @@ def _speed_table(results: Sequence[StrategyResult], arms: Mapping[str, ArmResult
         "test loss, accuracy: at the end, of the next byte in texts that were not learned.",
         f"norm difference: of the gradient from {REFERENCE}, relative, the largest of the first epoch's steps;",
         "- where a step has no gradient of all ranks. samples: whether each step has those of " + REFERENCE + ".",
-        "MB sent/step: of the rank that sends most, in the algorithms that are usual. updates: optimizer steps that",
-        "the weights have seen, one after the other. CPU s: CPU time of the slowest rank of each timed step, summed:",
-        "what counts where other programs disturb. peak memory: of one rank.",
+        "MB sent/step: of the rank that sends most, in the algorithms that are usual, the first broadcast of the",
+        "weights included. updates: optimizer steps that the weights have seen, one after the other. CPU s: CPU time",
+        "of the slowest rank of each timed step, summed: what counts where other programs disturb. peak memory: of",
+        "one process, its GPUs added up.",
     )
     rows = [
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import instance_attribute
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
@@ -29,15 +30,16 @@ class Exchange:
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        config: The run's options; `sync` is not "ddp".
+        manager: This rank's manager. Its `config.sync` is not "ddp".
 
     Attributes:
         sync: The strategy, once the training has begun.
     """
 
-    def __init__(self, trainer: Any, config: MultiGPUConfig) -> None:
+    def __init__(self, trainer: Any, manager: DDPManager) -> None:
         self._trainer = trainer
-        self._config = config
+        self._manager = manager
+        self._config = manager.config
         self._checkpoint: str | None = None
         self.sync: GradientSync | None = None
 
@@ -54,11 +56,16 @@ class Exchange:
             "_load_optimizer_and_scheduler": functools.partial(
                 self._load_optimizer, trainer._load_optimizer_and_scheduler
             ),
+            # Whatever has asked for it, and when: a training may also end without a last step that says so.
+            **{
+                name: functools.partial(self._meet_before, getattr(trainer, name))
+                for name in ("_save_checkpoint", "_load_best_model")
+            },
         }
         before = trainer.args.average_tokens_across_devices
         callback = _exchange_callback(self)
         with ExitStack() as stack:
-            prepare_model = functools.partial(_prepare_alone, trainer.accelerator.prepare_model)
+            prepare_model = functools.partial(self._prepare_alone, trainer.accelerator.prepare_model)
             stack.enter_context(instance_attribute(trainer.accelerator, "prepare_model", prepare_model))
             for name, override in overrides.items():
                 stack.enter_context(instance_attribute(trainer, name, override))
@@ -70,14 +77,20 @@ class Exchange:
             stack.callback(trainer.remove_callback, callback)
             try:
                 yield
-            except BaseException:
-                if self.sync is not None:
-                    self.sync.abort()
+            except BaseException as error:
+                cause = None if self.sync is None else self.sync.abort()
+                if cause is not None and error.__cause__ is None:
+                    raise error from cause
                 raise
 
     def begin(self) -> None:
         """Makes the strategy for the model and the optimizer that the Trainer has just prepared. Collective."""
         trainer = self._trainer
+        if isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel):
+            raise SetupError(
+                f"sync={self._config.sync!r}, but the model is wrapped in DDP, by the script or an earlier training.",
+                hint="Make a new Trainer with the plain model, or set sync='ddp'.",
+            )
         is_loss_scaled = trainer.accelerator.scaler is not None
         # accelerate's wrapper; the strategy wants torch's own.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -92,14 +105,22 @@ class Exchange:
         if is_wanted and self.sync is not None:
             self.sync.meet()
 
+    def checkpoint_folder(self, step: int) -> Path:
+        """Where the Trainer has just saved: a search for hyperparameters has a folder for each trial."""
+        trainer = self._trainer
+        return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)), f"checkpoint-{step}")
+
     def save_state(self, folder: Path) -> None:
         """Adds the strategy's state to a checkpoint; nothing for a strategy that has none."""
         state = {} if self.sync is None else self.sync.state_dict()
         if state:
-            torch.save(state, folder / STATE_FILE)
+            # A file that was cut off would end the run that goes on from it.
+            torch.save(state, folder / f"{STATE_FILE}.part")
+            os.replace(folder / f"{STATE_FILE}.part", folder / STATE_FILE)
 
     def _load_state(self, file: Path) -> None:
         assert self.sync is not None
+        self._manager.check_same({STATE_FILE: file.is_file()})
         if file.is_file():
             self.sync.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         elif self.sync.state_dict():
@@ -110,6 +131,22 @@ class Exchange:
         self._checkpoint = checkpoint
         return original(checkpoint)
 
+    def _prepare_alone(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`, without the wrapper that only a model to be trained gets: DDP."""
+        is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
+        if is_trained and getattr(model, "_orig_mod", model) is not self._trainer.model:
+            raise SetupError(
+                f"A {type(model).__name__} is trained beside the Trainer's model, and its gradients would not meet.",
+                hint="Set sync='ddp'.",
+            )
+        placement = args[0] if args else kwargs.get("device_placement")
+        return original(model, placement, evaluation_mode=True)
+
+    def _meet_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`Trainer._save_checkpoint` and `_load_best_model`, which every rank calls."""
+        self.meet_if(True)
+        return original(*args, **kwargs)
+
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.training_step`: after the backward that ends an optimizer step the gradients meet."""
         loss = original(*args, **kwargs)
@@ -117,17 +154,6 @@ class Exchange:
             assert self.sync is not None
             self.sync.after_backward()
         return loss
-
-
-def _prepare_alone(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_model`, without the wrapper that only a model to be trained gets: DDP."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise SetupError(
-            "The script has wrapped the model in DDP itself, and `sync` asks for another strategy.",
-            hint="Leave the wrapper out, or set sync='ddp'.",
-        )
-    placement = args[0] if args else kwargs.get("device_placement")
-    return original(model, placement, evaluation_mode=True)
 
 
 def _exchange_callback(exchange: Exchange) -> Any:
@@ -152,7 +178,7 @@ def _exchange_callback(exchange: Exchange) -> Any:
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if args.should_save:
-                exchange.save_state(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+                exchange.save_state(exchange.checkpoint_folder(state.global_step))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             assert exchange.sync is not None

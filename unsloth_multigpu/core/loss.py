@@ -162,12 +162,13 @@ class _Trial:
         """What a mean is taken over, and whether rows may be exchanged between micro-batches."""
         model = self._trainer.model
         was_training = model.training
+        samples = _told_apart(self._whole, *self._parts)
         model.eval()  # Without dropout, whose masks depend on the place in a micro-batch.
         try:
-            whole, *means = (self._loss(inputs, count) for inputs in (self._whole, *self._parts))
+            whole, *means = (self._loss(inputs, count) for inputs in samples)
         finally:
             model.train(was_training)
-        predicted = {w: _mean_of(means, [count_weights(part, w) for part in self._parts]) for w in WEIGHINGS}
+        predicted = {w: _mean_of(means, [count_weights(part, w) for part in samples[1:]]) for w in WEIGHINGS}
         # Sorted by what is likelier where some agree, as with rows of one length.
         weighing = min(WEIGHINGS, key=lambda w: abs(predicted[w] - whole))
         return replace(
@@ -187,6 +188,23 @@ class _Trial:
             # Weights of classes show only where there are several.
             return labels.is_floating_point() or len(set(labels.tolist())) > 1
         return not any(math.isclose(whole, predicted[w], rel_tol=1e-3) for w in WEIGHINGS if w != "rows")
+
+
+def _told_apart(whole: Any, *parts: Any) -> list[Any]:
+    """Takes labels from the second half's rows where all halves have as many: nothing would show what is averaged."""
+    labels, last = whole["labels"], parts[-1]["labels"]
+    if labels.dim() < 2 or labels.is_floating_point() or len(parts) < 2 or labels.shape[1] != last.shape[1]:
+        return [whole, *parts]
+    if len({count_weights(part, "tokens") / len(part["labels"]) for part in parts}) > 1:
+        return [whole, *parts]
+    labels = torch.cat([labels[: -len(last)], _without_half(labels[-len(last) :])])
+    return [{**whole, "labels": labels}, *parts[:-1], {**parts[-1], "labels": _without_half(last)}]
+
+
+def _without_half(labels: torch.Tensor) -> torch.Tensor:
+    """Rows that lose the first half of their labels: a prompt has none, and a row keeps one at least."""
+    labelled = labels.ne(-100)
+    return labels.masked_fill(labelled & (labelled.cumsum(1) <= labelled.sum(1, keepdim=True) // 2), -100)
 
 
 def _mean_of(means: list[float], weights: list[int]) -> float:

@@ -55,6 +55,9 @@ def copy_of(model: nn.Module, device: torch.device) -> nn.Module:
     pairs = list(zip(model.parameters(), replica.parameters(), strict=True))
     if any(mine is its or its.device != device or its.shape != mine.shape for mine, its in pairs):
         raise SetupError(f"{name} cannot be copied to {device}: some weights are shared or stay behind.", hint=HINT)
+    for mine, its in pairs:
+        for hook in (mine._backward_hooks or {}).values():
+            its.register_hook(_rebound(hook, copies, set()))
     return replica
 
 

@@ -60,6 +60,7 @@ class SerialTrainer:
 
     Attributes:
         moved_bytes: Gradients to the CPU and back, and weights to the replicas.
+        num_steps: Optimizer steps of this training, without those before a checkpoint that it goes on from.
         report: Figures of the training, once it is over; None where one device had nothing to cut.
     """
 
@@ -68,6 +69,7 @@ class SerialTrainer:
         self.config = config
         self.aggregation = config.gradient_aggregation or "weighted"
         self.moved_bytes = 0
+        self.num_steps = 0
         self.report: RunReport | None = None
         self._devices: list[torch.device] = []
         self._replicas: list[nn.Module] = []
@@ -104,9 +106,9 @@ class SerialTrainer:
             stack.callback(trainer.remove_callback, callback)
             stack.callback(self._replicas.clear)
             result = original_train()
-        counts = (trainer.state.global_step, self._num_samples, self._num_shards)
+        counts = (self.num_steps, self._num_samples, self._num_shards)
         self.report = RunReport((RankReport(0, *counts, time.monotonic() - start, self.moved_bytes),))
-        logger.info("legacy serial path: %s", self.report.summary())
+        logger.info("legacy serial path: %s", self.report.summary("moved={:.1f} MB to and from the replicas"))
         return result
 
     def send_weights(self) -> None:
@@ -234,9 +236,9 @@ def _refuse_what_cannot_work(trainer: Any, devices: Sequence[torch.device]) -> N
     args, model = trainer.args, trainer.model
     authors = [c for c in type(trainer).__mro__ if c.__module__.startswith(("trl.", "unsloth", "Unsloth"))]
     losses = [c.__name__.removeprefix("_Unsloth") for c in authors if "compute_loss" in vars(c)]
-    others = [
-        n for n, v in vars(trainer).items() if isinstance(v, nn.Module) and v not in (model, trainer.model_wrapped)
-    ]
+    modules = {n: v for n, v in vars(trainer).items() if isinstance(v, nn.Module)}
+    # A loss without weights computes on any device.
+    others = [n for n, v in modules.items() if v not in (model, trainer.model_wrapped) and list(v.parameters())]
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     problems = {
         "a Trainer of a distributed run": str(trainer.accelerator.distributed_type.value) != "NO",
@@ -258,7 +260,13 @@ def _sending_callback(steered: SerialTrainer) -> Any:
 
     class SendWeights(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # Schedule-free optimizers keep other weights for an evaluation; training_step() would switch back too late.
+            if callable(switch := getattr(steered.trainer.optimizer, "train", None)):
+                switch()
             # Not after the optimizer's step: callbacks that come later may change the weights once more.
             steered.send_weights()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steered.num_steps += 1
 
     return SendWeights()

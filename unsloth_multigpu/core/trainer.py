@@ -44,7 +44,7 @@ class DDPTrainer:
         self.steps = StepFeed(trainer, manager)
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
         is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
-        self.exchange = None if is_wrapped else Exchange(trainer, self.config)
+        self.exchange = None if is_wrapped else Exchange(trainer, manager)
         self.num_steps = 0
         self._is_proof_due = False
 
@@ -78,7 +78,7 @@ class DDPTrainer:
             "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
         }
         for name, is_on in other.items():
-            asked = _asked_of_ddp(self.config)
+            asked = asked_of_ddp(self.config)
             if is_on and asked:
                 raise SetupError(
                     f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
@@ -114,7 +114,7 @@ class DDPTrainer:
             return False
         owner = next(cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls))
         if hasattr(self.trainer.args, "steps_per_generation"):
-            if plan := [a for a in _asked_of_ddp(self.config) if not a.startswith(("grad_compression", "sync"))]:
+            if plan := [a for a in asked_of_ddp(self.config) if not a.startswith(("grad_compression", "sync"))]:
                 raise SetupError(
                     f"{plan[0]} deals samples by their length, but {owner.__name__} makes its samples while it trains.",
                     hint="Leave it out for this trainer.",
@@ -165,7 +165,15 @@ class DDPTrainer:
             stack.enter_context(instance_attribute(accelerator, "ddp_handler", handler))
             for name, value in settings.items():
                 stack.enter_context(instance_attribute(handler, name, value))
-            return original(model, *args, **kwargs)
+            wrapped = original(model, *args, **kwargs)
+        inner = getattr(wrapped, "_orig_mod", wrapped)
+        is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
+        if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
+            raise SetupError(
+                "accelerate did not wrap the model in DDP: it was prepared before, for a training with another `sync`.",
+                hint="Load the model anew.",
+            )
+        return wrapped
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
@@ -187,7 +195,7 @@ class DDPTrainer:
             self.events.write("trained")
 
     def _report(self, train_s: float) -> None:
-        counts = [self.trainer.state.global_step, self.steps.num_samples, self.steps.num_micro_batches]
+        counts = [self.num_steps, self.steps.num_samples, self.steps.num_micro_batches]
         sent_bytes = self._sent_bytes()
         rows = self.manager.gather_floats([*counts, train_s, -1 if sent_bytes is None else sent_bytes])
         self.report = RunReport(
@@ -211,9 +219,10 @@ class DDPTrainer:
             size = 2 * sum(p.numel() for p in trained)
         world_size = self.manager.identity.world_size
         model = self.trainer.model
-        # DDP gives every rank rank 0's weights first.
-        first = num_bytes(*model.parameters(), *model.buffers()) if self.manager.identity.rank < world_size - 1 else 0
-        return first + self.num_steps * all_reduce_bytes(size, world_size)
+        # DDP gives every rank rank 0's weights first, and its buffers in each step.
+        first, buffers = num_bytes(*model.parameters(), *model.buffers()), num_bytes(*model.buffers())
+        followed = first + self.num_steps * buffers if self.manager.identity.rank < world_size - 1 else 0
+        return followed + self.num_steps * all_reduce_bytes(size, world_size)
 
     def prove_replicas(self, step: int) -> None:
         """Compares the ranks' weights where it is time, once they are to be equal. Collective."""
@@ -228,7 +237,7 @@ class DDPTrainer:
         return self.exchange is None or self.exchange.sync is None or self.exchange.sync.are_replicas_equal
 
 
-def _asked_of_ddp(config: MultiGPUConfig) -> list[str]:
+def asked_of_ddp(config: MultiGPUConfig) -> list[str]:
     """Options that nobody holds where we do not steer the training, as they were given."""
     asked = {
         "grad_compression": config.grad_compression,

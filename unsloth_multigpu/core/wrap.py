@@ -196,6 +196,9 @@ def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
         "grad_compression": config.grad_compression,
         "balance": "tokens" if config.balance == "tokens" else None,
         "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
+        "rank_speeds": config.rank_speeds,
+        "micro_batch_overhead_tokens": config.micro_batch_overhead_tokens,
+        "micro_batch_floor_tokens": config.micro_batch_floor_tokens,
     }
     for name, value in asked.items():
         if value is not None:

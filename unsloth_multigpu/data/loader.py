@@ -130,7 +130,8 @@ def distributed_loader(
     step_samples = batch_size if global_batch == "keep" else batch_size * world_size
     _check_enough(len(dataset), batch_size, step_samples, world_size, drop_last)
     plan = EpochPlan(len(dataset), step_samples, world_size, drop_last)
-    _tell_uneven(plan)
+    if identity.rank == 0:
+        _tell_uneven(plan)
     workers = num_workers_per_rank(num_workers, identity.local_world_size, _num_cores())
     if workers < num_workers:
         logger.info("num_workers=%d of %d: ranks share %d cores", workers, num_workers, _num_cores())
@@ -194,7 +195,7 @@ def _tell_uneven(plan: EpochPlan) -> None:
         sizes = [len(plan.share(step, rank)) for rank in range(plan.world_size)]
         if len(set(sizes)) > 1:
             which = "the last step of an epoch is" if step else "a step is"
-            logger.info(
+            logger.warning(
                 "%s %d = %s samples: multiply the loss with loader.loss_weight for the gradient of one process",
                 which,
                 sum(sizes),

@@ -90,6 +90,12 @@ def _other_samples(trainer: Any, config: MultiGPUConfig) -> Iterator[Source]:
             f"{option}: a step of several ranks has more samples than one of one process",
             f"leave {option} out",
         )
+    if not config.meets_every_step:
+        yield Source(
+            "local steps",
+            f"sync={config.sync!r}: ranks step by themselves, which is not what one process computes",
+            "compare with sync='ddp'",
+        )
     if hasattr(trainer.args, "steps_per_generation"):
         yield Source(
             "sampling",

@@ -12,10 +12,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.sync.bucket import num_bytes
 from unsloth_multigpu.sync.message import DONE, GRADIENTS, break_off, pack, receive_into, send
 from unsloth_multigpu.sync.server import StepClock, WeightServer
 from unsloth_multigpu.sync.strategy import GradientSync
+
+logger = get_logger(__name__)
 
 
 class AsyncParameterServerSync(GradientSync):
@@ -44,6 +47,12 @@ class AsyncParameterServerSync(GradientSync):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, max_staleness_steps: int, timeout_s: float
     ) -> None:
         super().__init__(model, optimizer)
+        if type(optimizer).__module__.startswith("bitsandbytes"):
+            # It knows parameters with options of their own by their address, and masters have another.
+            raise SetupError(
+                f"max_staleness_steps={max_staleness_steps} cannot work with bitsandbytes' {type(optimizer).__name__}.",
+                hint="Set optim='adamw_torch', or leave max_staleness_steps out.",
+            )
         self._timeout_s = timeout_s
         self._clock = StepClock(self.world_size, max_staleness_steps)
         self._group: dist.ProcessGroup | None = None
@@ -74,6 +83,9 @@ class AsyncParameterServerSync(GradientSync):
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         if self.rank == 0:
             self._server = WeightServer(self.optimizer, self.parameters, self._clock, self._group, self._timeout_s)
+        else:
+            # What a checkpoint held: this optimizer makes no step.
+            self.optimizer.state.clear()
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
@@ -94,21 +106,31 @@ class AsyncParameterServerSync(GradientSync):
 
     def end(self) -> None:
         self.meet()
+        if self._server is not None and self.num_steps:
+            logger.info(
+                "sync=parameter_server: a rank was at most %d steps ahead, a gradient missed at most %d updates",
+                *(self.max_lead_steps, self.max_missed_updates),
+            )
         if self._server is not None:
             self._server.join()
         elif self._group is not None:
             send([torch.full((1 + len(self.parameters),), DONE)], 0, self._group)
         self._close()
 
-    def abort(self) -> None:
+    def abort(self) -> BaseException | None:
         if self._group is None:
-            return
+            return None
+        failure = None
         if self._server is not None:
             self._server.is_stopping = True
+            failure = self._server.failure
         break_off(self._group, [r for r in range(self.world_size) if (r == 0) != (self.rank == 0)])
         self._close()
+        return failure
 
     def _close(self) -> None:
+        if self._group is None:
+            return  # Without one the default group would be destroyed.
         for hook in self._hooks:
             hook.remove()
         if self._server is not None:
@@ -145,7 +167,7 @@ class AsyncParameterServerSync(GradientSync):
         has_gradient = [p.grad is not None for p in self.parameters]
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         messages = [torch.tensor([GRADIENTS, *has_gradient]), *pack(gradients)]
-        self.sent_bytes += num_bytes(*messages)
+        self.sent_bytes += num_bytes(*messages[1:])
         send(messages, 0, self._group)
         for parameter in self.parameters:
             parameter.grad = None

@@ -57,7 +57,8 @@ class ParameterServerSync(GradientSync):
         overflow = torch.nn.utils.get_total_norm(gradients, math.inf).float() * 0
         self.broadcast([overflow])
         if self.rank != SERVER_RANK:
-            token = min((p for p in self.parameters if p.numel()), key=torch.Tensor.numel)
+            held = (p for group in self.optimizer.param_groups for p in group["params"])
+            token = min((p for p in held if p.requires_grad and p.numel()), key=torch.Tensor.numel)
             token.grad = torch.zeros_like(token) + overflow
 
     def after_step(self) -> None:

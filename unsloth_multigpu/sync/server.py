@@ -17,7 +17,7 @@ from torch import nn
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.sync.bucket import num_bytes
-from unsloth_multigpu.sync.message import DONE, HINT, pack, receive, receive_into, send
+from unsloth_multigpu.sync.message import DONE, HINT, break_off, pack, receive, receive_into, send
 
 logger = get_logger(__name__)
 
@@ -57,8 +57,8 @@ class WeightServer:
     """Rank 0's masters of the weights, and a thread for each worker that updates them.
 
     The optimizer works on masters, so that an update never changes the model in the middle of a backward. Who holds
-    `_turn` may use masters, optimizer and clock. On CUDA all of that is in a stream of its own: the loop's stream may
-    stand still in a collective, waiting for a rank that waits for the server.
+    `_turn` may use masters, optimizer and clock. On an accelerator all of that is in a stream of its own: the loop's
+    stream may stand still in a collective, waiting for a rank that waits for the server.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class WeightServer:
         self._sent_bytes = 0
         self._failure: tuple[int, BaseException] | None = None
         device = parameters[0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream = self._streams and self._streams.Stream(device)
         self._sync_streams()
         _point_at(optimizer, dict(zip(parameters, self._masters, strict=True)))
         workers = range(1, len(clock.num_steps))
@@ -88,6 +89,11 @@ class WeightServer:
         self._serving = {self._threads.submit(self._serve, w): w for w in workers}
         for future in self._serving:
             future.add_done_callback(self._on_done)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended a worker's thread."""
+        return None if self._failure is None else self._failure[1]
 
     def begin_step(self) -> None:
         """Rank 0's own gradients are about to be used: nobody else's are, until `finish_step`."""
@@ -215,20 +221,25 @@ class WeightServer:
         )
 
     def _on_done(self, future: Future[None]) -> None:
+        error, worker = future.exception(), self._serving[future]
         with self._turn:
-            error = future.exception()
             # The first one: others may fail of it.
-            if error is not None and self._failure is None:
-                self._failure = self._serving[future], error
+            is_first = error is not None and self._failure is None
+            if error is not None and is_first:
+                self._failure = worker, error
             self._turn.notify_all()
+        if is_first and not self.is_stopping:
+            # Now: rank 0 may stand in a collective for long, waiting for ranks that wait for this server.
+            logger.error("the parameter server has lost rank %d", worker, exc_info=error)
+            break_off(self._group, range(1, len(self._clock.num_steps)))
 
     def _in_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else self._streams.stream(self._stream)
 
     def _sync_streams(self) -> None:
         # By the host: a stream that waited for the loop's would wait for its collectives too.
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).synchronize()
+            self._streams.current_stream(self._stream.device).synchronize()
             self._stream.synchronize()
 
 

@@ -76,8 +76,13 @@ class GradientSync:
         """Meets for the last time, and leaves model and optimizer as ordinary ones."""
         self.meet()
 
-    def abort(self) -> None:
-        """Lets go of threads and hooks after an error, without another rank. `end` needs no `abort`."""
+    def abort(self) -> BaseException | None:
+        """Lets go of threads and hooks after an error, without another rank. `end` needs no `abort`.
+
+        Returns:
+            An error in a thread of the strategy, which may be the cause of the one that ends the training.
+        """
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of rank 0 beside weights and optimizer: tensors, numbers, texts. After `meet`."""

@@ -125,6 +125,33 @@ def classifier(**options):
     return Trainer(model=model, args=args, train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer))
 
 
+class Swapping(torch.optim.SGD):
+    """As schedule-free optimizers do, it keeps other weights for an evaluation."""
+
+    is_training = True
+
+    def train(self):
+        self.swap(2.0, is_training=True)
+
+    def eval(self):
+        self.swap(0.5, is_training=False)
+
+    @torch.no_grad()
+    def swap(self, factor, is_training):
+        for parameter in self.param_groups[0]["params"] if is_training != self.is_training else ():
+            parameter.mul_(factor)
+        self.is_training = is_training
+
+
+def swapped(**options):
+    """It is evaluated in between."""
+    trainer = full(**options)
+    trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
+    trainer.eval_dataset = trainer.train_dataset.select(range(2))
+    trainer.optimizer = Swapping(trainer.model.parameters(), lr=0.1)
+    return trainer
+
+
 def dpo():
     rows = Dataset.from_dict({"prompt": TEXTS, "chosen": TEXTS[::-1], "rejected": [t[::-1] for t in TEXTS]})
     return DPOTrainer(model=lora().model, args=DPOConfig(**COMMON), train_dataset=rows, processing_class=tokenizer)
@@ -183,7 +210,7 @@ def refusal(build):
         return str(error)
 
 
-results = {build.__name__: compare(build) for build in (full, lora, sft_lora, classifier)}
+results = {build.__name__: compare(build) for build in (full, lora, sft_lora, classifier, swapped)}
 for aggregation in ("mean", "sum"):
     enable(gradient_aggregation=aggregation)
     results[aggregation] = train(built(full, max_steps=1))

@@ -1,0 +1,137 @@
+"""Trainings that end or begin in an unusual way under a gradient strategy, in one process group of two ranks.
+
+Writes ends_RANK.json. The last training fails on purpose: an update on the parameter server raises.
+"""
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu(num_gpus=2)
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from unsloth_multigpu.sync.server import WeightServer  # noqa: E402
+
+rank = int(os.environ["RANK"])
+DILOCO = {"sync": "diloco", "sync_every_steps": 4}
+ASYNC = {"sync": "parameter_server", "max_staleness_steps": 3, "timeout_s": 100.0}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, index):
+        return {"input_ids": [1 + (index * 7 + i * i) % 63 for i in range(6 + index * 5 % 11)]}
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class EpochEndsEarly(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 7
+
+
+class Watch(TrainerCallback):
+    def __init__(self):
+        self.weights = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.weights.append(model.lm_head.weight.detach().clone())
+
+
+def collate(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def tiny():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+
+
+def trainer_of(model, line, num_rows, callbacks=(), **arguments):
+    ump.disable_multi_gpu()
+    ump.enable_multi_gpu(num_gpus=2, **line)
+    common = {"per_device_train_batch_size": 4, "logging_steps": 100, "report_to": [], "disable_tqdm": True}
+    args = TrainingArguments("checkpoints", **{**common, "save_strategy": "no", **arguments})
+    data = {"train_dataset": Rows(num_rows), "eval_dataset": Rows(8), "data_collator": collate}
+    return InOrder(model=model, args=args, callbacks=list(callbacks), **data)
+
+
+def difference_from_best(line):
+    """The epoch ends two steps after the last save, and no step says that the training ends with it."""
+    arguments = {"num_train_epochs": 1, "learning_rate": 5e-2, "load_best_model_at_end": True, **EVALUATED}
+    trainer = trainer_of(tiny(), line, 40, [EpochEndsEarly()], **arguments)
+    trainer.train()
+    best = load_file(Path(trainer.state.best_model_checkpoint, "model.safetensors"))
+    own = dict(trainer.model.named_parameters())
+    return max(float((own[name].detach() - saved).abs().max()) for name, saved in best.items() if name in own)
+
+
+def difference_by_hand():
+    """A rank that steps by itself, on ragged rows: steps of 4, 4 and 1 rows, the last of which rank 0 has none of."""
+    model, watch = tiny(), Watch()
+    by_hand, rows = copy.deepcopy(model), Rows(9)
+    line = {"sync": "local_sgd", "sync_every_steps": 100}
+    plain = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    trainer_of(model, line, 9, [watch], num_train_epochs=1, **plain).train()
+    parts = [[[0, 1], [4, 5], []], [[2, 3], [6, 7], [8]]][rank]
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
+    differences = []
+    for part, seen in zip(parts, watch.weights, strict=True):
+        optimizer.zero_grad()
+        if part:
+            by_hand(**collate([rows[i] for i in part])).loss.backward()
+            optimizer.step()
+        differences.append(float((by_hand.lm_head.weight - seen).abs().max()))
+    return differences
+
+
+def error_of(train):
+    try:
+        train()
+    except ump.SetupError as error:
+        return str(error)
+    return ""
+
+
+facts = {"best": [difference_from_best(DILOCO), difference_from_best(ASYNC)], "by_hand": difference_by_hand()}
+
+model = tiny()
+trainer_of(model, DILOCO, 16, max_steps=1).train()
+facts["ddp_after_diloco"] = error_of(trainer_of(model, {}, 16, max_steps=1).train)
+again = trainer_of(tiny(), {}, 16, max_steps=1)
+again.train()
+ump.disable_multi_gpu()
+ump.enable_multi_gpu(num_gpus=2, **DILOCO)
+facts["diloco_after_ddp"] = error_of(again.train)
+Path(f"ends_{rank}.json").write_text(json.dumps(facts))
+
+original = WeightServer._update
+
+
+def failing(self, worker, masters, gradients):
+    if self._clock.num_steps[worker] == 2:
+        raise torch.OutOfMemoryError("planted on the server")
+    return original(self, worker, masters, gradients)
+
+
+WeightServer._update = failing
+# Logged in each step: rank 0 waits in a collective for the rank that waits for the server.
+trainer_of(tiny(), ASYNC, 40, max_steps=6, logging_steps=1).train()
