@@ -234,20 +234,24 @@ class Accelerator:
     """Notes what it would give DDP. `is_transformers_4`: the Trainer makes new settings just before."""
 
     def __init__(self, handler: Any, *, is_transformers_4: bool = False, scaler: Any = None) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
         self.ddp_handler = handler
         self.is_transformers_4 = is_transformers_4
         self.scaler = scaler
         self.told: list[Any] = []
+        # Without a process group no real one can be made.
+        self.result: Any = DistributedDataParallel.__new__(DistributedDataParallel)
 
     def wrap_model(self, model: Any) -> None:
         if self.is_transformers_4:
             self.ddp_handler = SimpleNamespace(find_unused_parameters="untouched", comm_hook="no")
-        assert self.prepare_model(model, device_placement=True) == "wrapped"
+        assert self.prepare_model(model, device_placement=True) is self.result
 
-    def prepare_model(self, model: Any, device_placement: bool) -> str:
+    def prepare_model(self, model: Any, device_placement: bool) -> Any:
         assert device_placement
         self.told.append(copy.copy(self.ddp_handler))
-        return "wrapped"
+        return self.result
 
 
 def wrap(
