@@ -1,6 +1,6 @@
 """Why did manual all-reduce "hardly learn" and the parameter server "learn best"? Mistakes put back one at a time.
 
-    python examples/experiments/gradient_sync.py            # about 5 minutes on 2 cores; downloads nothing
+    python examples/experiments/gradient_sync.py            # 4 to 5 minutes on 2 cores; downloads nothing
     python examples/experiments/gradient_sync.py --quick    # a few steps of each
 
 Four CPU ranks train the same model on the same samples in several ways, one after the other: DDP, the product's own

@@ -1,6 +1,6 @@
 """Do two GPUs learn better than one? A HyperNetwork classifier in the four experiments that answer it, and controls.
 
-    python examples/experiments/hypernetwork.py                       # both tasks, 2 CPU ranks, about 4 minutes
+    python examples/experiments/hypernetwork.py                       # both tasks, 2 CPU ranks, about 3 minutes
     python examples/experiments/hypernetwork.py --quick --out /tmp    # a few seconds; its accuracies mean nothing
 
 A report found 42.76 % on two GPUs against 36.13 % on one, once each. Here each condition runs with several seeds, on
