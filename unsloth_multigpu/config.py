@@ -18,9 +18,17 @@ ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
 ENV_SUPERVISOR_PID = ENV_PREFIX + "SUPERVISOR_PID"
 ENV_LOG_DIR_OF_RUN = ENV_PREFIX + "RUN_LOG_DIR"
 ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
+# How often the ranks were started before, by a failure or because a node came or went.
+ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
+# Identifier of a run, the same for all its attempts.
+ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
+# Faults that `unsloth-multigpu chaos` plants, see fault.inject.
+ENV_CHAOS = ENV_PREFIX + "CHAOS"
 # What `unsloth-multigpu verify` wants to know of a run: a JSON object, see proof.receipt.
 ENV_RECEIPT = ENV_PREFIX + "RECEIPT"
-INTERNAL_VARIABLES = frozenset({ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED, ENV_RECEIPT})
+INTERNAL_VARIABLES = frozenset(
+    {ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED, ENV_ATTEMPT, ENV_RUN_ID, ENV_CHAOS, ENV_RECEIPT}
+)
 
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -62,6 +70,16 @@ class MultiGPUConfig:
         outer_momentum: Nesterov momentum of that step. None = 0.9.
         gradient_aggregation: How `enable_ddp=False` puts the gradients of shards together. None = "weighted".
         verify_every: All ranks compare their weights after the first step and every so many steps. 0 = never.
+        hang_timeout_s: A rank that makes no progress for so many seconds while it trains is called hung, and the run
+            ends. Longer while it loads, saves, evaluates or compiles. 0 = never.
+        resume: "auto" = a training goes on from the last whole checkpoint in its output folder, if the same training
+            wrote one; "off" = as the script says.
+        grace_s: Seconds from a signal to stop until the run ends: the time to finish a step and to save.
+        on_nan: What a gradient norm that is no finite number does: "raise" ends the run, "skip" leaves the step out on
+            all ranks, "off" leaves it to the script.
+        nnodes: Nodes of the run: a number, or "MIN:MAX" for nodes that come and go.
+        rdzv_endpoint: HOST:PORT where nodes meet, served by the node of that name. Needed for several nodes.
+        rdzv_id: Name of the run among those that meet there. Needed for several nodes.
         ddp_backend: Process group backend; None = the one that fits the device. (Older plugin.)
         find_unused_parameters: Given to DDP; None = decided from the model. (Older plugin.)
         gradient_checkpointing: Given to TrainingArguments; None = leave the script's value. (Older plugin.)
@@ -92,6 +110,13 @@ class MultiGPUConfig:
     outer_momentum: float | None = None
     gradient_aggregation: str | None = None
     verify_every: int = 100
+    hang_timeout_s: float = 120.0
+    resume: str = "off"
+    grace_s: float = 30.0
+    on_nan: str = "raise"
+    nnodes: str = "1"
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
     ddp_backend: str | None = None
     find_unused_parameters: bool | None = None
     gradient_checkpointing: bool | None = None

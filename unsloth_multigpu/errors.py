@@ -72,9 +72,21 @@ class DistributedError(MultiGPUError, RuntimeError):
 
 
 class RankTimeoutError(DistributedError, TimeoutError):
-    """Another rank did not arrive within the limit."""
+    """Another rank did not arrive within the limit, or the supervisor found a rank hung."""
 
     exit_code = 124
+
+
+class NonFiniteGradientError(MultiGPUError, ArithmeticError):
+    """The gradient of a step is infinite or no number."""
+
+    exit_code = 78
+
+
+class ResumeError(MultiGPUError, ValueError):
+    """A training cannot go on from a checkpoint."""
+
+    exit_code = 79
 
 
 class DivergenceError(DistributedError):

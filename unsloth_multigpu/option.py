@@ -16,6 +16,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "balance": ("auto", "off", "tokens"),
     "device": ("auto", "cpu", "cuda", "xpu"),
     "grad_compression": ("bf16", "fp16", "powersgd"),
+    "resume": ("off", "auto"),
+    "on_nan": ("raise", "skip", "off"),
     "ddp_backend": ("nccl", "gloo", "xccl"),
     "gradient_aggregation": ("mean", "sum", "weighted"),
 }
@@ -43,6 +45,8 @@ _NOT_SERIAL: dict[str, Any] = {
     "grad_compression": None,
     "find_unused_parameters": None,
     "max_restarts": 0,
+    "resume": "off",
+    "nnodes": "1",
 }
 _MAY_BE_NONE = ("grad_compression", "ddp_backend", "gradient_aggregation")
 # 31 years; torch counts in nanoseconds of 64 bits.
@@ -69,6 +73,9 @@ def check_options(config: MultiGPUConfig) -> None:
         if getattr(config, name) is not None:
             _check_boolean(name, getattr(config, name))
     _check_seconds("timeout_s", config.timeout_s)
+    _check_seconds("grace_s", config.grace_s)
+    _check_number("hang_timeout_s", config.hang_timeout_s, expected="seconds of at least 0")
+    _check_nodes(config)
     if not isinstance(config.log_dir, str) or not config.log_dir:
         raise ConfigError(f"log_dir={config.log_dir!r}; expected a folder name.", hint='Set log_dir="logs".')
     _check_sync_options(config)
@@ -79,10 +86,44 @@ def check_options(config: MultiGPUConfig) -> None:
         )
 
 
+def num_nodes(nnodes: str) -> tuple[int, int]:
+    """Fewest and most nodes of "2" or "1:4".
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    parts = nnodes.split(":") if isinstance(nnodes, str) else []
+    numbers = [int(p) for p in parts if p.isascii() and p.isdigit()]
+    if len(numbers) != len(parts) or len(parts) not in (1, 2) or not 1 <= numbers[0] <= numbers[-1]:
+        raise ConfigError(
+            f'nnodes={nnodes!r}; expected a number, or "MIN:MAX".', hint='Set nnodes="2" or nnodes="1:4".'
+        )
+    return numbers[0], numbers[-1]
+
+
+def _check_nodes(config: MultiGPUConfig) -> None:
+    several = num_nodes(config.nnodes) != (1, 1)
+    for name in ("rdzv_endpoint", "rdzv_id"):
+        value = getattr(config, name)
+        if several and not (isinstance(value, str) and value):
+            raise ConfigError(
+                f"{name}={value!r}, but nnodes={config.nnodes!r}: nodes would not find each other.",
+                hint='Set rdzv_endpoint="HOST:29400", the address of one of the nodes, and rdzv_id="any-name" on all.',
+            )
+        if not several and value is not None:
+            raise ConfigError(f"{name}={value!r} is for several nodes.", hint="Leave it out, or set nnodes.")
+    if several and not config.rdzv_endpoint.rpartition(":")[2].isdigit():  # type: ignore[union-attr]
+        raise ConfigError(
+            f"rdzv_endpoint={config.rdzv_endpoint!r}; expected HOST:PORT.", hint='Set rdzv_endpoint="10.0.0.1:29400".'
+        )
+
+
 def companions(name: str) -> dict[str, Any]:
     """Values of other options beside which `name` has a meaning: it can be checked before those are known."""
     if name == "gradient_aggregation":
         return {"enable_ddp": False}
+    if name in ("nnodes", "rdzv_endpoint", "rdzv_id"):
+        return {"nnodes": "1:2", "rdzv_endpoint": "host:1", "rdzv_id": "run"}
     return {"sync": _OPTIONS_OF_SYNC[name][0]} if name in _OPTIONS_OF_SYNC else {}
 
 

@@ -69,6 +69,13 @@ def enable_multi_gpu(
     outer_momentum: float | None = None,
     gradient_aggregation: str | None = None,
     verify_every: int | None = None,
+    hang_timeout_s: float | None = None,
+    resume: str | None = None,
+    grace_s: float | None = None,
+    on_nan: str | None = None,
+    nnodes: str | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_id: str | None = None,
     **legacy: Any,
 ) -> None:
     """Makes this script train on every GPU. Call it first, before `import unsloth`.
@@ -104,6 +111,14 @@ def enable_multi_gpu(
         outer_momentum: Its Nesterov momentum [0.9].
         gradient_aggregation: "weighted", "mean" or "sum" of the shards with enable_ddp=False ["weighted"].
         verify_every: Steps between two comparisons of all ranks' weights, 0 = never [100].
+        hang_timeout_s: Without progress for so long while it trains, a rank is called hung and the run ends, 0 = never
+            [120].
+        resume: "auto" goes on from the last whole checkpoint of this training, "off" does what the script says ["off"].
+        grace_s: Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the run ends, to finish a step and to save [30].
+        on_nan: "raise", "skip" the step on all ranks, or "off", when the gradient is not finite ["raise"].
+        nnodes: Nodes of the run, "2" or "MIN:MAX" ["1"].
+        rdzv_endpoint: HOST:PORT where nodes meet [none].
+        rdzv_id: Name of the run among those that meet there [none].
         legacy: Arguments of the older plugin, each with a DeprecationWarning that names the replacement.
 
     Raises:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from unsloth_multigpu.fault.beat import BeatPage
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class RunReport:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank says of itself: started, training, trained, exception or exiting.
+    """Something that a rank says of itself: started, training, trained, stopped, exception or exiting.
 
     Args:
-        time_s: Seconds since the epoch.
+        time_s: When, on the clock of `time.monotonic`, which all processes of a machine share and nobody sets.
         step: Last finished optimizer step, -1 before the first training.
         facts: What else belongs to the kind: pid, exit_code, error, traceback.
     """
@@ -76,34 +77,25 @@ class Event:
 
 
 class EventWriter:
-    """Appends one rank's events to its file in the run's private folder, and keeps its last step beside them."""
+    """Appends one rank's events to its file in the run's private folder.
 
-    def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int) -> None:
+    Args:
+        run_dir: The run's private folder.
+        attempt: How often the ranks were started before.
+        beat: This rank's page, which knows the step.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int, beat: BeatPage) -> None:
         self._path = Path(run_dir) / f"events_rank_{rank}.jsonl"
-        self._step_file = os.open(Path(run_dir) / f"step_rank_{rank}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         self._rank = rank
         self._attempt = attempt
-        self.step = -1
-        self.mark_step(-1)
+        self._beat = beat
 
     def write(self, kind: str, **facts: Any) -> None:
         """Adds an event; raises OSError where the folder is gone or the disk is full."""
-        line = json.dumps([kind, self._rank, self._attempt, time.time(), self.step, facts])
+        line = json.dumps([kind, self._rank, self._attempt, time.monotonic(), self._beat.step, facts])
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-    def mark_step(self, step: int) -> None:
-        """Notes the last finished optimizer step: one system call, so that it survives the death of the rank."""
-        self.step = step
-        os.pwrite(self._step_file, struct.pack("<q", step), 0)
-
-
-def read_steps(run_dir: str | os.PathLike[str]) -> dict[int, int]:
-    """Last finished optimizer step of each rank, -1 before the first."""
-    contents = {f.name: f.read_bytes() for f in Path(run_dir).glob("step_rank_*")}
-    # Other lengths: the rank has just made the file, or the disk was full.
-    written = {name: data for name, data in contents.items() if len(data) == 8}
-    return {int(name.rpartition("_")[2]): struct.unpack("<q", data)[0] for name, data in written.items()}
 
 
 def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:

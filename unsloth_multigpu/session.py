@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch, PatchRegistry
@@ -33,6 +34,7 @@ class Session:
     identity: RankIdentity
     console: Console
     events: EventWriter | None = None
+    beat: BeatPage = field(default_factory=lambda: BeatPage(None, 0))
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     _manager: DDPManager | None = None
@@ -57,10 +59,11 @@ class Session:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
         if self.identity.world_size == 1 and self.config.sync != "ddp":
             logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
-        if self.identity.world_size > 1 or (asks_for_plan and ENV_RECEIPT not in os.environ):
+        asks_for_guard = self.config.resume == "auto" or self.events is not None
+        if self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and ENV_RECEIPT not in os.environ):
             from unsloth_multigpu.core.trainer import DDPTrainer
 
-            steered = DDPTrainer(trainer, self.manager(), self.events)
+            steered = DDPTrainer(trainer, self.manager(), self.events, self.beat)
         train = original_train if steered is None else functools.partial(steered.run, original_train)
         if ENV_RECEIPT in os.environ:
             self._record(trainer, train, is_filler=functools.partial(_computes_filler, steered))
@@ -118,7 +121,7 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
     if identity.launcher != "none":
         from unsloth_multigpu.launch.rank import enter_rank
 
-        session.events = enter_rank(identity)
+        session.events, session.beat = enter_rank(identity)
     if ENV_RECEIPT in os.environ:
         from unsloth_multigpu.proof.receipt import same_random_choices
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from unsloth_multigpu.fault.beat import Beat
 from unsloth_multigpu.launch.cause import find_cause, find_early_exit
 from unsloth_multigpu.report import Event
 
@@ -21,6 +22,10 @@ CONNECTION_ERRORS = [
     "RankTimeoutError: rank 0 waited timeout_s=5 seconds for rank 0 in save",
 ]
 CLOSED = CONNECTION_ERRORS[0]
+
+
+def at_steps(steps: dict[int, int]) -> dict[int, Beat]:
+    return {rank: Beat(step=step) for rank, step in steps.items()}
 
 
 class Run:
@@ -91,7 +96,9 @@ def test_broken_connection_alone_is_the_cause(broken: str) -> None:
 def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> None:
     run = Run().training(0, 1).add("left_training", 1, 4, error=f"SystemExit: {exit_code}", exit_code=exit_code)
     run.add("exiting", 1, 4).fails(0, CLOSED, step=4)
-    cause = find_cause(run.events, {0: 1, **({1: exit_code} if exit_code else {})}, gone={1}, steps={0: 4, 1: 4})
+    cause = find_cause(
+        run.events, {0: 1, **({1: exit_code} if exit_code else {})}, gone={1}, beats=at_steps({0: 4, 1: 4})
+    )
     # A run that did not finish never ends with 0.
     assert (cause.rank, cause.exit_code, cause.traceback) == (1, shown, "")
     assert cause.message == f"rank 1 left with exit code {exit_code} after step 4, while other ranks were training"
@@ -101,7 +108,7 @@ def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> No
 def test_hard_exit_inside_training_is_an_early_exit(rank: int) -> None:
     # os._exit(0) says nothing: the last word of the rank is "training", and only its process is missing.
     run = Run().training(0, 1).fails(1 - rank, CLOSED)
-    cause = find_cause(run.events, {1 - rank: 1}, gone={rank}, steps={rank: 2})
+    cause = find_cause(run.events, {1 - rank: 1}, gone={rank}, beats=at_steps({rank: 2}))
     assert cause.message == f"rank {rank} left with exit code 0 after step 2, while other ranks were training"
 
 
@@ -162,7 +169,7 @@ def test_living_rank_between_two_trainings_is_no_early_exit() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_death_by_signal_is_named(rank: int, number: signal.Signals, exit_code: int, likely: str) -> None:
     run = Run().training(0, 1).fails(1 - rank, CLOSED)
-    cause = find_cause(run.events, {rank: -number, 1 - rank: 1}, gone={rank}, steps={0: 5, 1: 5})
+    cause = find_cause(run.events, {rank: -number, 1 - rank: 1}, gone={rank}, beats=at_steps({0: 5, 1: 5}))
     assert (cause.rank, cause.exit_code) == (rank, exit_code)
     assert cause.message == f"rank {rank} was killed by {number.name} after step 5{likely}"
 
@@ -198,7 +205,7 @@ def test_restart_after_an_exception_names_it() -> None:
 
 
 def test_restart_after_a_death_claims_no_exit_code() -> None:
-    cause = find_cause(Run().training(0, 1).events, {}, gone={1}, steps={0: 6, 1: 6})
+    cause = find_cause(Run().training(0, 1).events, {}, gone={1}, beats=at_steps({0: 6, 1: 6}))
     assert cause.rank == 1
     assert cause.message == "rank 1 ended after step 6, while other ranks were training"
 

@@ -12,6 +12,7 @@ import pytest
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.fault.beat import BeatPage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -264,7 +265,8 @@ def wrap(
         gradient_accumulation_steps=1, ddp_find_unused_parameters=find_unused_parameters, device="cpu"
     )
     trainer = SimpleNamespace(model=model, args=args, accelerator=accelerator)
-    steered = DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO), None)  # type: ignore[arg-type]
+    manager: Any = SimpleNamespace(config=config, identity=ONE_OF_TWO)
+    steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))
     with steered._settings_of_ddp():
         accelerator.wrap_model(model)
 
@@ -313,7 +315,7 @@ def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
     args = SimpleNamespace(gradient_accumulation_steps=1, ddp_find_unused_parameters=None, device="cpu")
     trainer = SimpleNamespace(model=tiny(), args=args, accelerator=accelerator)
     manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
-    with DDPTrainer(trainer, manager, None)._settings_of_ddp():  # type: ignore[arg-type]
+    with DDPTrainer(trainer, manager, None, BeatPage(None, 0))._settings_of_ddp():  # type: ignore[arg-type]
         accelerator.wrap_model(tiny(llama()))
     assert accelerator.told[0].find_unused_parameters is False
 
@@ -384,7 +386,7 @@ def test_compression_is_refused_where_another_parallelism_trains(option: str | N
         is_deepspeed_enabled=False,
     )
     manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO)
-    steered = DDPTrainer(trainer, manager, None)  # type: ignore[arg-type]
+    steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))  # type: ignore[arg-type]
     if option is None:
         assert steered.run(lambda: "trained") == "trained"
         return

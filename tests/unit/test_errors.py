@@ -24,6 +24,8 @@ TREE: dict[type[MultiGPUError], tuple[type[Exception], int]] = {
     errors.DistributedError: (RuntimeError, 76),
     errors.DivergenceError: (RuntimeError, 77),
     errors.RankTimeoutError: (TimeoutError, 124),
+    errors.NonFiniteGradientError: (ArithmeticError, 78),
+    errors.ResumeError: (ValueError, 79),
 }
 
 each_error = pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)

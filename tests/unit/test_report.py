@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import stat
 from pathlib import Path
 
 import pytest
 
-from unsloth_multigpu.report import EventWriter, RankReport, RunReport, read_events, read_steps
+from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.report import EventWriter, RankReport, RunReport, read_events
 
 
 def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
-    writers = [EventWriter(tmp_path, rank, attempt=0) for rank in range(2)]
+    beats = [BeatPage(None, rank) for rank in range(2)]
+    writers = [EventWriter(tmp_path, rank, 0, beats[rank]) for rank in range(2)]
     writers[1].write("started", pid=11)
     writers[0].write("started", pid=10)
-    writers[1].mark_step(4)
+    beats[1].mark(step=4)
     writers[1].write("exception", error="ValueError: \ud800 \u00e9", traceback="a\nb\n", exit_code=1)
     events = read_events(tmp_path, attempt=0)
     assert [(e.kind, e.rank, e.attempt, e.step) for e in events] == [
@@ -29,14 +29,14 @@ def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:
 
 
 def test_events_of_other_attempts_are_left_out(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, attempt=0).write("started", pid=1)
-    EventWriter(tmp_path, 0, attempt=1).write("started", pid=2)
+    EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
+    EventWriter(tmp_path, 0, 1, BeatPage(None, 0)).write("started", pid=2)
     assert [e.facts["pid"] for e in read_events(tmp_path, attempt=1)] == [2]
     assert read_events(tmp_path, attempt=2) == []
 
 
 def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, attempt=0).write("started", pid=1)
+    EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
     line = path.read_text()
     path.write_text(line + line[:10])
@@ -46,53 +46,20 @@ def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Pa
 
 
 def test_line_that_a_full_disk_has_cut_is_passed_over(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, attempt=0).write("started", pid=1)
+    EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
     line = path.read_text()
     path.write_text(line[:10] + line + line)
     assert len(read_events(tmp_path, attempt=0)) == 1
 
 
-def test_last_step_of_each_rank_is_read(tmp_path: Path) -> None:
-    first, second = EventWriter(tmp_path, 0, attempt=0), EventWriter(tmp_path, 11, attempt=0)
-    assert read_steps(tmp_path) == {0: -1, 11: -1}
-    first.mark_step(7)
-    second.mark_step(2**40)
-    second.mark_step(6)
-    assert read_steps(tmp_path) == {0: 7, 11: 6}
-    assert second.step == 6
-
-
-def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, attempt=0).mark_step(7)
-    EventWriter(tmp_path, 0, attempt=1)
-    assert read_steps(tmp_path) == {0: -1}
-
-
-def test_step_that_was_never_written_is_left_out(tmp_path: Path) -> None:
-    # The rank has just made the file, or the disk was full.
-    EventWriter(tmp_path, 0, attempt=0)
-    (tmp_path / "step_rank_1").touch()
-    assert read_steps(tmp_path) == {0: -1}
-
-
-def test_step_file_is_private(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        EventWriter(tmp_path, 0, attempt=0)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "step_rank_0").stat().st_mode) == 0o600
-
-
 def test_event_after_the_end_of_the_supervisor_raises(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    writer = EventWriter(run_dir, 0, attempt=0)
+    writer = EventWriter(run_dir, 0, 0, BeatPage(None, 0))
     for path in run_dir.iterdir():
         path.unlink()
     run_dir.rmdir()
-    writer.mark_step(3)  # Only the event needs the folder.
     with pytest.raises(OSError, match="No such file"):
         writer.write("trained")
 

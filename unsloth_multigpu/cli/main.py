@@ -39,6 +39,13 @@ RUN_OPTIONS: dict[str, tuple[type, str]] = {
     "outer_momentum": (float, "its Nesterov momentum [0.9]"),
     "gradient_aggregation": (str, '"weighted", "mean" or "sum" of the shards of the legacy path [weighted]'),
     "verify_every": (int, "steps between two comparisons of all ranks' weights, 0 = never [100]"),
+    "hang_timeout_s": (float, "seconds without progress after which a training rank is called hung, 0 = never [120]"),
+    "resume": (str, '"auto" = go on from the last whole checkpoint of this training [off]'),
+    "grace_s": (float, "seconds from a signal to stop until the end: the time to finish a step and to save [30]"),
+    "on_nan": (str, '"raise", "skip" the step or "off", when the gradient is not finite [raise]'),
+    "nnodes": (str, 'nodes of the run, "2" or "MIN:MAX" for nodes that come and go [1]'),
+    "rdzv_endpoint": (str, "HOST:PORT where nodes meet [none]"),
+    "rdzv_id": (str, "name of the run among those that meet there [none]"),
 }
 # Those of `verify` beside options of a run.
 VERIFY_OPTIONS: dict[str, tuple[type, str]] = {

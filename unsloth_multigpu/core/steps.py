@@ -18,6 +18,7 @@ from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.data.deal import check_divisible, equation
 from unsloth_multigpu.data.sampler import MicroBatch, Step, StepLoader, StepShape, StepStream, step_loader
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
@@ -29,14 +30,16 @@ class StepFeed:
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
+        beat: This rank's page.
 
     Attributes:
         current: The micro-batch that is being computed.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: Any, manager: DDPManager, beat: BeatPage) -> None:
         self.trainer = trainer
         self.manager = manager
+        self._beat = beat
         self.num_accumulated = int(trainer.args.gradient_accumulation_steps)
         self.num_samples = 0
         self.num_micro_batches = 0
@@ -174,6 +177,7 @@ class StepFeed:
         for i, micro_batch in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
             self.current = micro_batch
+            self._beat.mark(Phase.COMPUTE, micro_batch=i)
             self._piece_factor = self._factor(micro_batch, step, num_items)
             self.balancer.stopwatch.start()
             with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):

@@ -13,9 +13,11 @@ from torch import nn
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.facts import facts_of_run
+from unsloth_multigpu.core.guard import Guard
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
@@ -33,15 +35,17 @@ class DDPTrainer:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         events: Where the rank's events go, if a supervisor reads them.
+        beat: This rank's page, on which it says where it is.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, events: EventWriter | None) -> None:
+    def __init__(self, trainer: Any, manager: DDPManager, events: EventWriter | None, beat: BeatPage) -> None:
         self.trainer = trainer
         self.manager = manager
         self.config: MultiGPUConfig = manager.config
         self.report: RunReport | None = None
         self.events = events
-        self.steps = StepFeed(trainer, manager)
+        self.steps = StepFeed(trainer, manager, beat)
+        self.guard = Guard(trainer, manager, events, beat)
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
         is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
@@ -60,6 +64,7 @@ class DDPTrainer:
             if self._deals_steps():
                 stack.enter_context(self.steps.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
+            stack.enter_context(self.guard.on_trainer())
             stack.enter_context(self._progress())
             # Every rank has rank 0's weights when the first step begins: new LoRA weights differ before.
             result = original_train()
@@ -267,8 +272,6 @@ def _progress_callback(steered: DDPTrainer) -> Any:
             steered.steps.begin_epoch(int((state.epoch or 0) + 1e-6))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if steered.events is not None:
-                steered.events.mark_step(state.global_step)
             steered.num_steps += 1
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from unsloth_multigpu.fault.beat import Beat
 from unsloth_multigpu.report import Event
 
 # The text that gloo, NCCL and the store give when *another* rank went away: a consequence, never the cause.
@@ -41,7 +42,7 @@ def find_cause(
     events: Sequence[Event],
     exit_codes: Mapping[int, int],
     gone: Collection[int] = (),
-    steps: Mapping[int, int] | None = None,
+    beats: Mapping[int, Beat] | None = None,
 ) -> Cause:
     """Orders what is known by blame: errors of a rank's own, early exits, deaths, then broken connections.
 
@@ -49,9 +50,9 @@ def find_cause(
         events: All ranks' events of one attempt, oldest first.
         exit_codes: Exit code of each rank that failed; negative = the number of the signal that ended it.
         gone: Ranks whose process had ended before the supervisor stopped the others.
-        steps: Last finished optimizer step of each rank.
+        beats: Where each rank was last.
     """
-    steps = steps or {}
+    steps = {rank: beat.step for rank, beat in (beats or {}).items()}
     exceptions = [e for e in events if e.kind == "exception"]
     own = [e for e in exceptions if not _is_communication_error(e)]
     if own:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -14,20 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RUN_DIR, ENV_RUN_SEED, ENV_SUPERVISOR_PID, MultiGPUConfig
+from unsloth_multigpu.config import (
+    ENV_LOG_DIR_OF_RUN,
+    ENV_RUN_DIR,
+    ENV_RUN_ID,
+    ENV_RUN_SEED,
+    ENV_SUPERVISOR_PID,
+    MultiGPUConfig,
+)
+from unsloth_multigpu.fault.beat import read_beats
 from unsloth_multigpu.launch.cause import Cause, find_cause
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
-from unsloth_multigpu.launch.watch import POLL_S, Watch
+from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.report import read_steps
 
 logger = get_logger(__name__)
-
-SHUTDOWN_LIMIT_S = 30
-# Rank 0 keeps the terminal; the others write to their log and read nothing. `exec` keeps the process id.
-_RANK_SHELL = (
-    f'if [ "$LOCAL_RANK" = 0 ]; then exec "$@"; fi; exec "$@" </dev/null >>"${ENV_LOG_DIR_OF_RUN}/rank_$RANK.log" 2>&1'
-)
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,23 @@ class DDPLauncher:
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        from unsloth_multigpu.launch.engine import run_elastic
+        from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, Rounds
+
         with ExitStack() as stack:
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
-            os.environ.update(rank_environment(self.num_ranks, run_dir, log_dir, os.environ))
+            run_id = self.config.rdzv_id or uuid.uuid4().hex
+            os.environ.update(rank_environment(self.num_ranks, run_dir, log_dir, run_id, os.environ))
             logger.info("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)
             watch = stack.enter_context(Watch(run_dir, _tell_restart))
             try:
-                self._run_elastic(run_dir)
+                rounds = Rounds(LoopbackRendezvous(run_id))
+                run_elastic(self.command, self.num_ranks, self.config, run_id, run_dir, rounds)
             except ChildFailedError as failed:
                 exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
                 watch.close()
-                cause = find_cause(watch.events(), exit_codes, watch.gone, read_steps(run_dir))
+                cause = find_cause(watch.events(), exit_codes, watch.gone, read_beats(run_dir))
                 _tell(cause, log_dir, self.num_ranks, sys.stderr)
                 return cause.exit_code
             except SignalException as stopped:
@@ -76,35 +81,10 @@ class DDPLauncher:
                 return -int(stopped.sigval)
             return 0
 
-    def _run_elastic(self, run_dir: Path) -> None:
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        from unsloth_multigpu.launch.rendezvous import BACKEND, LoopbackRendezvous
-
-        # The engine writes a log of its own about what is told better here; each of its loggers has its own level.
-        for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
-        launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=self.num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=BACKEND,
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=self.config.max_restarts,
-            monitor_interval=POLL_S,
-            shutdown_timeout=SHUTDOWN_LIMIT_S,
-            logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
-        )
-        # Elastic fills in templates such as ${local_rank}; a dollar of the user's must arrive as it was.
-        arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *self.command)]
-        elastic_launch(launch_config, "/bin/sh")(*arguments)
-
-
-def rank_environment(num_ranks: int, run_dir: Path, log_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(
+    num_ranks: int, run_dir: Path, log_dir: Path, run_id: str, environment: Mapping[str, str]
+) -> dict[str, str]:
     """Variables that all ranks get beside those of torch elastic; what the user has set stays.
 
     Threads are shared out: without a limit every rank would start one thread for each core.
@@ -123,6 +103,7 @@ def rank_environment(num_ranks: int, run_dir: Path, log_dir: Path, environment: 
         ENV_RUN_SEED: run_seed,
         ENV_LOG_DIR_OF_RUN: str(log_dir),
         ENV_SUPERVISOR_PID: str(os.getpid()),
+        ENV_RUN_ID: run_id,
     }
 
 

@@ -13,8 +13,9 @@ import threading
 import traceback
 from types import TracebackType
 
-from unsloth_multigpu.config import ENV_RUN_DIR, ENV_RUN_SEED, ENV_SUPERVISOR_PID
+from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_DIR, ENV_RUN_SEED, ENV_SUPERVISOR_PID
 from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.report import EventWriter
@@ -22,11 +23,12 @@ from unsloth_multigpu.report import EventWriter
 _PR_SET_PDEATHSIG = 1
 
 
-def enter_rank(identity: RankIdentity) -> EventWriter | None:
+def enter_rank(identity: RankIdentity) -> tuple[EventWriter | None, BeatPage]:
     """Prepares this process as a rank.
 
     Returns:
-        Where the rank's events go; None if another launcher started it, which then reports its end.
+        Where the rank's events go, None if another launcher started it, which then reports its end; and the page where
+        it says how far it is.
 
     Raises:
         SetupError: A process that a rank started itself; it must not act as that rank.
@@ -36,14 +38,15 @@ def enter_rank(identity: RankIdentity) -> EventWriter | None:
     run_dir = os.environ.get(ENV_RUN_DIR)
     if run_dir is None:
         os.environ.update(identity.variables())
-        return None
+        return None, BeatPage(None, identity.rank)
     _same_random_choices(int(os.environ[ENV_RUN_SEED]))
     _die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
     faulthandler.enable()
-    events = EventWriter(run_dir, identity.rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    beat = BeatPage(run_dir, identity.rank)
+    events = EventWriter(run_dir, identity.rank, int(os.environ.get(ENV_ATTEMPT, "0")), beat)
     events.write("started", pid=os.getpid())
     _report_exception(identity, events)
-    return events
+    return events, beat
 
 
 def _quiet_side_effects(identity: RankIdentity) -> None:

@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.rendezvous import TCPStore
 
-BACKEND = "unsloth_multigpu"
+from unsloth_multigpu.config import ENV_ATTEMPT
+
+
+class Rounds(RendezvousHandler):
+    """Counts how often the ranks are started, and passes everything on to the handler that lets nodes meet.
+
+    Torch elastic counts restarts after failures only, and not those because a node came or went.
+    """
+
+    def __init__(self, handler: RendezvousHandler) -> None:
+        self._handler = handler
+        self._num_rounds = 0
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True if ranks connect to the supervisor's store instead of opening their own."""
+        return bool(self._handler.use_agent_store)
+
+    def get_backend(self) -> str:
+        """Name under which torch elastic finds this one handler."""
+        return f"unsloth_multigpu_{self._handler.get_run_id()}"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Called before each start of the ranks, which inherit the environment as it is then."""
+        info = self._handler.next_rendezvous()
+        os.environ[ENV_ATTEMPT] = str(self._num_rounds)
+        self._num_rounds += 1
+        return info
+
+    def is_closed(self) -> bool:
+        """True once a node has ended the run for all."""
+        return bool(self._handler.is_closed())
+
+    def set_closed(self) -> None:
+        """Ends the run for all nodes."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that want to join; torch elastic asks in every turn of its loop."""
+        return int(self._handler.num_nodes_waiting())
+
+    def get_run_id(self) -> str:
+        """Identifier of the run."""
+        return str(self._handler.get_run_id())
+
+    def shutdown(self) -> bool:
+        """Frees what the handler holds."""
+        return bool(self._handler.shutdown())
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -22,13 +69,13 @@ class LoopbackRendezvous(RendezvousHandler):
     # Ranks connect to this store instead of opening their own.
     use_agent_store = True
 
-    def __init__(self, params: RendezvousParameters) -> None:
-        self._run_id = params.run_id
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
         self._server: TCPStore | None = None
 
     def get_backend(self) -> str:
         """Name under which torch elastic knows this kind."""
-        return BACKEND
+        return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The one node is complete at once. A restart gets a new store, without addresses of dead ranks."""

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from unsloth_multigpu.fault.beat import Beat, read_beats
 from unsloth_multigpu.launch.cause import Cause, find_cause, find_early_exit
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.report import Event, read_events, read_steps
+from unsloth_multigpu.report import Event, read_events
 
 logger = get_logger(__name__)
 
@@ -37,7 +38,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="unsloth_multigpu-watch", daemon=True)
         self._attempt = 0
         self._left_since: float | None = None
-        self._steps: dict[int, int] = {}
+        self._beats: dict[int, Beat] = {}
         self.gone: set[int] = set()
 
     def __enter__(self) -> Watch:
@@ -55,7 +56,7 @@ class Watch:
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
         while read_events(self._run_dir, self._attempt + 1):
-            cause = find_cause(read_events(self._run_dir, self._attempt), {}, self.gone, self._steps)
+            cause = find_cause(read_events(self._run_dir, self._attempt), {}, self.gone, self._beats)
             self._on_restart(cause, self._attempt + 1)
             self._attempt, self._left_since, self.gone = self._attempt + 1, None, set()
         return read_events(self._run_dir, self._attempt)
@@ -64,7 +65,7 @@ class Watch:
         while not self._stop.wait(POLL_S):
             events = self.events()
             if not self.gone:
-                self._steps = read_steps(self._run_dir)
+                self._beats = read_beats(self._run_dir)
             pids = {e.rank: int(e.facts["pid"]) for e in events if e.kind == "started"}
             alive = {r for r, pid in pids.items() if is_alive(pid)}
             if len(alive) == len(pids):
@@ -76,7 +77,11 @@ class Watch:
 
     def _end_stuck_teardown(self, events: list[Event], pids: dict[int, int], alive: set[int]) -> None:
         for event in events:
-            if event.kind == "exception" and event.rank in alive and time.time() - event.time_s > 2 * TEARDOWN_LIMIT_S:
+            if (
+                event.kind == "exception"
+                and event.rank in alive
+                and time.monotonic() - event.time_s > 2 * TEARDOWN_LIMIT_S
+            ):
                 _signal(pids[event.rank], signal.SIGKILL)
 
     def _end_waiting(self, events: list[Event], pids: dict[int, int], alive: set[int]) -> None:

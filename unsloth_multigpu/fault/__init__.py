@@ -1,0 +1,1 @@
+"""What if a rank dies, hangs, or is told to stop?"""

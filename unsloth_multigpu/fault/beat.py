@@ -1,0 +1,117 @@
+"""Where each rank is: one page of memory per rank that it writes and its supervisor reads. No lock, no system call."""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Phase(enum.IntEnum):
+    """What the main thread of a rank is doing."""
+
+    SCRIPT = 0  # The user's own code, outside `train()`.
+    SETUP = 1  # From the call of `train()` to its first step.
+    DATA = 2  # Getting the samples of the next step.
+    COMPUTE = 3  # Forward and backward passes.
+    UPDATE = 4  # Optimizer, callbacks and logging after the last backward pass of a step.
+    EVALUATE = 5
+    SAVE = 6
+    COMPILE = 7  # torch.compile at work.
+    ENDED = 8  # No more batches, or behind the last step.
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One look at a page.
+
+    Args:
+        step: Last finished optimizer step, -1 before the first training.
+        phase: What the main thread is doing.
+        micro_batch: Forward-backward passes begun in the current step.
+        progress_s: When the main thread last said something, on `time.monotonic`'s clock.
+        alive_s: When the rank's pulse thread last ran, on the same clock; 0.0 before its first time.
+        collective: Number of the last collective that this rank began; -1 where it is not known.
+        operation: The collective that the rank waits in, "" where it waits in none or not for long.
+    """
+
+    step: int = -1
+    phase: Phase = Phase.SCRIPT
+    micro_batch: int = 0
+    progress_s: float = 0.0
+    alive_s: float = 0.0
+    collective: int = -1
+    operation: str = ""
+
+
+# Written by the main thread: step, phase, micro-batch, time. All fields are 8 bytes, which the machine writes at once.
+_MAIN = struct.Struct("<qqqd")
+# Written by the pulse thread: time, number of the collective, its name.
+_PULSE = struct.Struct("<dq112s")
+_SIZE = 256
+_PULSE_OFFSET = 64
+
+
+class BeatPage:
+    """The writing side, in a rank.
+
+    Args:
+        run_dir: The run's private folder. None = nobody reads, and the page is this process's own.
+        rank: This rank.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str] | None, rank: int) -> None:
+        self._memory = mmap.mmap(-1, _SIZE) if run_dir is None else _map(_path(run_dir, rank))
+        self.step = -1
+        self.phase = Phase.SCRIPT
+        self.micro_batch = 0
+        # A restarted rank must not look like the one before it.
+        _PULSE.pack_into(self._memory, _PULSE_OFFSET, 0.0, -1, b"")
+        self.mark(Phase.SCRIPT)
+
+    def mark(self, phase: Phase | None = None, *, step: int | None = None, micro_batch: int | None = None) -> None:
+        """Says that the main thread goes on, and where it is now. What is left out stays. Takes a microsecond."""
+        self.phase = self.phase if phase is None else phase
+        self.step = self.step if step is None else step
+        self.micro_batch = self.micro_batch if micro_batch is None else micro_batch
+        _MAIN.pack_into(self._memory, 0, self.step, self.phase, self.micro_batch, time.monotonic())
+
+    def pulse(self, collective: int, operation: str) -> None:
+        """Called by the pulse thread alone; see `Beat`."""
+        name = operation.encode("ascii", "replace")[:112]
+        _PULSE.pack_into(self._memory, _PULSE_OFFSET, time.monotonic(), collective, name)
+
+
+def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Beat]:
+    """The latest beat of every rank that has made its page; it outlives the rank."""
+    found = {}
+    for path in Path(run_dir).glob("beat_rank_*"):
+        data = path.read_bytes()
+        if len(data) == _SIZE:  # Shorter: the rank is just making it, or the disk is full.
+            found[int(path.name.rpartition("_")[2])] = _parse(data)
+    return found
+
+
+def _parse(data: bytes) -> Beat:
+    step, phase, micro_batch, progress_s = _MAIN.unpack_from(data, 0)
+    alive_s, collective, name = _PULSE.unpack_from(data, _PULSE_OFFSET)
+    operation = name.rstrip(b"\0").decode("ascii")
+    return Beat(step, Phase(phase), micro_batch, progress_s, alive_s, collective, operation)
+
+
+def _path(run_dir: str | os.PathLike[str], rank: int) -> Path:
+    return Path(run_dir) / f"beat_rank_{rank}"
+
+
+def _map(path: Path) -> mmap.mmap:
+    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        # Reserved now: a page of a full disk that is written later would end the rank by SIGBUS.
+        os.posix_fallocate(file, 0, _SIZE)
+        return mmap.mmap(file, _SIZE)
+    finally:
+        os.close(file)

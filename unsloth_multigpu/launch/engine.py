@@ -1,0 +1,61 @@
+"""Torch elastic, set up for the ranks of this node."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, rendezvous_handler_registry
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, MultiGPUConfig
+from unsloth_multigpu.launch.rendezvous import Rounds
+
+POLL_S = 0.1
+# How long the engine lets a rank that it ends go on after SIGTERM.
+SHUTDOWN_LIMIT_S = 30
+# Rank 0 keeps the terminal; the others write to their log and read nothing. `exec` keeps the process id.
+_RANK_SHELL = (
+    f'if [ "$LOCAL_RANK" = 0 ]; then exec "$@"; fi; exec "$@" </dev/null >>"${ENV_LOG_DIR_OF_RUN}/rank_$RANK.log" 2>&1'
+)
+
+
+def run_elastic(
+    command: Sequence[str], num_ranks: int, config: MultiGPUConfig, run_id: str, run_dir: Path, rounds: Rounds
+) -> None:
+    """Starts `num_ranks` ranks of `command` and blocks until all have ended.
+
+    Args:
+        run_id: Identifier of the run.
+        run_dir: The run's private folder.
+        rounds: Hears of every start of the ranks, and may refuse one.
+
+    Raises:
+        ChildFailedError: Torch's, with the exit code of each rank that failed.
+        SignalException: Torch's, where a signal or `rounds` ended the run.
+    """
+    # The engine writes a log of its own about what is told better elsewhere; each of its loggers has its own level.
+    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def create(_params: object) -> RendezvousHandler:
+        return rounds
+
+    rendezvous_handler_registry.register(rounds.get_backend(), create)
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=run_id,
+        rdzv_backend=rounds.get_backend(),
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=config.max_restarts,
+        monitor_interval=POLL_S,
+        shutdown_timeout=SHUTDOWN_LIMIT_S,
+        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
+    )
+    # Elastic fills in templates such as ${local_rank}; a dollar of the user's must arrive as it was.
+    arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *command)]
+    elastic_launch(launch_config, "/bin/sh")(*arguments)
