@@ -30,6 +30,8 @@ INTERNAL_VARIABLES = frozenset(
     {ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED, ENV_ATTEMPT, ENV_RUN_ID, ENV_CHAOS, ENV_RECEIPT}
 )
 
+# They do not change the training.
+_OF_A_NODE = ("num_gpus", "rdzv_endpoint", "log_dir", "debug")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -140,6 +142,10 @@ class MultiGPUConfig:
         given = {name: value for name, value in arguments.items() if value is not None}
         from_environment = _read_environment(os.environ if environment is None else environment)
         return cls(**{**from_environment, **given})
+
+    def of_the_run(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks; the others each node may set for itself."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_NODE}
 
     @property
     def keeps_global_batch(self) -> bool:

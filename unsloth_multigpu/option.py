@@ -72,8 +72,8 @@ def check_options(config: MultiGPUConfig) -> None:
     for name in ("find_unused_parameters", "gradient_checkpointing"):
         if getattr(config, name) is not None:
             _check_boolean(name, getattr(config, name))
-    _check_seconds("timeout_s", config.timeout_s)
-    _check_seconds("grace_s", config.grace_s)
+    _check_seconds("timeout_s", config.timeout_s, example=1800.0)
+    _check_seconds("grace_s", config.grace_s, example=30.0)
     _check_number("hang_timeout_s", config.hang_timeout_s, expected="seconds of at least 0")
     _check_nodes(config)
     if not isinstance(config.log_dir, str) or not config.log_dir:
@@ -187,6 +187,16 @@ def _check_sync_options(config: MultiGPUConfig) -> None:
             f"outer_momentum={config.outer_momentum!r} grows without a limit; expected a number below 1.",
             hint="Leave outer_momentum out.",
         )
+    if config.on_nan == "skip" and config.sync not in ("ddp", "allreduce"):
+        raise ConfigError(
+            f"on_nan='skip' needs one gradient that all ranks see; with sync={config.sync!r} each steps on its own.",
+            hint="Set on_nan='raise' or 'off'.",
+        )
+    if config.on_nan == "skip" and config.grad_compression == "powersgd":
+        raise ConfigError(
+            "on_nan='skip' cannot work with grad_compression='powersgd', which keeps a step's error for the next.",
+            hint="Set grad_compression='bf16', or on_nan='raise'.",
+        )
     _check_count("max_staleness_steps", config.max_staleness_steps, minimum=0, none_means="ranks that step together")
     _check_count("sync_every_steps", config.sync_every_steps, minimum=1, none_means="16")
 
@@ -205,6 +215,8 @@ def _check_serial_options(config: MultiGPUConfig) -> None:
     given += [f"{n}={getattr(config, n)!r}" for n, default in _NOT_SERIAL.items() if getattr(config, n) != default]
     if config.balance == "tokens":
         given.append("balance='tokens'")
+    if config.on_nan == "skip":
+        given.append("on_nan='skip'")
     if given:
         raise ConfigError(
             f"{given[0]} is for several ranks; enable_ddp=False is the legacy path, one process that cuts the script's "
@@ -232,11 +244,11 @@ def _check_boolean(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r}; expected True or False.", hint=f"Set {name}=True or {name}=False.")
 
 
-def _check_seconds(name: str, value: object) -> None:
+def _check_seconds(name: str, value: object, *, example: float) -> None:
     """A time above 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _MAX_SECONDS:
         raise ConfigError(
-            f"{name}={value!r}; expected seconds above 0, at most {_MAX_SECONDS:g}.", hint=f"Set {name}=1800.0."
+            f"{name}={value!r}; expected seconds above 0, at most {_MAX_SECONDS:g}.", hint=f"Set {name}={example}."
         )
 
 

@@ -15,7 +15,7 @@ from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.patching import PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Console, Session, open_session
-from unsloth_multigpu.start import ranks_to_start, start_this_command
+from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def enable_multi_gpu(
     resume: str | None = None,
     grace_s: float | None = None,
     on_nan: str | None = None,
-    nnodes: str | None = None,
+    nnodes: str | int | None = None,
     rdzv_endpoint: str | None = None,
     rdzv_id: str | None = None,
     **legacy: Any,
@@ -130,9 +130,7 @@ def enable_multi_gpu(
     # Here the parameters are all there is; `legacy` stands for the rest.
     arguments = {name: value for name, value in locals().items() if name != "legacy"}
     arguments.update(translate_legacy(legacy))
-    if isinstance(rank_speeds, list):
-        arguments["rank_speeds"] = tuple(rank_speeds)
-    config = _as_verified(MultiGPUConfig.resolve(arguments))
+    config = _as_verified(MultiGPUConfig.resolve(_in_config_types(arguments)))
     if _session is not None:
         _check_same_call(_session.config, config)
         return
@@ -145,7 +143,7 @@ def enable_multi_gpu(
         identity = read_identity(os.environ)
         if identity is None:
             num_ranks = ranks_to_start(config)
-            if num_ranks > 1:
+            if needs_supervisor(config, num_ranks):
                 start_this_command(config, num_ranks)
             identity = SINGLE_PROCESS
         _session = open_session(config, identity, console)
@@ -192,6 +190,16 @@ def get_multi_gpu_status() -> MultiGPUStatus:
     )
 
 
+def _in_config_types(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that may be given in a second type: a list of speeds, a number of nodes."""
+    speeds, nodes = arguments["rank_speeds"], arguments["nnodes"]
+    return {
+        **arguments,
+        "rank_speeds": tuple(speeds) if isinstance(speeds, list) else speeds,
+        "nnodes": str(nodes) if isinstance(nodes, int) and not isinstance(nodes, bool) else nodes,
+    }
+
+
 def _as_verified(config: MultiGPUConfig) -> MultiGPUConfig:
     """`unsloth-multigpu verify` chooses the number of ranks, and looks at the weights of rank 0 for all of them."""
     if ENV_RECEIPT not in os.environ:
@@ -205,7 +213,9 @@ def _as_verified(config: MultiGPUConfig) -> MultiGPUConfig:
 
     request = ReceiptRequest.read(os.environ)
     assert request is not None
-    return dataclasses.replace(config, num_gpus=request.num_gpus, verify_every=1)
+    # Two runs on this machine, as they would go by themselves.
+    alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None, "resume": "off"}
+    return dataclasses.replace(config, num_gpus=request.num_gpus, verify_every=1, **alone)
 
 
 def _is_worker() -> bool:

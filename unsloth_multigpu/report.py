@@ -60,7 +60,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank says of itself: started, training, trained, stopped, exception or exiting.
+    """Something that a rank says of itself: started, training, trained, stopping, stopped, exception or exiting.
 
     Args:
         time_s: When, on the clock of `time.monotonic`, which all processes of a machine share and nobody sets.
@@ -94,7 +94,7 @@ class EventWriter:
     def write(self, kind: str, **facts: Any) -> None:
         """Adds an event; raises OSError where the folder is gone or the disk is full."""
         line = json.dumps([kind, self._rank, self._attempt, time.monotonic(), self._beat.step, facts])
-        with self._path.open("a", encoding="utf-8") as file:
+        with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
             file.write(line + "\n")
 
 
@@ -107,6 +107,10 @@ def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:
             if event is not None and event.attempt == attempt:
                 events.append(event)
     return sorted(events, key=lambda e: e.time_s)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _parse_event(line: str) -> Event | None:

@@ -38,6 +38,7 @@ class Session:
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     _manager: DDPManager | None = None
+    _num_trainings: int = 0
 
     def manager(self) -> DDPManager:
         """This rank's manager, made when it is first needed."""
@@ -47,9 +48,10 @@ class Session:
             self._manager = DDPManager(self.identity, self.config)
         return self._manager
 
-    def run_training(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
-        """Stands in for `Trainer.train`."""
+    def run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
         self.registry.verify()
+        number, self._num_trainings = self._num_trainings, self._num_trainings + 1
         if not self.config.enable_ddp:
             return self._run_serial(trainer, original_train)
         steered = None
@@ -59,12 +61,14 @@ class Session:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
         if self.identity.world_size == 1 and self.config.sync != "ddp":
             logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
-        asks_for_guard = self.config.resume == "auto" or self.events is not None
+        asks_for_guard = self.config.resume == "auto" or self.config.on_nan == "skip" or self.events is not None
         if self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and ENV_RECEIPT not in os.environ):
             from unsloth_multigpu.core.trainer import DDPTrainer
 
             steered = DDPTrainer(trainer, self.manager(), self.events, self.beat)
-        train = original_train if steered is None else functools.partial(steered.run, original_train)
+        train = original_train
+        if steered is not None:
+            train = functools.partial(steered.run, original_train, arguments, number)
         if ENV_RECEIPT in os.environ:
             self._record(trainer, train, is_filler=functools.partial(_computes_filler, steered))
         result = train()
@@ -121,7 +125,7 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
     if identity.launcher != "none":
         from unsloth_multigpu.launch.rank import enter_rank
 
-        session.events, session.beat = enter_rank(identity)
+        session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
     if ENV_RECEIPT in os.environ:
         from unsloth_multigpu.proof.receipt import same_random_choices
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.option import num_nodes
 
 logger = get_logger(__name__)
 
@@ -24,13 +25,21 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
         SetupError: More than it has accelerators, or none of the kind that was asked for.
     """
     num_devices = _devices_to_use(config)
-    if not config.enable_ddp:
-        return 1
-    if num_devices > 1 and sys.platform != "linux":
-        raise SetupError(
-            f"Several ranks need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or set num_gpus=1."
-        )
-    return num_devices
+    num_ranks = num_devices if config.enable_ddp else 1
+    if needs_supervisor(config, num_ranks) and sys.platform != "linux":
+        what = "Several ranks need" if num_ranks > 1 else "max_restarts and nnodes need"
+        raise SetupError(f"{what} Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or set num_gpus=1 alone.")
+    return num_ranks
+
+
+def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
+    """True if this process cannot be the rank itself: there are more of them, or somebody has to start it again.
+
+    Args:
+        num_ranks: Ranks of this machine.
+    """
+    has_others = num_ranks > 1 or num_nodes(config.nnodes)[1] > 1
+    return config.enable_ddp and (has_others or config.max_restarts > 0)
 
 
 def _devices_to_use(config: MultiGPUConfig) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import finish, run_python, start
+from tests.helpers.run import LIGHT, finish, run_python, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
 ARGUMENTS = ["--n", "two words", "$HOME", "${local_rank}", "a'b\"c"]
@@ -33,20 +33,16 @@ def facts(folder, num_ranks=2):
 )
 def test_command_is_started_again_as_it_was(tmp_path, form):
     shutil.copy(SCRIPT, tmp_path)
-    run = run_python([*form, tmp_path, *ARGUMENTS], cwd=tmp_path, env={"UNSLOTH_MULTIGPU_NUM_GPUS": "2"})
+    variables = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", "OMP_NUM_THREADS": ""}
+    run = run_python([*form, tmp_path, *ARGUMENTS], cwd=tmp_path, env=variables)
     assert run.code == 0, run.err
+    shared_threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in facts(tmp_path):
         assert rank["arguments"] == ARGUMENTS
         assert rank["name"] == "__main__"
         assert rank["launcher"] == "unsloth_multigpu"
+        assert rank["threads"] == shared_threads
         assert rank["flags"] == ([True, 1] if "-X" in form else [False, 0])
-
-
-def test_threads_are_shared_out(tmp_path):
-    run = finish(start([SCRIPT, tmp_path], tmp_path, {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", "OMP_NUM_THREADS": ""}))
-    assert run.code == 0, run.err
-    expected = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert [f["threads"] for f in facts(tmp_path)] == [expected] * 2
 
 
 def test_script_from_standard_input_is_refused(tmp_path):
@@ -125,30 +121,22 @@ def test_work_before_the_line_is_named(tmp_path):
     assert "of work (imported: transformers), which each of the 2 ranks does again" in run.err
 
 
-def test_exit_code_of_all_ranks_is_passed_on(tmp_path):
-    script = tmp_path / "three.py"
-    script.write_text("import sys\nimport unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\nsys.exit(3)\n")
-    run = run_python([script], cwd=tmp_path)
-    assert run.code == 3
-    assert "exited with code 3" in run.err
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "num_steps"),
-    [("GLOBAL_BATCH", "scale", 3), ("BATCH_SIZE_PER_GPU", "3", 4), ("SEED_PER_RANK", "0", 6)],
-)
-def test_batch_options_change_the_number_of_steps(tmp_path, option, value, num_steps):
+def test_batch_options_change_the_number_of_steps(tmp_path):
     # 24 rows in batches of 4: six steps of one process.
-    script = Path(__file__).parent / "scripts" / "tiny_train.py"
-    run = run_python([script, "--out", "log.json"], cwd=tmp_path, env={f"UNSLOTH_MULTIGPU_{option}": value})
+    expected = {
+        "UNSLOTH_MULTIGPU_GLOBAL_BATCH=scale": 3,
+        "UNSLOTH_MULTIGPU_BATCH_SIZE_PER_GPU=3": 4,
+        "UNSLOTH_MULTIGPU_SEED_PER_RANK=0": 6,
+    }
+    run = run_python([SCRIPT.with_name("options.py"), *expected], cwd=tmp_path, env=LIGHT)
     assert run.code == 0, run.err
-    log = json.loads((tmp_path / "log.json").read_text())["log"]
-    assert log[-1]["step"] == num_steps
+    assert json.loads((tmp_path / "steps.json").read_text()) == expected
 
 
-def test_spawned_worker_of_a_rank_is_no_rank(tmp_path):
+def test_spawned_worker_is_no_rank_and_the_exit_code_of_all_ranks_is_passed_on(tmp_path):
     script = tmp_path / "spawns.py"
     script.write_text(
+        "import sys\n"
         "import unsloth_multigpu as ump\n"
         "ump.enable_multi_gpu(num_gpus=2)\n"
         "import torch\n"
@@ -158,7 +146,9 @@ def test_spawned_worker_of_a_rank_is_no_rank(tmp_path):
         "if __name__ == '__main__':\n"
         "    loader = torch.utils.data.DataLoader(Rows(), num_workers=1, multiprocessing_context='spawn')\n"
         "    print('sum', sum(int(x) for x in loader))\n"
+        "    sys.exit(3)\n"
     )
     run = run_python([script], cwd=tmp_path)
-    assert run.code == 0, run.err
+    assert run.code == 3, run.err
+    assert "exited with code 3" in run.err
     assert "sum 10" in run.out

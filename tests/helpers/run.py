@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # CPU ranks everywhere: tests/gpu asks for cards itself.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+# For scripts that need none of the libraries that it hides.
+LIGHT = {"PYTHONPATH": str(ROOT / "tests" / "helpers" / "light")}
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

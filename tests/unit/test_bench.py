@@ -127,6 +127,32 @@ def test_arm_without_others_has_nothing_to_compare() -> None:
     assert render_table(result_table([result])).splitlines()[1].split().count("-") == 4
 
 
+def test_cost_of_the_guard_is_a_ratio_within_each_round() -> None:
+    seconds = {"ours": (2.0, 20.0), "unguarded": (1.0, 20.0)}
+    runs = {name: [[rank(0, step(wall_s=wall_s))] for wall_s in rounds] for name, rounds in seconds.items()}
+    ours, unguarded = summarize(runs, 0)
+    assert ours.times_unguarded == Spread(0.75, 0.5, 1.0)
+    assert unguarded.times_unguarded == Spread(1.0, 1.0, 1.0)
+    table = render_table(result_table([ours, unguarded])).splitlines()
+    assert table[0].split("  x one_process")[1].split()[:3] == ["x", "unguarded", "padding"]
+    assert "0.750 (0.500-1.000)" in table[1]
+
+
+def test_all_arms_but_the_unguarded_one_save(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def strategy(name: str, save_steps: int | None) -> tuple[str, int]:
+        options = BenchOptions(arms=(), save_steps=save_steps)
+        arguments = bench_worker._training_arguments(ARMS[name], options)
+        return arguments.save_strategy.value, arguments.save_steps
+
+    assert [strategy(name, 7) for name in ("ours", "torchrun")] == [("steps", 7)] * 2
+    assert strategy("unguarded", 7)[0] == strategy("ours", None)[0] == "no"
+    assert not any("checkpoints:" in line for line in conditions(BenchOptions(arms=()), 0, "cpu", "1"))
+    saved = conditions(BenchOptions(arms=("unguarded",), save_steps=7), 0, "cpu", "1")
+    assert any(line.startswith("checkpoints: every 7 steps") for line in saved)
+
+
 def test_numbers_that_json_lacks_are_text() -> None:
     text = json_text({"a": [math.inf, (math.nan, 1.5)], "b": {"c": -math.inf}, "d": None})
     assert json.loads(text, parse_constant=pytest.fail) == {"a": ["inf", ["nan", 1.5]], "b": {"c": "-inf"}, "d": None}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.fault.beat import Beat
-from unsloth_multigpu.launch.cause import find_cause, find_early_exit
+from unsloth_multigpu.launch.cause import Memory, find_cause, find_early_exit
 from unsloth_multigpu.report import Event
 
 CONNECTION_ERRORS = [
@@ -174,6 +174,29 @@ def test_death_by_signal_is_named(rank: int, number: signal.Signals, exit_code: 
     assert cause.message == f"rank {rank} was killed by {number.name} after step 5{likely}"
 
 
+def test_kill_for_lack_of_memory_is_told_from_others() -> None:
+    def message(memory: Memory) -> str:
+        return find_cause(Run().training(0, 1).events, {1: -signal.SIGKILL}, {1}, memory=memory).message
+
+    killed = "rank 1 was killed by SIGKILL before the first step; "
+    assert message(Memory(1)) == killed + "the kernel killed it for lack of memory"
+    held = {0: 5, 1: 3 * 2**29}
+    assert message(Memory(2, held)) == killed + "the kernel killed it for lack of memory, it held 1.5 GiB"
+    guess = "the usual cause is that the machine ran out of memory (see dmesg; it held 1.5 GiB)"
+    assert message(Memory(0, held)) == killed + guess
+
+
+def test_rank_that_was_killed_in_its_teardown_did_not_die_of_it() -> None:
+    run = Run().training(0, 1).fails(1, CLOSED, step=1)
+    assert "Connection closed" in find_cause(run.events, {1: -signal.SIGKILL}, {1}).message
+    assert find_cause(run.events, {0: -signal.SIGKILL, 1: 1}, {0}).message.startswith("rank 0 was killed by SIGKILL")
+
+
+def test_survivor_that_had_to_be_killed_is_not_blamed() -> None:
+    codes = {0: -signal.SIGKILL, 1: -signal.SIGKILL}
+    assert find_cause(Run().training(0, 1).events, codes, gone={1}).rank == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_rank_that_the_supervisor_ended_is_not_blamed(number: signal.Signals) -> None:
     run = Run().training(0, 1)
@@ -194,6 +217,44 @@ def test_exit_code_of_a_rank_that_said_nothing_is_kept() -> None:
     cause = find_cause([], {0: 2, 1: 2})
     assert (cause.rank, cause.exit_code) == (0, 2)
     assert cause.message == "rank 0 exited with code 2 before the first step"
+
+
+# Hangs, which the supervisor ends itself.
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+@pytest.mark.parametrize("codes", [{}, {0: -15, 1: -9}, {0: 1, 1: -9}])
+def test_hang_is_the_cause_of_all_that_follows(rank: int, codes: dict[int, int]) -> None:
+    run = Run().training(0, 1).add("hang", rank, 3, message="rank 1 hangs: ...", stacks="Stack\n").fails(0, CLOSED)
+    cause = find_cause(run.events, codes, gone={1})
+    assert (cause.rank, cause.exit_code, cause.traceback) == (rank, 124, "Stack\n")
+    assert cause.message == "rank 1 hangs: ..."
+
+
+def test_hang_is_no_last_word_of_a_rank() -> None:
+    run = Run().training(0, 1).add("trained", 0).add("trained", 1).add("exiting", 1)
+    assert find_early_exit(run.add("hang", -1, message="", stacks="").events, {1}) is None
+
+
+# Ranks that stop because they were asked to.
+
+
+@pytest.mark.parametrize("kind", ["stopping", "stopped"])
+def test_rank_that_stops_as_asked_has_not_left_early(kind: str) -> None:
+    run = Run().training(0, 1).add(kind, 1, 4, signal="SIGTERM").add("exiting", 1, 4)
+    assert find_early_exit(run.events, {1}) is None
+
+
+# Several nodes.
+
+
+def test_broken_connection_to_another_node_is_not_this_nodes_fault() -> None:
+    run = Run(0).add("started", 2).add("started", 3).training(2, 3).fails(3, CLOSED, step=7).fails(2, CLOSED, step=7)
+    cause = find_cause(run.events, {2: 1, 3: 1}, is_one_node=False)
+    lost = "rank 3 lost its connection to another node after step 7; that node's own message names the cause"
+    assert (cause.rank, cause.exit_code, cause.message, cause.traceback) == (3, 76, lost, "")
+    # What a rank of this node did comes first all the same.
+    assert find_cause(run.fails(2, "ValueError: x").events, {2: 1}, is_one_node=False).exit_code == 1
 
 
 # A restart is seen by its events, before torch elastic tells any exit code.

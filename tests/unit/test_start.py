@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from unsloth_multigpu import start
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch import launcher
-from unsloth_multigpu.start import ranks_to_start, start_this_command
+from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command
+
+SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +112,30 @@ def test_several_ranks_need_linux(monkeypatch: pytest.MonkeyPatch, num_gpus: int
         return
     with pytest.raises(SetupError, match="Several ranks need Linux; this is darwin"):
         ranks_to_start(MultiGPUConfig(num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "expected"),
+    [
+        ({}, 1, False),
+        ({}, 2, True),
+        ({"max_restarts": 1}, 1, True),
+        (SEVERAL_NODES, 1, True),
+        ({"nnodes": "1:1"}, 1, False),
+        ({"enable_ddp": False}, 1, False),
+    ],
+)
+def test_supervisor_is_there_for_several_ranks_several_nodes_and_restarts(
+    options: dict[str, Any], num_ranks: int, expected: bool
+) -> None:
+    assert needs_supervisor(MultiGPUConfig(**options), num_ranks) is expected
+
+
+def test_one_rank_with_a_supervisor_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "cpu", 0)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SetupError, match="max_restarts and nnodes need Linux; this is darwin"):
+        ranks_to_start(MultiGPUConfig(max_restarts=1))
 
 
 class Ended(BaseException):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, part_available
+from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, UNGUARDED, Arm, choose_arms, part_available
 from unsloth_multigpu.cli.bench_option import (
     DEFAULT_LENGTHS,
     MODEL_SIZES,
@@ -88,13 +88,10 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("measurement")
     for name, value, text in (
         ("epochs", None, f"with --strategies: epochs, each with a test at its end [{NUM_EPOCHS}]"),
-        (
-            "steps",
-            None,
-            f"timed optimizer steps; with --strategies those of an epoch [{NUM_STEPS}; {NUM_STEPS_OF_EPOCH}]",
-        ),
+        ("steps", None, f"timed optimizer steps; with --strategies of an epoch [{NUM_STEPS}; {NUM_STEPS_OF_EPOCH}]"),
         ("warmup", None, f"first steps, which are not timed [{NUM_WARMUP}; with --slow-rank {NUM_WARMUP_SLOW}]"),
         ("repeats", defaults.num_repeats, f"rounds; each runs every arm once [{defaults.num_repeats}]"),
+        ("save-steps", None, f"steps between two checkpoints, of all arms but {UNGUARDED} [none are saved]"),
     ):
         run.add_argument(f"--{name}", type=int, metavar="N", default=value, help=text)
     limit_s = defaults.timeout_s

@@ -17,6 +17,7 @@ from unsloth_multigpu.versions import installed_version
 WORKER = "unsloth_multigpu.cli.bench_worker"
 REFERENCE = "one_process"
 BASELINE = "torchrun"
+UNGUARDED = "unguarded"
 
 
 def _python(num_ranks: int) -> list[str]:
@@ -50,6 +51,7 @@ class Arm:
         has_one_process: Only one process trains.
         needs: A word that transformers' `training_args.py` must have; without it the arm is skipped.
         note: What a reader must know to compare it.
+        may_save: It saves checkpoints if that is asked for.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Arm:
     has_one_process: bool = False
     needs: str | None = None
     note: str = ""
+    may_save: bool = True
 
     @property
     def uses_all_devices(self) -> bool:
@@ -94,6 +97,14 @@ ARMS: Mapping[str, Arm] = {
             note="DDP does not search for unused parameters, as it does by default in a Trainer without the line",
             **ONE_GPU,
         ),
+        Arm(
+            UNGUARDED,
+            "one line, nothing is watched or saved",
+            line={"balance": "auto", "hang_timeout_s": 0.0, "on_nan": "off", "verify_every": 0},
+            may_save=False,
+            note="no watchdog, no look at gradient norms, no comparison of replicas, no checkpoints",
+            **ONE_GPU,
+        ),
         Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **ONE_GPU),
         Arm(BASELINE, "torchrun + Trainer", _torchrun),
         Arm(
@@ -121,7 +132,7 @@ ARMS: Mapping[str, Arm] = {
         Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **ONE_GPU),
     )
 }
-DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one"))
+DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one") and name != UNGUARDED)
 
 # What a launcher tells its ranks: an arm must hear it from its own.
 _LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})

@@ -53,6 +53,7 @@ class BenchOptions:
         num_steps, num_warmup: Optimizer steps that are measured, and those before them.
         num_repeats: Rounds; each runs every arm once.
         slow_rank: This rank computes at `slow_speed` of its speed. None = no such rank.
+        save_steps: Optimizer steps between two checkpoints of the arms that may save. None = no checkpoints.
         device: "cpu" or "cuda".
         is_card_shared: All ranks use the one visible card, over gloo.
         timeout_s: Limit of one arm's run, in seconds.
@@ -75,6 +76,7 @@ class BenchOptions:
     num_repeats: int = 3
     slow_rank: int | None = None
     slow_speed: float = 1.0
+    save_steps: int | None = None
     device: str = "cpu"
     is_card_shared: bool = False
     timeout_s: float = 900.0
@@ -112,6 +114,7 @@ class BenchOptions:
             num_repeats=arguments.repeats,
             slow_rank=slow_rank,
             slow_speed=slow_speed,
+            save_steps=arguments.save_steps,
             device=arguments.device,
             timeout_s=arguments.timeout_s,
             seed=arguments.seed,
@@ -147,6 +150,7 @@ class BenchOptions:
             ("--warmup", self.num_warmup, 0),
             ("--steps", self.num_steps, 1 if self.num_epochs is None else self.num_warmup + 1),
             ("--repeats", self.num_repeats, 1),
+            ("--save-steps", _given(self.save_steps, 1), 1),
             ("--seed", self.seed, 0),
         ):
             if value < minimum:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE
+from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE, UNGUARDED
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class ArmResult:
         norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None also
             where the samples are others, since the gradients are then, too, and where each rank has its own.
         has_same_samples: Every step has the samples that it has in one process, over all ranks.
+        times_unguarded: Its tokens per second divided by those of the line that guards nothing, in the same round.
     """
 
     name: str
@@ -143,6 +144,7 @@ class ArmResult:
     largest_tokens: int
     norm_difference: float | None
     has_same_samples: bool | None
+    times_unguarded: Spread | None = None
 
 
 # runs[arm][round] = records of its ranks
@@ -224,6 +226,7 @@ def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None) -> l
                 largest_tokens=max(m.largest_tokens for m in rounds),
                 norm_difference=max(norms) if is_same and norms else None,
                 has_same_samples=is_same,
+                times_unguarded=ratios(speeds[name], speeds.get(UNGUARDED)),
             )
         )
     return results

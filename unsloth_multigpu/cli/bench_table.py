@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE
+from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE, UNGUARDED
 from unsloth_multigpu.cli.bench_option import LEARNING_RATE, BenchOptions
 from unsloth_multigpu.cli.bench_result import ArmResult, Spread
 from unsloth_multigpu.cli.strategy_arm import find_arm
@@ -33,6 +33,7 @@ COLUMNS = (
     "norm difference",
     "samples",
 )
+_UNGUARDED_COLUMN = COLUMNS.index("padding")
 LEGEND = (
     "tokens/s: tokens that are no padding, of all ranks. Medians of the rounds with (smallest-largest);",
     "the ratios are taken within each round.",
@@ -45,7 +46,7 @@ LEGEND = (
 
 
 def result_table(results: Sequence[ArmResult]) -> Table:
-    """One row per arm."""
+    """One row per arm; a column more where what guarding costs was measured."""
     rows = [
         [
             r.name,
@@ -62,7 +63,12 @@ def result_table(results: Sequence[ArmResult]) -> Table:
         ]
         for r in results
     ]
-    return Table(COLUMNS, rows, LEGEND)
+    if all(r.times_unguarded is None for r in results):
+        return Table(COLUMNS, rows, LEGEND)
+    for row, result in zip(rows, results, strict=True):
+        row.insert(_UNGUARDED_COLUMN, spread_text(result.times_unguarded, "{:.3f}".format))
+    columns = [*COLUMNS[:_UNGUARDED_COLUMN], f"x {UNGUARDED}", *COLUMNS[_UNGUARDED_COLUMN:]]
+    return Table(columns, rows, LEGEND)
 
 
 def memory_text(result: ArmResult) -> str:
@@ -112,6 +118,8 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
             f"training: AdamW, constant learning rate {LEARNING_RATE:g}; all strategies deal samples in order "
             '(balance="off"), so that they differ in nothing but how gradients meet'
         )
+    if options.save_steps is not None:
+        lines.append(f"checkpoints: every {options.save_steps} steps; their time is that of the step after them")
     if options.slow_rank is not None:
         lines.append(
             f"slow rank: {options.slow_rank} computes at {options.slow_speed:g} of its speed, "

@@ -58,7 +58,7 @@ VERIFY_OPTIONS: dict[str, tuple[type, str]] = {
 _USAGES = {
     command: f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
        unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""
-    for command in ("run", "verify")
+    for command in ("run", "verify", "chaos")
 }
 
 
@@ -84,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             _check_program(program, "verify")
             _check_behind(own, behind)
             return run_verify(options, program)
+        if options.command == "chaos":
+            from unsloth_multigpu.cli.chaos import run_chaos
+
+            _check_program(program, "chaos")
+            return run_chaos(options, program)
         _check_program(program, "run")
         _run(options, program)
     except MultiGPUError as error:
@@ -94,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Parts the options of `run` and `verify` from the program: from the script's name on all belongs to the script.
+    """Parts the options of a command from the program: from the script's name on all belongs to the script.
 
     Returns options that stand before it, options that stand directly behind its name, and the program.
 
@@ -102,10 +107,10 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
     stands before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
     versions of Python.
     """
-    if list(arguments[:1]) not in (["run"], ["verify"]):
+    tables = {"run": lambda: RUN_OPTIONS, "verify": _verify_options, "chaos": _chaos_options}
+    if not arguments or arguments[0] not in tables:
         return list(arguments), [], []
-    is_verify = arguments[0] == "verify"
-    table = _verify_options() if is_verify else RUN_OPTIONS
+    is_verify, table = arguments[0] == "verify", tables[arguments[0]]()
     take_value = {_flag(name) for name, (kind, _) in table.items() if kind is not bool}
     i = 1
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
@@ -149,6 +154,12 @@ def _verify_options() -> dict[str, tuple[type, str]]:
     return {**VERIFY_OPTIONS, **{name: RUN_OPTIONS[name] for name in PASSED_OPTIONS}}
 
 
+def _chaos_options() -> dict[str, tuple[type, str]]:
+    from unsloth_multigpu.cli.chaos import CHAOS_OPTIONS, PASSED_OPTIONS
+
+    return {**CHAOS_OPTIONS, **{name: RUN_OPTIONS[name] for name in PASSED_OPTIONS}}
+
+
 class _Parser(argparse.ArgumentParser):
     """Ends a wrong command line as this package ends a wrong argument: with the exit code of ConfigError."""
 
@@ -161,7 +172,7 @@ def _parser() -> _Parser:
     parser = _Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.", allow_abbrev=False)
     version = installed_version("unsloth-multigpu") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,doctor,verify,bench}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,doctor,verify,bench,chaos}")
     run = commands.add_parser(
         "run",
         help="run a script that has no line of its own on every GPU",
@@ -204,6 +215,16 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     add_bench_options(bench)
+    chaos = commands.add_parser(
+        "chaos",
+        help="kill, stop and starve ranks of a script, and see whether its training ends or goes on as it should",
+        usage=_USAGES["chaos"],
+        description="Runs the script once without faults and then with each, in a new folder, and compares what it "
+        "says, how soon it ends, what it leaves behind, samples and weights. Exit code 0 = every run ended or went on "
+        "as it should.",
+        allow_abbrev=False,
+    )
+    _add_options(chaos, _chaos_options())
     return parser
 
 
@@ -230,7 +251,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
     from unsloth_multigpu.session import Console
-    from unsloth_multigpu.start import ranks_to_start, supervise
+    from unsloth_multigpu.start import needs_supervisor, ranks_to_start, supervise
 
     given: dict[str, Any] = {name: getattr(options, name) for name in RUN_OPTIONS}
     config = MultiGPUConfig.resolve(given)
@@ -240,9 +261,10 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
     Console(debug=config.debug)
     is_started = read_identity(os.environ) is not None  # By torchrun or srun: this process is one of the ranks.
     # Counting the devices takes an import of torch, so it is left to the rank where there can only be one.
-    num_ranks = 1 if is_started or config.num_gpus == 1 else ranks_to_start(config)
-    if num_ranks > 1:
-        supervise(command, config, num_ranks)
+    if not is_started and (config.num_gpus != 1 or needs_supervisor(config, 1)):
+        num_ranks = ranks_to_start(config)
+        if needs_supervisor(config, num_ranks):
+            supervise(command, config, num_ranks)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,12 @@ class Balancer:
         self._regroup = True
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
         self._num_steps = 0
+        # Steps of earlier runs; this process has to get warm again.
+        self._num_resumed = 0
         self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
         self.balance: Balance | None = None
+        # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
+        self.resumed: Mapping[str, Any] = {}
         self.stopwatch = Stopwatch(trainer.model, trainer.args.device)
 
     def prepare(self, loader: Any, scale: LossScale) -> str:
@@ -83,6 +87,7 @@ class Balancer:
             self._regroup = _may_regroup(scale, self._trainer, is_demanded=is_demanded)
             self._lengths, cost = self._read(loader)
             self.balance = Balance(cost, tuple(speeds), limit)
+            self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
         digest = hashlib.blake2b(repr(self._lengths).encode(), digest_size=8).hexdigest()
@@ -96,6 +101,38 @@ class Balancer:
         self._check_limit()
         dealt = "dealt" if self._regroup else "exchanged between micro-batches"
         return f", {dealt} by length ({min(self._lengths)} to {max(self._lengths)} tokens)"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was measured, as JSON values: without it a training that goes on would plan other micro-batches."""
+        if self.balance is None:
+            return {}
+        return {
+            "overhead_tokens": self.balance.cost.overhead_tokens,
+            "floor_tokens": self.balance.cost.floor_tokens,
+            "speeds": self.balance.speeds,
+            "last_speeds": self._last_speeds,
+            "num_steps": self._num_steps,
+        }
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Takes over a `state_dict()`, but for what is given by an option. Speeds belong to a number of ranks."""
+        if not state or self.balance is None:
+            return
+        config, balance = self._config, self.balance
+        given: dict[str, Any] = {
+            "overhead_tokens": config.micro_batch_overhead_tokens,
+            "floor_tokens": config.micro_batch_floor_tokens,
+        }
+        balance = dataclasses.replace(
+            balance,
+            cost=dataclasses.replace(balance.cost, **{n: state[n] if v is None else v for n, v in given.items()}),
+        )
+        if len(state["speeds"]) == len(balance.speeds):
+            self._last_speeds = tuple(state["last_speeds"])
+            self._num_steps = self._num_resumed = int(state["num_steps"])
+            if config.rank_speeds is None:
+                balance = dataclasses.replace(balance, speeds=tuple(state["speeds"]))
+        self.balance = balance
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
@@ -142,7 +179,7 @@ class Balancer:
         """Keeps the time of a micro-batch, which has just been computed."""
         # Pieces that were dealt in order, as in a short last step, do not know their work.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
-        if lap is not None and self._num_steps >= _WARM_UP_STEPS:
+        if lap is not None and self._num_steps - self._num_resumed >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
     def check_labels(self, inputs: Sequence[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -105,18 +104,11 @@ class Exchange:
         if is_wanted and self.sync is not None:
             self.sync.meet()
 
-    def checkpoint_folder(self, step: int) -> Path:
-        """Where the Trainer has just saved: a search for hyperparameters has a folder for each trial."""
-        trainer = self._trainer
-        return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)), f"checkpoint-{step}")
-
     def save_state(self, folder: Path) -> None:
         """Adds the strategy's state to a checkpoint; nothing for a strategy that has none."""
         state = {} if self.sync is None else self.sync.state_dict()
         if state:
-            # A file that was cut off would end the run that goes on from it.
-            torch.save(state, folder / f"{STATE_FILE}.part")
-            os.replace(folder / f"{STATE_FILE}.part", folder / STATE_FILE)
+            torch.save(state, folder / STATE_FILE)
 
     def _load_state(self, file: Path) -> None:
         assert self.sync is not None
@@ -175,10 +167,6 @@ def _exchange_callback(exchange: Exchange) -> Any:
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             exchange.meet_if(is_read(control))
-
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if args.should_save:
-                exchange.save_state(exchange.checkpoint_folder(state.global_step))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             assert exchange.sync is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,15 +11,21 @@ import torch
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.loss import kept_random_state
+from unsloth_multigpu.versions import SUPPORTED, installed_version
 
 
 def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> dict[str, Any]:
-    """Settings, trainable parameters and some rows of the data: name -> JSON value, for `DDPManager.check_same`.
+    """Settings, versions, trainable parameters and some rows of the data: what `DDPManager.check_same` compares.
+
+    Versions of drivers and of CUDA are not among them: nodes may differ in those.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         config: The run's options.
         num_accumulated: Micro-batches of a step that the script asked for.
+
+    Returns:
+        Name -> JSON value.
     """
     args, data = trainer.args, trainer.train_dataset
     names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
@@ -26,7 +33,11 @@ def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> 
     facts: dict[str, Any] = {name: getattr(args, name) for name in names}
     facts["gradient_accumulation_steps"] = num_accumulated
     facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
-    facts["config"] = config
+    facts |= {f"option {name}": value for name, value in config.of_the_run().items()}
+    # Without the part that tells for which CUDA torch was built.
+    installed = ((name, installed_version(name)) for name in ("unsloth_multigpu", *SUPPORTED))
+    facts |= {f"version of {name}": version and version.partition("+")[0] for name, version in installed}
+    facts["version of python"] = ".".join(platform.python_version_tuple()[:2])
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         facts["samples"] = len(data)
         places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ class Guard:
         self.manager = manager
         self.events = events
         self.beat = beat
+        self._compiler = CompilerPhase(beat)
+        self._is_in_loop = False
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
@@ -37,30 +40,103 @@ class Guard:
         as one phase.
         """
         trainer = self.trainer
-        phases = {
-            "get_batch_samples": Phase.DATA,
-            "training_step": Phase.COMPUTE,
-            "evaluate": Phase.EVALUATE,
-            "_save_checkpoint": Phase.SAVE,
+        overrides: dict[str, Callable[..., Any]] = {
+            "get_batch_samples": self._batch_samples,
+            "training_step": self._training_step,
+            "_maybe_log_save_evaluate": self._log_save_evaluate,
+            "store_flos": self._store_flos,
+            "evaluate": functools.partial(self._within, Phase.EVALUATE),
+            "_save_checkpoint": functools.partial(self._within, Phase.SAVE),
+            "_load_best_model": functools.partial(self._within, Phase.SAVE),
         }
         callback = _phase_callback(self.beat)
         with ExitStack() as stack:
-            for name, phase in phases.items():
-                within = functools.partial(self._within, phase, getattr(trainer, name))
+            for name, override in overrides.items():
+                within = functools.partial(override, getattr(trainer, name))
                 stack.enter_context(instance_attribute(trainer, name, within))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
+            stack.callback(self._compiler.leave)
             stack.callback(self.beat.mark, Phase.SCRIPT)
-            self.beat.mark(Phase.SETUP, step=0)
+            self.beat.mark(Phase.SETUP, step=0, micro_batch=0)
             yield
+
+    def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._compiler.enter()
+        # The first samples may take long: workers start, and a resumed stream is read up to its place.
+        if self.beat.phase != Phase.SETUP:
+            self.beat.mark(Phase.DATA)
+        result = original(*args, **kwargs)
+        self.beat.mark(Phase.COMPUTE)
+        return result
+
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.beat.mark(Phase.COMPUTE)
+        result = original(*args, **kwargs)
+        # The micro-batches that are behind it tell the update of a step from what follows the step.
+        self.beat.mark(Phase.UPDATE, micro_batch=self.beat.micro_batch + 1)
+        return result
+
+    def _log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Callbacks that send a checkpoint away belong to saving it.
+        phase = Phase.SAVE if self.trainer.control.should_save else self.beat.phase
+        self._is_in_loop = True
+        result = self._within(phase, original, *args, **kwargs)
+        self._is_in_loop = False
+        return result
+
+    def _store_flos(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Outside of the above and of a save, it is the first thing behind the last step, and a collective.
+        if self.beat.phase == Phase.UPDATE and not self._is_in_loop:
+            self.beat.mark(Phase.ENDED)
+        return original(*args, **kwargs)
 
     def _within(self, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = self.beat.phase
         self.beat.mark(phase)
         result = original(*args, **kwargs)
-        # A step's last backward pass is followed by its update, and that by the next step's samples.
-        self.beat.mark({Phase.DATA: Phase.COMPUTE, Phase.COMPUTE: Phase.UPDATE}.get(phase, before))
+        self.beat.mark(before)
         return result
+
+
+class CompilerPhase:
+    """Marks the time in which torch.compile works.
+
+    Args:
+        beat: This rank's page.
+    """
+
+    def __init__(self, beat: BeatPage) -> None:
+        self._beat = beat
+        self._before: Phase | None = None
+        self._handler: Any = None
+
+    def enter(self) -> None:
+        """Listens to the compiler from here on, if somebody has imported it."""
+        module = sys.modules.get("torch._dynamo.callback")
+        if self._handler is None and module is not None:
+            self._handler = module.callback_handler
+            self._handler.register_start_callback(self._begin)
+            self._handler.register_end_callback(self._end)
+
+    def leave(self) -> None:
+        """Listens no more."""
+        # A script may have cleared the handler meanwhile.
+        if self._handler is not None and self._begin in self._handler.start_callbacks:
+            self._handler.remove_start_callback(self._begin)
+            self._handler.remove_end_callback(self._end)
+        self._handler = None
+
+    def _begin(self, *_: Any) -> None:
+        # Older versions of torch tell of a compilation inside another as well.
+        if self._beat.phase != Phase.COMPILE:
+            self._before = self._beat.phase
+        self._beat.mark(Phase.COMPILE)
+
+    def _end(self, *_: Any) -> None:
+        # The main thread may have gone on while another one compiled the backward pass.
+        if self._beat.phase == Phase.COMPILE:
+            self._beat.mark(self._before)
 
 
 def _phase_callback(beat: BeatPage) -> Any:

@@ -16,7 +16,9 @@ from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.loss import LossScale, count_weights, find_loss_scale
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.data.deal import check_divisible, equation
-from unsloth_multigpu.data.sampler import MicroBatch, Step, StepLoader, StepShape, StepStream, step_loader
+from unsloth_multigpu.data.sampler import StepLoader, step_loader
+from unsloth_multigpu.data.step import MicroBatch, Step, StepShape
+from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.logs import get_logger
@@ -106,6 +108,9 @@ class StepFeed:
             num_accumulated=self.num_accumulated,
             regroup=self._scale.is_token_normalised,
             planner=self.balancer.deal,
+            seed=trainer.args.seed,
+            # As the generators of the training itself, see the callback of `DDPTrainer`.
+            rank_seed=trainer.args.seed + (self.manager.identity.rank if self.manager.config.seed_per_rank else 0),
         )
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
@@ -213,8 +218,13 @@ class StepFeed:
 
     def begin_epoch(self, epoch: int) -> None:
         """Lets a stream shuffle for `epoch` also where the Trainer resumes in it: accelerate forgets it there."""
-        if self._loader is not None and isinstance(self._loader.dataset, StepStream):
+        if self._loader is not None and not self.has_one_order:
             self._loader.set_epoch(epoch)
+
+    @property
+    def has_one_order(self) -> bool:
+        """True where all ranks follow rank 0's order of samples: none runs out of them before another."""
+        return self._loader is not None and not isinstance(self._loader.dataset, StepStream)
 
     def merge_metrics(self) -> None:
         """Puts together TRL's training metrics, which each rank has collected for its own samples. Collective."""

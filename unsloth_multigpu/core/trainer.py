@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,18 +11,22 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.core.check import StepCheck
+from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.guard import Guard
+from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.traffic import ddp_sent_bytes
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
-from unsloth_multigpu.sync.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
 from unsloth_multigpu.sync.ddp import ddp_settings
 
@@ -45,15 +50,21 @@ class DDPTrainer:
         self.report: RunReport | None = None
         self.events = events
         self.steps = StepFeed(trainer, manager, beat)
+        self.check = StepCheck(trainer, manager, self.steps)
         self.guard = Guard(trainer, manager, events, beat)
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
         is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
+        self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), self._may_stop)
+        self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
         self.num_steps = 0
         self._is_proof_due = False
 
-    def run(self, original_train: Callable[[], Any]) -> Any:
-        """Runs `original_train` with this rank's share of every step, and returns what it returns."""
+    def run(self, original_train: Callable[[], Any], arguments: dict[str, Any] | None = None, number: int = 0) -> Any:
+        """Runs `original_train` with this rank's share of every step, and returns what it returns.
+
+        It reads `arguments` when it is called; for these and for `number` see `Checkpoints`.
+        """
         if not self._is_plain_ddp():
             return original_train()
         self._refuse_what_cannot_work()
@@ -61,11 +72,15 @@ class DDPTrainer:
         self.manager.check_same(facts_of_run(self.trainer, self.config, self.steps.num_accumulated))
         start = time.monotonic()
         with ExitStack() as stack:
+            stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))
             if self._deals_steps():
                 stack.enter_context(self.steps.on_trainer())
+            stack.enter_context(self.check.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
+            stack.enter_context(self.checkpoints.on_trainer({} if arguments is None else arguments, number))
             stack.enter_context(self.guard.on_trainer())
             stack.enter_context(self._progress())
+            stack.enter_context(self.preemption.on_trainer())
             # Every rank has rank 0's weights when the first step begins: new LoRA weights differ before.
             result = original_train()
         # Code around train() runs on every rank, and must make the same random choices there.
@@ -127,6 +142,8 @@ class DDPTrainer:
             return False
         # Unsloth writes TRL's trainers anew, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
+            if self.manager.identity.world_size == 1 and not asked_of_ddp(self.config):
+                return False  # Its own batches are those of one process.
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
@@ -190,7 +207,7 @@ class DDPTrainer:
         try:
             yield
         except BaseException as error:
-            if self.events is not None:
+            if self.events is not None and not self.preemption.number:
                 facts = {"exit_code": _exit_code(error)} if isinstance(error, SystemExit) else {}
                 self.events.write("left_training", error=f"{type(error).__name__}: {error}", **facts)
             raise
@@ -199,9 +216,17 @@ class DDPTrainer:
         if self.events is not None:
             self.events.write("trained")
 
+    def _may_stop(self) -> bool:
+        """Ranks that meet now and then stop where they meet: one more meeting would be another training."""
+        sync = self.exchange and self.exchange.sync
+        return not sync or self.config.sync not in ("local_sgd", "diloco") or sync.are_replicas_equal
+
     def _report(self, train_s: float) -> None:
         counts = [self.num_steps, self.steps.num_samples, self.steps.num_micro_batches]
-        sent_bytes = self._sent_bytes()
+        if self.exchange is None:
+            sent_bytes = ddp_sent_bytes(self.trainer.model, self.manager, self.num_steps)
+        else:
+            sent_bytes = None if self.exchange.sync is None else self.exchange.sync.sent_bytes
         rows = self.manager.gather_floats([*counts, train_s, -1 if sent_bytes is None else sent_bytes])
         self.report = RunReport(
             tuple(
@@ -211,23 +236,6 @@ class DDPTrainer:
         )
         if self.steps.num_micro_batches:
             logger.info("%s", self.report.summary())
-
-    def _sent_bytes(self) -> int | None:
-        """Of this training; see `RankReport`."""
-        if self.exchange is not None:
-            return None if self.exchange.sync is None else self.exchange.sync.sent_bytes
-        if self.config.grad_compression == "powersgd":
-            return None
-        trained = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        size = num_bytes(*trained)
-        if self.config.grad_compression is not None:
-            size = 2 * sum(p.numel() for p in trained)
-        world_size = self.manager.identity.world_size
-        model = self.trainer.model
-        # DDP gives every rank rank 0's weights first, and its buffers in each step.
-        first, buffers = num_bytes(*model.parameters(), *model.buffers()), num_bytes(*model.buffers())
-        followed = first + self.num_steps * buffers if self.manager.identity.rank < world_size - 1 else 0
-        return followed + self.num_steps * all_reduce_bytes(size, world_size)
 
     def prove_replicas(self, step: int) -> None:
         """Compares the ranks' weights where it is time, once they are to be equal. Collective."""

@@ -32,7 +32,7 @@ class Beat:
     Args:
         step: Last finished optimizer step, -1 before the first training.
         phase: What the main thread is doing.
-        micro_batch: Forward-backward passes begun in the current step.
+        micro_batch: Forward-backward passes finished in the current step.
         progress_s: When the main thread last said something, on `time.monotonic`'s clock.
         alive_s: When the rank's pulse thread last ran, on the same clock; 0.0 before its first time.
         collective: Number of the last collective that this rank began; -1 where it is not known.
@@ -48,10 +48,11 @@ class Beat:
     operation: str = ""
 
 
-# Written by the main thread: step, phase, micro-batch, time. All fields are 8 bytes, which the machine writes at once.
-_MAIN = struct.Struct("<qqqd")
+# Written by the main thread: step, phase, micro-batch, time. A field of 8 bytes in the machine's own order is written at
+# once.
+_MAIN = struct.Struct("@qqqd")
 # Written by the pulse thread: time, number of the collective, its name.
-_PULSE = struct.Struct("<dq112s")
+_PULSE = struct.Struct("@dq112s")
 _SIZE = 256
 _PULSE_OFFSET = 64
 

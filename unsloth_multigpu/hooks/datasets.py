@@ -90,7 +90,7 @@ class _MapOrder:
         if not is_shareable or kwargs.get("cache_file_name") or kwargs.get("load_from_cache_file") is False:
             return kwargs
         folder = Path(str(self._run_dir)) / "maps"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         return {
             **kwargs,
             "cache_file_name": str(folder / f"{key.rpartition('/')[2]}.arrow"),

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 _SUPPORTS = "transformers>=4.57,<6"
 _DEFAULT_DDP_TIMEOUT_S = 1800
+# What stands in for `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
+# when it is called.
+RunTraining = Callable[[Any, Callable[[], Any], dict[str, Any]], Any]
 
 
 def trainer_patches(
     config: MultiGPUConfig,
     world_size: int,
     device_type: str,
-    run: Callable[[Any, Callable[[], Any]], Any],
+    run: RunTraining,
     get_manager: Callable[[], DDPManager],
 ) -> list[Patch]:
     """Patches of `transformers.Trainer` and `TrainingArguments`.
@@ -32,7 +35,8 @@ def trainer_patches(
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
         get_manager: Gives the manager, which opens the group of CPU ranks.
-        run: Called with the trainer and its bound original `train` in place of `train`.
+        run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
+            `train`.
     """
     return [
         Patch(
@@ -77,10 +81,16 @@ def _followed_train(is_followed: Callable[[], bool], original: Callable[..., Any
     return train
 
 
-def _steered_train(run: Callable[[Any, Callable[[], Any]], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _steered_train(run: RunTraining, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, functools.partial(original, self, *args, **kwargs))
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        trial = args[0] if args else kwargs.get("trial")
+        arguments = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
+
+        def bound() -> Any:
+            return original(self, arguments["resume_from_checkpoint"], *args, **kwargs)
+
+        return run(self, bound, arguments)
 
     return train
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.fault.beat import Beat
 from unsloth_multigpu.report import Event
 
@@ -19,6 +20,23 @@ _COMMUNICATION_ERROR = re.compile(
 
 # After these a rank has said why it ends.
 _ENDS = ("left_training", "exception")
+# A signal has asked the run to stop.
+STOPS = ("stopping", "stopped")
+# What is known of a hang: said by the supervisor, and not by the rank.
+HANG = "hang"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is known of the memory when a rank died.
+
+    Args:
+        num_kills: Processes that the kernel has killed for lack of memory since the run began.
+        held_bytes: What each rank held of the machine's memory when it was last seen.
+    """
+
+    num_kills: int = 0
+    held_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -26,10 +44,10 @@ class Cause:
     """Why a run ended.
 
     Args:
-        rank: The rank that failed first.
+        rank: The rank that failed first; -1 where ranks hang together and none is to blame.
         exit_code: What the whole command exits with, 1..255.
         message: One sentence.
-        traceback: The exception's text; "" where the process left none.
+        traceback: The exception's text, or the stacks of a hang; "" where the process left none.
     """
 
     rank: int
@@ -43,18 +61,27 @@ def find_cause(
     exit_codes: Mapping[int, int],
     gone: Collection[int] = (),
     beats: Mapping[int, Beat] | None = None,
+    *,
+    memory: Memory | None = None,
+    is_one_node: bool = True,
 ) -> Cause:
-    """Orders what is known by blame: errors of a rank's own, early exits, deaths, then broken connections.
+    """Orders what is known by blame: hangs, errors of a rank's own, early exits, deaths, then broken connections.
 
     Args:
         events: All ranks' events of one attempt, oldest first.
         exit_codes: Exit code of each rank that failed; negative = the number of the signal that ended it.
         gone: Ranks whose process had ended before the supervisor stopped the others.
         beats: Where each rank was last.
+        memory: What is known of the memory.
+        is_one_node: False where ranks of other nodes, whose events are not here, can be the cause.
     """
+    memory = memory or Memory()
+    hang = next((e for e in events if e.kind == HANG), None)
+    if hang is not None:
+        return Cause(hang.rank, RankTimeoutError.exit_code, str(hang.facts["message"]), str(hang.facts["stacks"]))
     steps = {rank: beat.step for rank, beat in (beats or {}).items()}
     exceptions = [e for e in events if e.kind == "exception"]
-    own = [e for e in exceptions if not _is_communication_error(e)]
+    own = sorted((e for e in exceptions if not _is_communication_error(e)), key=_is_second_hand)
     if own:
         return _from_exception(own[0])
     left = find_early_exit(events, {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0})
@@ -64,21 +91,29 @@ def find_cause(
         how = f"left with exit code {code}" if is_known else "ended"
         message = f"rank {left.rank} {how} {_where(steps.get(left.rank, -1))}, while other ranks were training"
         return Cause(left.rank, code or 1, message)
+    # One that has said why it ends was killed because its teardown took too long.
+    silent = {r: c for r, c in exit_codes.items() if r not in {e.rank for e in exceptions}}
     # SIGTERM is what the supervisor sends to the survivors.
-    deaths = {r: c for r, c in exit_codes.items() if c < 0 and c not in (-signal.SIGTERM, -signal.SIGINT)}
-    for rank, code in sorted(deaths.items()):
-        return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1)))
-    exits = {r: c for r, c in exit_codes.items() if c > 0 and r not in {e.rank for e in exceptions}}
+    deaths = {r: c for r, c in silent.items() if c < 0 and c not in (-signal.SIGTERM, -signal.SIGINT)}
+    # A survivor that did not listen to SIGTERM was killed as well.
+    for rank, code in sorted(deaths.items(), key=lambda death: (death[0] not in gone, death[0])):
+        return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
+    exits = {r: c for r, c in silent.items() if c > 0}
     for rank, code in sorted(exits.items()):
         return Cause(rank, code, f"rank {rank} exited with code {code} {_where(steps.get(rank, -1))}")
+    if exceptions and not is_one_node:
+        rank, step = exceptions[0].rank, exceptions[0].step
+        lost = f"rank {rank} lost its connection to another node {_where(step)}"
+        return Cause(rank, DistributedError.exit_code, f"{lost}; that node's own message names the cause")
     if exceptions:
         return _from_exception(exceptions[0])
+    exit_codes = {r: c for r, c in exit_codes.items() if c}
     if not exit_codes:
         rank = min(gone, default=0)
         return Cause(rank, 1, f"rank {rank} ended {_where(steps.get(rank, -1))}")
     rank = min(set(gone) & set(exit_codes) or set(exit_codes))
     code = exit_codes[rank]
-    return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1)))
+    return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
 
 
 def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
@@ -90,8 +125,12 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
         events: All ranks' events of one attempt, oldest first.
         gone: Ranks whose process has ended.
     """
+    if any(event.kind in STOPS for event in events):
+        return None  # Asked to stop: one rank leaves while another still writes, and the deadline is the stop's own.
     last: dict[int, Event] = {}
     for event in events:
+        if event.kind == HANG:
+            continue
         is_repeated = event.kind == "exiting" and event.rank in last and last[event.rank].kind in _ENDS
         if not is_repeated:
             last[event.rank] = event
@@ -104,7 +143,14 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
 
 
 def _is_communication_error(event: Event) -> bool:
-    return bool(_COMMUNICATION_ERROR.search(str(event.facts.get("error", ""))))
+    error = str(event.facts.get("error", ""))
+    # NCCL words its own lack of memory like a broken connection.
+    return "ran out of memory" not in error and bool(_COMMUNICATION_ERROR.search(error))
+
+
+def _is_second_hand(event: Event) -> bool:
+    """True for an error that another rank's error made, and that says so."""
+    return re.match(r"DistributedError: rank \d+ failed ", str(event.facts.get("error", ""))) is not None
 
 
 def _from_exception(event: Event) -> Cause:
@@ -113,12 +159,15 @@ def _from_exception(event: Event) -> Cause:
     return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]))
 
 
-def _death_message(rank: int, code: int, step: int) -> str:
+def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
     # Real-time signals have numbers only.
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    held = f"it held {memory.held_bytes[rank] / 2**30:.1f} GiB" if rank in memory.held_bytes else ""
     likely = ""
-    if code == -signal.SIGKILL:
-        likely = "; the usual cause is that the machine ran out of memory (see dmesg)"
+    if code == -signal.SIGKILL and memory.num_kills > 0:
+        likely = "; the kernel killed it for lack of memory" + (held and f", {held}")
+    elif code == -signal.SIGKILL:
+        likely = "; the usual cause is that the machine ran out of memory (see dmesg" + (held and f"; {held}") + ")"
     elif code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
         likely = "; a native library crashed, its stack is in the rank's log"
     return f"rank {rank} was killed by {name} {_where(step)}{likely}"

@@ -7,19 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousHandler, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, MultiGPUConfig
+from unsloth_multigpu.launch.membership import ENV_ROUND, explain
 from unsloth_multigpu.launch.rendezvous import Rounds
+from unsloth_multigpu.option import num_nodes
 
 POLL_S = 0.1
 # How long the engine lets a rank that it ends go on after SIGTERM.
 SHUTDOWN_LIMIT_S = 30
-# Rank 0 keeps the terminal; the others write to their log and read nothing. `exec` keeps the process id.
-_RANK_SHELL = (
-    f'if [ "$LOCAL_RANK" = 0 ]; then exec "$@"; fi; exec "$@" </dev/null >>"${ENV_LOG_DIR_OF_RUN}/rank_$RANK.log" 2>&1'
-)
+# The first rank of a node keeps the terminal; the others write to their log and read nothing. `exec` keeps the process
+# id. Torch counts the restarts of each node apart; what ranks of all nodes read must be one number.
+_RANK_SHELL = f"""
+if [ -n "${ENV_ROUND}" ]; then export TORCHELASTIC_RESTART_COUNT="${ENV_ROUND}"; unset {ENV_ROUND}; fi
+if [ "$LOCAL_RANK" = 0 ]; then exec "$@"; fi
+log="${ENV_LOG_DIR_OF_RUN}/rank_$RANK.log"
+[ -e "$log" ] || (umask 077; set -C; : >"$log")
+exec "$@" </dev/null >>"$log" 2>&1
+"""
 
 
 def run_elastic(
@@ -33,6 +40,7 @@ def run_elastic(
         rounds: Hears of every start of the ranks, and may refuse one.
 
     Raises:
+        LaunchError: The nodes could not meet, or do not any more.
         ChildFailedError: Torch's, with the exit code of each rank that failed.
         SignalException: Torch's, where a signal or `rounds` ended the run.
     """
@@ -44,13 +52,14 @@ def run_elastic(
         return rounds
 
     rendezvous_handler_registry.register(rounds.get_backend(), create)
+    fewest, most = num_nodes(config.nnodes)
     launch_config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=fewest,
+        max_nodes=most,
         nproc_per_node=num_ranks,
         run_id=run_id,
         rdzv_backend=rounds.get_backend(),
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint=config.rdzv_endpoint or "127.0.0.1:0",
         max_restarts=config.max_restarts,
         monitor_interval=POLL_S,
         shutdown_timeout=SHUTDOWN_LIMIT_S,
@@ -58,4 +67,7 @@ def run_elastic(
     )
     # Elastic fills in templates such as ${local_rank}; a dollar of the user's must arrive as it was.
     arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *command)]
-    elastic_launch(launch_config, "/bin/sh")(*arguments)
+    try:
+        elastic_launch(launch_config, "/bin/sh")(*arguments)
+    except RendezvousError as error:
+        raise explain(error, config) from error

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.watch import is_alive
+from unsloth_multigpu.launch.process import is_alive
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
@@ -35,21 +35,31 @@ def private_dir() -> Iterator[Path]:
 
 @contextmanager
 def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
-    """Makes `log_dir` with empty logs readable by this user only; a second job at once gets a folder of its own."""
+    """Makes `log_dir` with empty logs, readable by this user only; a second job at once gets a folder of its own.
+
+    A folder that was there keeps its mode. Others may be allowed to write in it: a link that they have put in a log's
+    place is replaced and not followed.
+
+    Args:
+        log_dir: Where the logs go.
+        num_ranks: Ranks above 0 get a log.
+
+    Raises:
+        LaunchError: It cannot be written.
+    """
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(log_dir / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(log_dir / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                log_dir = log_dir / f"job_{os.getpid()}"
-                log_dir.mkdir(exist_ok=True)  # Process ids come again.
+                log_dir = Path(tempfile.mkdtemp(prefix=f"job_{os.getpid()}_", dir=log_dir))
                 logger.warning("log_dir is in use by another job, logs=%s", log_dir)
             for rank in range(1, num_ranks):
-                log = os.open(log_dir / f"rank_{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-                os.fchmod(log, 0o600)  # One that was there keeps its mode otherwise.
-                os.close(log)
+                log = log_dir / f"rank_{rank}.log"
+                log.unlink(missing_ok=True)
+                os.close(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             yield log_dir.resolve()
         finally:
             os.close(lock)
@@ -63,6 +73,6 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
 
 def _is_mine(path: Path) -> bool:
     try:
-        return path.stat().st_uid == os.getuid()
+        return path.lstat().st_uid == os.getuid()
     except FileNotFoundError:  # Another job that starts now has swept it.
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import sys
 import uuid
@@ -11,19 +10,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from unsloth_multigpu.config import (
     ENV_LOG_DIR_OF_RUN,
+    ENV_RECEIPT,
     ENV_RUN_DIR,
     ENV_RUN_ID,
     ENV_RUN_SEED,
     ENV_SUPERVISOR_PID,
     MultiGPUConfig,
 )
+from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
-from unsloth_multigpu.launch.cause import Cause, find_cause
+from unsloth_multigpu.launch.cause import Cause
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
+from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.logs import get_logger
 
@@ -58,44 +61,75 @@ class DDPLauncher:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         from unsloth_multigpu.launch.engine import run_elastic
-        from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, Rounds
+        from unsloth_multigpu.launch.membership import make_handler
+        from unsloth_multigpu.launch.rendezvous import Rounds
 
         with ExitStack() as stack:
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
             run_id = self.config.rdzv_id or uuid.uuid4().hex
-            os.environ.update(rank_environment(self.num_ranks, run_dir, log_dir, run_id, os.environ))
+            os.environ.update(rank_environment(self.config, self.num_ranks, run_dir, log_dir, run_id, os.environ))
             logger.info("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)
-            watch = stack.enter_context(Watch(run_dir, _tell_restart))
+            watch = stack.enter_context(
+                Watch(run_dir, _tell_restart, log_dir=log_dir, num_ranks=self.num_ranks, config=self.config)
+            )
+            # `verify` compares, and must not save.
+            grace_s = 0.0 if ENV_RECEIPT in os.environ else self.config.grace_s
+            stop = stack.enter_context(Stop(run_dir, self.num_ranks, grace_s, _end_engine))
+            exit_codes: dict[int, int] = {}
             try:
-                rounds = Rounds(LoopbackRendezvous(run_id))
+                rounds = Rounds(make_handler(self.config, run_id), stop.begin_round, stop.turn)
                 run_elastic(self.command, self.num_ranks, self.config, run_id, run_dir, rounds)
+            except LaunchError as apart:
+                sys.stderr.write(f"\nunsloth_multigpu: {apart}\n")
+                return apart.exit_code
+            except SignalException as stopped:
+                stop.number = stop.number or int(stopped.sigval)
+                self._tell_stop(stop, watch, run_dir)
+                return -stop.number
+            except RestartRefused as refused:
+                sys.stderr.write(f"\nunsloth_multigpu: {refused}\n")
             except ChildFailedError as failed:
                 exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-                watch.close()
-                cause = find_cause(watch.events(), exit_codes, watch.gone, read_beats(run_dir))
-                _tell(cause, log_dir, self.num_ranks, sys.stderr)
-                return cause.exit_code
-            except SignalException as stopped:
-                sys.stderr.write(f"\nunsloth_multigpu: stopped by {stopped.sigval.name}, all ranks have ended.\n")
-                return -int(stopped.sigval)
-            return 0
+            else:
+                # A script may catch what a signal makes train() raise, and end well.
+                if stop.number:
+                    self._tell_stop(stop, watch, run_dir)
+                return 0
+            watch.close()
+            kinds = {event.kind for event in watch.events()}
+            if stop.number and "stopped" in kinds and "exception" not in kinds:
+                self._tell_stop(stop, watch, run_dir)
+                return -stop.number
+            cause = watch.cause(exit_codes)
+            _tell(cause, log_dir, self.num_ranks, sys.stderr)
+            return cause.exit_code
+
+    def _tell_stop(self, stop: Stop, watch: Watch, run_dir: Path) -> None:
+        step = max((beat.step for beat in read_beats(run_dir).values()), default=-1)
+        text = describe_stop(stop, watch.events(), step, self.config.grace_s, self.config.resume)
+        sys.stderr.write(f"\nunsloth_multigpu: {text}\n")
+
+
+def _end_engine(number: signal.Signals) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    raise SignalException(f"stopped by {number.name}", number)
 
 
 def rank_environment(
-    num_ranks: int, run_dir: Path, log_dir: Path, run_id: str, environment: Mapping[str, str]
+    config: MultiGPUConfig, num_ranks: int, run_dir: Path, log_dir: Path, run_id: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
     """Variables that all ranks get beside those of torch elastic; what the user has set stays.
 
     Threads are shared out: without a limit every rank would start one thread for each core.
     """
-    run_seed = str(random.SystemRandom().randrange(2**32))
+    run_seed = str(shared_seed(config))
     defaults = {
         # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.
         "PYTHONHASHSEED": run_seed,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
+        **socket_interfaces(config),
     }
     return {
         **{name: value for name, value in defaults.items() if not environment.get(name)},
@@ -120,11 +154,12 @@ def exit_like(code: int) -> None:
 
 def _tell(cause: Cause, log_dir: Path, num_ranks: int, out: TextIO) -> None:
     out.write(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
-    if not cause.traceback and cause.rank > 0:
-        tail = (log_dir / f"rank_{cause.rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+    log = log_dir / f"rank_{cause.rank}.log"
+    if not cause.traceback and log.exists():
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         out.write("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in tail))
     if num_ranks > 1:
-        out.write(f"unsloth_multigpu: logs of ranks 1..{num_ranks - 1}: {log_dir}/rank_N.log\n")
+        out.write(f"unsloth_multigpu: logs of ranks that have no terminal: {log_dir}/rank_N.log\n")
 
 
 def _tell_restart(cause: Cause, attempt: int) -> None:

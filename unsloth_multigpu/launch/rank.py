@@ -23,8 +23,12 @@ from unsloth_multigpu.report import EventWriter
 _PR_SET_PDEATHSIG = 1
 
 
-def enter_rank(identity: RankIdentity) -> tuple[EventWriter | None, BeatPage]:
+def enter_rank(identity: RankIdentity, hang_timeout_s: float = 120.0) -> tuple[EventWriter | None, BeatPage]:
     """Prepares this process as a rank.
+
+    Args:
+        identity: Place of this rank.
+        hang_timeout_s: The supervisor's limit for a rank that makes no progress.
 
     Returns:
         Where the rank's events go, None if another launcher started it, which then reports its end; and the page where
@@ -33,6 +37,8 @@ def enter_rank(identity: RankIdentity) -> tuple[EventWriter | None, BeatPage]:
     Raises:
         SetupError: A process that a rank started itself; it must not act as that rank.
     """
+    from unsloth_multigpu.fault.pulse import start_pulse
+
     _quiet_side_effects(identity)
     atexit.register(_leave_group)
     run_dir = os.environ.get(ENV_RUN_DIR)
@@ -42,7 +48,9 @@ def enter_rank(identity: RankIdentity) -> tuple[EventWriter | None, BeatPage]:
     _same_random_choices(int(os.environ[ENV_RUN_SEED]))
     _die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
     faulthandler.enable()
+    _ignore_stop_signal()
     beat = BeatPage(run_dir, identity.rank)
+    start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
     events = EventWriter(run_dir, identity.rank, int(os.environ.get(ENV_ATTEMPT, "0")), beat)
     events.write("started", pid=os.getpid())
     _report_exception(identity, events)
@@ -92,6 +100,14 @@ def _die_with_supervisor(supervisor_pid: int) -> None:
     )
 
 
+def _ignore_stop_signal() -> None:
+    """SLURM sends SIGUSR1 to every process of a step; the supervisor alone decides what it means."""
+    if threading.current_thread() is threading.main_thread():
+        # Not SIG_IGN, which programs that a rank starts would inherit.
+        signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
+        signal.siginterrupt(signal.SIGUSR1, False)
+
+
 def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         _has_failed.set()
@@ -99,7 +115,6 @@ def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
             return  # The supervisor says it once for all ranks.
         text = "".join(traceback.format_exception(kind, error, tb))
         exit_code = error.exit_code if isinstance(error, MultiGPUError) else 1
-        threading.Thread(target=_exit_after, args=(TEARDOWN_LIMIT_S, exit_code), daemon=True).start()
         try:
             events.write("exception", error=f"{kind.__name__}: {error}", traceback=text, exit_code=exit_code)
         except OSError as full:
@@ -108,6 +123,8 @@ def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
             # Rank 0 owns the terminal, where the supervisor prints the first failure's text once and first.
             if identity.rank > 0:
                 sys.stderr.write(text)
+        # Last: where memory is used up, there is none for a thread either.
+        threading.Thread(target=_exit_after, args=(TEARDOWN_LIMIT_S, exit_code), daemon=True).start()
 
     def exiting() -> None:
         # The run's folder is gone once the supervisor has ended, and nobody reads the event then.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
@@ -20,10 +21,19 @@ class Rounds(RendezvousHandler):
     """Counts how often the ranks are started, and passes everything on to the handler that lets nodes meet.
 
     Torch elastic counts restarts after failures only, and not those because a node came or went.
+
+    Args:
+        handler: Lets nodes meet.
+        begin_round: Told before each start of the ranks how many there were before. What it raises ends the run.
+        turn: Called about every 0.1 s while ranks run, in the engine's thread. What it raises ends the run.
     """
 
-    def __init__(self, handler: RendezvousHandler) -> None:
+    def __init__(
+        self, handler: RendezvousHandler, begin_round: Callable[[int], None], turn: Callable[[], None]
+    ) -> None:
         self._handler = handler
+        self._begin_round = begin_round
+        self._turn = turn
         self._num_rounds = 0
 
     @property
@@ -37,6 +47,7 @@ class Rounds(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Called before each start of the ranks, which inherit the environment as it is then."""
+        self._begin_round(self._num_rounds)
         info = self._handler.next_rendezvous()
         os.environ[ENV_ATTEMPT] = str(self._num_rounds)
         self._num_rounds += 1
@@ -51,7 +62,8 @@ class Rounds(RendezvousHandler):
         self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that want to join; torch elastic asks in every turn of its loop."""
+        """Nodes that want to join; torch elastic asks in every turn of its loop while the ranks run."""
+        self._turn()
         return int(self._handler.num_nodes_waiting())
 
     def get_run_id(self) -> str:

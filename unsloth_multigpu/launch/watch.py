@@ -1,4 +1,4 @@
-"""Sees what torch elastic cannot: a rank that left with exit code 0, or whose teardown hangs."""
+"""Sees what torch elastic cannot: ranks that hang, one that left with exit code 0, one whose teardown hangs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.fault.beat import Beat, read_beats
-from unsloth_multigpu.launch.cause import Cause, find_cause, find_early_exit
+from unsloth_multigpu.fault.watchdog import Hang, find_hang
+from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
+from unsloth_multigpu.launch.nodes import is_one_node
+from unsloth_multigpu.launch.process import (
+    count_memory_kills,
+    is_alive,
+    read_held_bytes,
+    read_state,
+    send_signal,
+    wait_for_exit,
+)
+from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.report import Event, read_events
 
@@ -21,24 +33,56 @@ POLL_S = 0.1
 EARLY_EXIT_GRACE_S = 2.0
 # After an error Python still joins threads and runs exit handlers; a process group may block that for ever.
 TEARDOWN_LIMIT_S = 3.0
+# A longer gap between two looks: this process was stopped, or its machine, and the ranks may have been as well.
+_PAUSE_S = 5.0
+_STACK_LIMIT_S = 1.0
+_STACK_POLL_S = 0.01
+_NUM_FRAMES = 8
 
 
 class Watch:
-    """Follows the ranks' events in a thread, and ends ranks that would wait for ever.
+    """Follows the ranks' events and pages in a thread, and ends ranks that would wait for ever.
 
     Args:
         run_dir: The run's private folder.
         on_restart: Told why the ranks are started again, and for which time.
+        log_dir: Where stacks of a hang are kept.
+        num_ranks: Ranks of this node.
+        config: The run's options.
     """
 
-    def __init__(self, run_dir: Path, on_restart: Callable[[Cause, int], None]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        on_restart: Callable[[Cause, int], None],
+        *,
+        log_dir: Path,
+        num_ranks: int,
+        config: MultiGPUConfig,
+    ) -> None:
         self._run_dir = run_dir
         self._on_restart = on_restart
+        self._log_dir = log_dir
+        self._num_ranks = num_ranks
+        self._hang_timeout_s = config.hang_timeout_s
+        self._is_one_node = is_one_node(config)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="unsloth_multigpu-watch", daemon=True)
-        self._attempt = 0
-        self._left_since: float | None = None
+        self._num_kills_before = count_memory_kills()
+        self._held_bytes: dict[int, int] = {}
         self._beats: dict[int, Beat] = {}
+        self._last_look_s = time.monotonic()
+        self._begin_attempt(0)
+
+    def _begin_attempt(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._since_s = self._last_look_s
+        self._ending_since_s: float | None = None
+        self._is_told_to_end = False
+        self._hang: Event | None = None
+        # By process id, because a thread of the attempt before may be late.
+        self._exit_codes: dict[int, int | None] = {}
+        self._pids: dict[int, int] = {}
         self.gone: set[int] = set()
 
     def __enter__(self) -> Watch:
@@ -49,31 +93,113 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread; `gone` and `events` stay readable."""
+        """Ends the thread; `cause` and `events` stay usable."""
         self._stop.set()
         self._thread.join()
 
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
         while read_events(self._run_dir, self._attempt + 1):
-            cause = find_cause(read_events(self._run_dir, self._attempt), {}, self.gone, self._beats)
-            self._on_restart(cause, self._attempt + 1)
-            self._attempt, self._left_since, self.gone = self._attempt + 1, None, set()
-        return read_events(self._run_dir, self._attempt)
+            self._on_restart(self._find_cause(self._read_events(), self._own_exit_codes()), self._attempt + 1)
+            self._begin_attempt(self._attempt + 1)
+        return self._read_events()
+
+    def cause(self, exit_codes: Mapping[int, int]) -> Cause:
+        """Why the latest attempt ended; see `find_cause`."""
+        events = self.events()
+        if not self.gone:
+            self._beats = read_beats(self._run_dir)
+        return self._find_cause(events, {**self._own_exit_codes(), **exit_codes})
+
+    def _find_cause(self, events: list[Event], exit_codes: Mapping[int, int]) -> Cause:
+        memory = Memory(count_memory_kills() - self._num_kills_before, self._held_bytes)
+        return find_cause(events, exit_codes, self.gone, self._beats, memory=memory, is_one_node=self._is_one_node)
+
+    def _own_exit_codes(self) -> dict[int, int]:
+        """Of the ranks that ended before any other was stopped; torch elastic tells codes only when the run is over."""
+        codes = {rank: self._exit_codes.get(self._pids.get(rank, 0)) for rank in self.gone}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def _follow(self, pid: int) -> None:
+        self._exit_codes[pid] = wait_for_exit(pid)
+
+    def _read_events(self) -> list[Event]:
+        events = read_events(self._run_dir, self._attempt)
+        return events if self._hang is None else [*events, self._hang]
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
             events = self.events()
             if not self.gone:
                 self._beats = read_beats(self._run_dir)
-            pids = {e.rank: int(e.facts["pid"]) for e in events if e.kind == "started"}
+            pids = self._pids = {e.rank: int(e.facts["pid"]) for e in events if e.kind == "started"}
+            for pid in set(pids.values()) - self._exit_codes.keys():
+                self._exit_codes[pid] = None
+                threading.Thread(target=self._follow, args=(pid,), daemon=True).start()
             alive = {r for r, pid in pids.items() if is_alive(pid)}
             if len(alive) == len(pids):
                 self.gone = set()
+                self._held_bytes = {r: read_held_bytes(pid) for r, pid in pids.items()}
             elif not self.gone:
                 self.gone = set(pids) - alive
+            self._end_hang(events, pids)
             self._end_stuck_teardown(events, pids, alive)
             self._end_waiting(events, pids, alive)
+
+    def _end_hang(self, events: list[Event], pids: dict[int, int]) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_look_s > _PAUSE_S:
+            self._since_s = now_s
+        self._last_look_s = now_s
+        is_ending = {e.kind for e in events} & {HANG, "exception", *STOPS}
+        if is_ending or self.gone or len(pids) < self._num_ranks:
+            return
+        beats = {r: b for r, b in self._beats.items() if r in pids}
+        hang = find_hang(beats, now_s, self._hang_timeout_s, since_s=self._since_s, is_one_node=self._is_one_node)
+        if hang is None:
+            return
+        facts = self._describe(hang, self._collect_stacks(pids))
+        rank = -1 if hang.rank is None else hang.rank
+        self._hang = Event(HANG, rank, self._attempt, now_s, hang.step, facts)
+        # The engine sees that a rank has ended, and ends the others.
+        for victim in pids if hang.rank is None else [hang.rank]:
+            send_signal(pids[victim], signal.SIGKILL)
+
+    def _collect_stacks(self, pids: dict[int, int]) -> dict[int, str]:
+        """Every rank's stacks, which are kept in the log folder as well; "" for one that writes none."""
+        paths = {rank: stack_path(self._run_dir, rank) for rank in pids}
+        for rank, pid in pids.items():
+            # Before faulthandler is set up, the signal would end the process.
+            if paths[rank].exists():
+                send_signal(pid, signal.SIGUSR2)
+                if read_state(pid) == "T":
+                    send_signal(pid, signal.SIGCONT)
+        deadline_s, sizes = time.monotonic() + _STACK_LIMIT_S, [-1]
+        while time.monotonic() < deadline_s:
+            # Short: a stopped rank goes on from here until it is killed.
+            time.sleep(_STACK_POLL_S)
+            before, sizes = sizes, [path.stat().st_size for path in paths.values() if path.exists()]
+            if sizes == before and all(sizes):
+                break
+        stacks = {}
+        for rank, path in paths.items():
+            stacks[rank] = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            try:
+                _write_private(self._log_dir / path.name, stacks[rank])
+            except OSError as full:  # The ranks are ended all the same.
+                logger.warning("stacks of rank=%d are not kept: %s", rank, full)
+        return stacks
+
+    def _describe(self, hang: Hang, stacks: Mapping[int, str]) -> dict[str, str]:
+        shown = sorted(stacks) if hang.rank is None else [hang.rank]
+        text = ""
+        for rank in shown:
+            frames = main_frames(stacks[rank])[:_NUM_FRAMES]
+            text += f"Stack of rank {rank} (most recent call first):\n" + "".join(f"{line}\n" for line in frames)
+        text += f"Stacks of all threads: {self._log_dir}/stack_rank_N.txt\n"
+        text += f"Hint: Raise hang_timeout_s={self._hang_timeout_s:g} where this only takes long.\n"
+        place = "" if hang.rank is None else place_of(main_frames(stacks[hang.rank]))
+        return {"message": hang.message + (place and f" ({place})"), "stacks": text}
 
     def _end_stuck_teardown(self, events: list[Event], pids: dict[int, int], alive: set[int]) -> None:
         for event in events:
@@ -82,29 +208,35 @@ class Watch:
                 and event.rank in alive
                 and time.monotonic() - event.time_s > 2 * TEARDOWN_LIMIT_S
             ):
-                _signal(pids[event.rank], signal.SIGKILL)
+                send_signal(pids[event.rank], signal.SIGKILL)
 
-    def _end_waiting(self, events: list[Event], pids: dict[int, int], alive: set[int]) -> None:
-        if find_early_exit(events, set(pids) - alive) is None:
-            self._left_since = None
-        elif self._left_since is None:
-            self._left_since = time.monotonic()
-        elif time.monotonic() - self._left_since > EARLY_EXIT_GRACE_S:
-            for rank in alive:
-                _signal(pids[rank], signal.SIGTERM)
+    def _end_waiting(self, events: list[Event], pids: dict[int, int], alive: Collection[int]) -> None:
+        """Ends the survivors of a rank that failed or left, where the engine does not see it or they do not listen."""
+        gone = set(pids) - set(alive)
+        has_left = find_early_exit(events, gone) is not None
+        failed = {e.rank for e in events if e.kind in ("exception", HANG)}
+        has_failed = bool(failed & gone) or any(self._own_exit_codes().values()) or self._hang is not None
+        # Where a signal ends the run, the others have the stop's own time for their checkpoint.
+        is_stopping = any(e.kind in STOPS for e in events)
+        if is_stopping or not (has_left or has_failed):
+            self._ending_since_s = None
+            return
+        self._ending_since_s = self._ending_since_s or time.monotonic()
+        waited_s = time.monotonic() - self._ending_since_s
+        if has_left and waited_s > EARLY_EXIT_GRACE_S and not self._is_told_to_end:
+            self._is_told_to_end = True
+            self._signal_all(pids, alive, signal.SIGTERM)
+        elif waited_s > TEARDOWN_LIMIT_S:
+            # A handler of the script's own never runs while the main thread waits in native code.
+            self._signal_all(pids, set(alive) - failed, signal.SIGKILL)
+
+    def _signal_all(self, pids: dict[int, int], ranks: Collection[int], number: signal.Signals) -> None:
+        for rank in ranks:
+            send_signal(pids[rank], number)
 
 
-def is_alive(pid: int) -> bool:
-    """True if the process exists and is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        logger.debug("pid=%d had already ended", pid)
+def _write_private(path: Path, text: str) -> None:
+    """Writes a file that this user alone can read; a link in its place is replaced and not followed."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)

@@ -65,7 +65,7 @@ class ReplicaProof:
         hashes = tensor_hashes([p for _, p in named])
         facts = {
             "step": step,
-            "config": str(self._manager.config),
+            "config": str(self._manager.config.of_the_run()),
             "trainable tensors": _text_hash(str([(n, tuple(p.shape), p.dtype) for n, p in named])),
             "plan": self._extra(),
         }

@@ -1,0 +1,73 @@
+"""Trains a tiny model, and fails in another way in each attempt. Usage: fails.py SMALL_DISK"""
+
+import os
+import random
+import sys
+
+import unsloth_multigpu as ump
+from unsloth_multigpu.launch import launcher
+
+tell_restart = launcher._tell_restart
+
+
+def tell_with_exit_code(cause, attempt):
+    tell_restart(cause, attempt)
+    sys.stderr.write(f"[exit code {cause.exit_code}]\n")
+
+
+# In the supervisor: what the command would exit with if the ranks were not started again.
+launcher._tell_restart = tell_with_exit_code
+ump.enable_multi_gpu(num_gpus=2, max_restarts=9)
+
+import torch  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from unsloth_multigpu.errors import DivergenceError  # noqa: E402
+
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+class Fault(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if rank == 1 and state.global_step == 2 and attempt == 0:
+            raise ValueError("planted in step 2")
+        if rank == 1 and state.global_step == 2 and attempt == 1:
+            sys.exit(0)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 512)  # Twice the small disk.
+
+    def forward(self, x, labels=None):
+        return {"loss": self.layer(x).square().mean()}
+
+
+def train(folder, *, seed=0, batch_size=4):
+    draw = random.Random(seed)
+    rows = [{"x": torch.full((64,), draw.random()), "labels": 0} for _ in range(24)]
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=batch_size,
+        num_train_epochs=1,
+        save_strategy="steps" if attempt == 2 else "no",
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    Trainer(model=Model(), args=arguments, train_dataset=rows, callbacks=[Fault()]).train()
+
+
+if attempt < 2:
+    train("out")
+elif attempt == 2:
+    train(sys.argv[1])
+else:
+    try:
+        train("out", seed=rank)
+    except DivergenceError as error:
+        sys.stderr.write(f"{error}\n[exit code {error.exit_code}]\n")
+    train("out", batch_size=1)
+print("after training")

@@ -1,0 +1,85 @@
+"""A tiny training that hangs in another way at each start of the ranks: `kinds` are given by name, in order."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu(num_gpus=2, max_restarts=len(sys.argv) - 3, hang_timeout_s=float(sys.argv[1]))
+
+import torch  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+rank = int(os.environ["RANK"])
+kind = sys.argv[2 + int(os.environ["UNSLOTH_MULTIGPU_ATTEMPT"])]
+STEP = 3
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x, labels=None):
+        return {"loss": ((x * self.weight).sum(-1) - labels).square().mean()}
+
+
+num_collated = 0
+
+
+def collate(rows):
+    global num_collated
+    num_collated += 1
+    # The first are drawn before the first step, to learn how the loss is scaled.
+    if rank == 1 and num_collated > 7 and kind == "spin":
+        note()
+        while True:
+            pass
+    return {"x": torch.stack([r["x"] for r in rows]), "labels": torch.ones(len(rows))}
+
+
+def note(what="since"):
+    Path(f"{kind}_{what}").write_text(str(time.monotonic()))
+
+
+class Fault(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0 and rank == 1:
+            note("begin")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if kind == "spin":  # No step takes as long as the limit, all together take longer.
+            time.sleep(1.2)
+        if rank == 1 and state.global_step == STEP and kind == "stop":
+            note()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1 and state.global_step == STEP and kind == "leave":
+            note()
+            control.should_training_stop = True
+        if state.global_step == STEP and kind == "desync":
+            note()
+            if rank == 1:
+                torch.distributed.barrier()
+            else:
+                torch.distributed.broadcast(torch.ones(7), src=1)
+
+
+Trainer(
+    model=Model(),
+    args=TrainingArguments(
+        "out",
+        per_device_train_batch_size=4,
+        max_steps=8,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        remove_unused_columns=False,
+    ),
+    train_dataset=[{"x": torch.full((4,), float(i))} for i in range(32)],
+    data_collator=collate,
+    callbacks=[Fault()],
+).train()
+print("ended", kind)

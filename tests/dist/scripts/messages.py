@@ -1,0 +1,143 @@
+"""Trains a tiny model several times in one process group, with a fault in each, and writes what came of it.
+
+Usage: messages.py JOB ...
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu(num_gpus=2)
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from unsloth_multigpu.core import facts  # noqa: E402
+
+rank = int(os.environ["RANK"])
+NUM_TOKENS, NUM_STEPS = 8, 6
+LONG_TOKENS, LARGE_VOCABULARY = 2048, 4096
+
+
+def row(index, num_tokens=NUM_TOKENS):
+    return {"input_ids": torch.tensor([1 + (index * 7 + i * i) % 63 for i in range(num_tokens)])}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __iter__(self):
+        return map(row, range(self.num_rows))
+
+
+def collate(rows):
+    ids = torch.nn.utils.rnn.pad_sequence([r["input_ids"] for r in rows], batch_first=True)
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Plant(TrainerCallback):
+    """Spoils steps, and keeps the weights after each."""
+
+    def __init__(self, model, spoil, steps, ranks):
+        self.model, self.spoil, self.steps, self.ranks, self.is_on = model, spoil, steps, ranks, False
+        self.sums = []
+        model.register_forward_hook(self.after_forward)
+        model.model.embed_tokens.weight.register_hook(self.after_backward)
+
+    def after_forward(self, model, inputs, output):
+        if self.is_on and self.spoil == "loss":
+            output["loss"] = output["loss"] * math.nan
+
+    def after_backward(self, gradient):
+        return gradient * math.inf if self.is_on and self.spoil == "gradient" else gradient
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.is_on = rank in self.ranks and state.global_step + 1 in self.steps
+        if self.is_on and self.spoil == "memory":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 32 * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.sums.append(weights(self.model))
+
+
+def weights(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, **options):
+    ump.disable_multi_gpu()
+    ump.enable_multi_gpu(num_gpus=2, **options)
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vocabulary = LARGE_VOCABULARY if spoil == "memory" else 64
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_key_value_heads=2, **size))
+    plant = Plant(model, spoil, steps, ranks)
+    trainer = InOrder(
+        model=model,
+        args=TrainingArguments(
+            "checkpoints",
+            per_device_train_batch_size=4,
+            num_train_epochs=1,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            report_to=[],
+            disable_tqdm=True,
+            **{"learning_rate": 0.1, "save_strategy": "no", "logging_steps": 1, **(args or {})},
+        ),
+        train_dataset=rows,
+        data_collator=collate,
+        callbacks=[plant],
+    )
+    seen = {}
+    try:
+        trainer.train()
+    except (ump.NonFiniteGradientError, ump.DivergenceError) as error:
+        if name == "stream":
+            raise
+        seen["error"] = f"{type(error).__name__}: {error}"
+    seen |= {
+        "checkpoints": sorted(p.name for p in Path("checkpoints").glob("checkpoint-*")),
+        "losses": [h["loss"] for h in trainer.state.log_history if "loss" in h],
+        "num_steps": trainer.state.global_step,
+    }
+    Path(f"{name}_{rank}.json").write_text(json.dumps(seen))
+    torch.save({"steps": plant.sums, "now": weights(model)}, f"{name}_{rank}.pt")
+
+
+def train_with_another_peft():
+    original = facts.installed_version
+    facts.installed_version = lambda name: "9.9" if rank == 1 and name == "peft" else original(name)
+    train("version", rows=ROWS)
+    facts.installed_version = original
+
+
+ROWS = [row(i) for i in range(NUM_STEPS * 4)]
+LONG_ROWS = [row(i) if i < 4 else row(i, LONG_TOKENS) for i in range(8)]
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+JOBS = {
+    "raise": lambda: train("raise", rows=ROWS, spoil="loss", steps=[3], args=SAVES),
+    "skip": lambda: train("skip", rows=ROWS, spoil="loss", steps=[3], on_nan="skip"),
+    "without": lambda: train("without", rows=ROWS[:8] + ROWS[12:]),
+    "gradient": lambda: train("gradient", rows=ROWS, spoil="gradient", steps=[2], sync="allreduce"),
+    "version": train_with_another_peft,
+    "same_stream": lambda: train("same_stream", rows=Stream(NUM_STEPS * 4), args={"max_steps": 8}),
+    "alone": lambda: train("alone", rows=ROWS, spoil="loss", steps=[2], ranks=(0, 1), sync="local_sgd"),
+    # In these rank 1 alone raises, and the supervisor ends the run.
+    "stream": lambda: train("stream", rows=Stream(NUM_STEPS * 4 - 4 * rank), args={"max_steps": 20}),
+    "memory": lambda: train("memory", rows=LONG_ROWS, spoil="memory", steps=[2]),
+}
+for job in sys.argv[1:]:
+    JOBS[job]()

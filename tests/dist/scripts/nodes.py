@@ -1,0 +1,112 @@
+"""A user's script on several nodes: trains as often as asked, and says by files in the folder $HERE where it is.
+
+Usage: nodes.py --folder $HERE NAME... : one training for each name. Before each it waits for the file go_NAME.
+"wide" and "slow" send more, "cut" goes on for ever, "elastic" keeps a checkpoint of every step and waits on rank 1 in
+step 4.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu()
+
+import random  # noqa: E402
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+is_first_round = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+here = Path(os.environ["HERE"])
+
+
+class Progress(TrainerCallback):
+    """Writes down each step: its number, the ranks, the time."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if rank == 0:
+            (here / f"step_{self.name}").write_text(str(state.global_step))
+        with (here / f"steps_{self.name}_{rank}").open("a") as file:
+            file.write(json.dumps([state.global_step, world_size, time.monotonic()]) + "\n")
+        if self.name == "elastic" and state.global_step == 4 and rank == 1 and is_first_round:
+            (here / "waits_elastic").touch()
+            wait_for("end_of_this_node")
+
+
+def wait_for(name):
+    while not (here / name).exists():
+        time.sleep(0.02)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, num_rows):
+        draw = random.Random(0)
+        self.rows = [[draw.randrange(1, 128) for _ in range(draw.randrange(5, 40))] for _ in range(num_rows)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"ids": self.rows[index]}
+
+
+def collate(rows):
+    length = max(len(r["ids"]) for r in rows)
+    ids = torch.tensor([r["ids"] + [0] * (length - len(r["ids"])) for r in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def train(name):
+    torch.manual_seed(0)
+    width = 256 if name in ("wide", "slow") else 32
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+        )
+    )
+    is_elastic = name == "elastic"
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            str(here / "checkpoints"),
+            per_device_train_batch_size=4,
+            max_steps={"cut": 100_000, "elastic": 12}.get(name, 6),
+            logging_steps=1,
+            save_strategy="steps" if is_elastic else "no",
+            save_steps=1,
+            save_total_limit=2,
+            learning_rate=1e-3,
+            report_to=[],
+            remove_unused_columns=False,
+            disable_tqdm=True,
+        ),
+        train_dataset=Rows(24),
+        data_collator=collate,
+        callbacks=[Progress(name)],
+    )
+    trainer.train()
+    if rank == 0:
+        save_file({n: p.detach().clone() for n, p in model.named_parameters()}, here / f"weights_{name}")
+        (here / f"done_{name}").touch()
+
+
+for name in sys.argv[3:]:
+    wait_for(f"go_{name}")
+    train(name)
+print(
+    "ranks", world_size, "round", os.environ.get("TORCHELASTIC_RESTART_COUNT"), "seed", os.environ.get("PYTHONHASHSEED")
+)

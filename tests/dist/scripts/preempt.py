@@ -1,0 +1,111 @@
+"""A user's script that is told to stop: a tiny Llama that trains and evaluates. It touches a file at each place."""
+
+import argparse
+import atexit
+import os
+import time
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--grace", type=float, default=60.0)
+parser.add_argument("--resume", default="off")
+parser.add_argument("--max-restarts", type=int, default=0)
+parser.add_argument("--save", default="no")
+parser.add_argument("--evaluate", action="store_true", help="after the second step, over many batches")
+parser.add_argument("--stuck", action="store_true", help="rank 1 does not come out of its second step")
+parser.add_argument("--catch", action="store_true")
+parser.add_argument("--sync", default="ddp")
+args = parser.parse_args()
+
+ump.enable_multi_gpu(
+    resume=args.resume,
+    grace_s=args.grace,
+    max_restarts=args.max_restarts,
+    sync=args.sync,
+    sync_every_steps=4 if args.sync == "local_sgd" else None,
+)
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+rank = os.environ["RANK"]
+Path(f"started_{rank}").touch()
+
+
+class Places(TrainerCallback):
+    """Says where the training is. Ranks that are far apart must agree as well: rank 1 is slow."""
+
+    def on_step_end(self, training_args, state, control, **kwargs):
+        Path(f"step_{rank}").write_text(str(state.global_step))
+        if rank == "1":
+            time.sleep(0.02)
+        if args.stuck and rank == "1" and state.global_step == 2:
+            Path("stuck").touch()
+            time.sleep(3600)
+
+    def on_prediction_step(self, training_args, state, control, **kwargs):
+        Path("evaluating").touch()
+
+    def on_evaluate(self, training_args, state, control, **kwargs):
+        Path("evaluated").touch()
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, num_rows):
+        self.rows = torch.randint(1, 64, (num_rows, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def goodbye():
+    """What a tracker does at the end of rank 0: the end of other ranks must not cut it off."""
+    time.sleep(0.5)
+    Path("goodbye").touch()
+
+
+if rank == "0":
+    atexit.register(goodbye)
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+)
+trainer = Trainer(
+    model=model,
+    args=TrainingArguments(
+        "checkpoints",
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=1,
+        max_steps=100_000,
+        eval_strategy="steps" if args.evaluate else "no",
+        eval_steps=2,
+        save_strategy=args.save,
+        save_steps=100_000,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    ),
+    train_dataset=Rows(64),
+    eval_dataset=Rows(100_000 if args.evaluate else 8),
+    callbacks=[Places()],
+)
+try:
+    trainer.train()
+except KeyboardInterrupt:
+    Path(f"interrupted_{rank}").write_text(str(trainer.state.global_step))
+    if not args.catch:
+        raise
+Path(f"after_training_{rank}").touch()

@@ -1,0 +1,162 @@
+"""Trains configurations one after the other in one process, and writes what each saw and ended with.
+
+Usage: resume.py NUM_GPUS OPTIONS NAME=JSON ... ; OPTIONS are of enable_multi_gpu. In JSON, "args" are of
+TrainingArguments, "folder" is the output folder, "from" is given to train(). "stop" saves and ends the training after
+that step. In the first attempt alone, "pause" does so too, and "kill" = [rank, step] lets that rank kill itself; in the
+second, "tear" is a file of the newest checkpoint that is emptied.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+num_gpus, options = int(sys.argv[1]), json.loads(sys.argv[2])
+ump.enable_multi_gpu(num_gpus=num_gpus, **options)
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+rank = int(os.environ.get("RANK", "0"))
+attempt = os.environ.get("UNSLOTH_MULTIGPU_ATTEMPT", "0")
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+class Rows(torch.utils.data.Dataset):
+    """Ragged rows, with a random token in each."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        ids = [1 + (index * 7 + i * i) % 63 for i in range(6 + index * 5 % 17)]
+        return {"sample": index, "input_ids": [*ids, 1 + int(numpy.random.randint(60)) * self.is_random]}
+
+    is_random = True
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        rows = Rows()
+        return (rows[i] for i in range(len(rows)))
+
+
+class GlobalOrder(torch.utils.data.Sampler):
+    """Draws from torch's global random state."""
+
+    def __iter__(self):
+        return iter(torch.randperm(40).tolist())
+
+    def __len__(self):
+        return 40
+
+
+class OwnOrderTrainer(Trainer):
+    def _get_train_sampler(self, *_, **__):
+        return GlobalOrder()
+
+
+class Collator:
+    """Masks a token of each row, drawn from Python's generator, and some by torch's."""
+
+    def __init__(self, is_random):
+        self.is_random = is_random
+
+    def __call__(self, rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+        labels = ids.masked_fill(ids == 0, -100)
+        if self.is_random:
+            ids[:, random.randrange(5)] = 1
+            ids = torch.where(torch.rand(ids.shape) < 0.1, 2, ids)
+        samples = torch.tensor([row["sample"] for row in rows])
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels, "sample": samples}
+
+
+class Watch(TrainerCallback):
+    def __init__(self, line):
+        self.line = line
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if attempt == "0" and self.line.get("kill") == [rank, state.global_step]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pause = self.line.get("pause") if attempt == "0" else None
+        if state.global_step in (pause, self.line.get("stop")):
+            control.should_save = control.should_training_stop = True
+
+
+def recorded(trainer, seen):
+    """Keeps the samples of each step of this rank."""
+    original = trainer.training_step
+
+    def training_step(model, inputs, *args, **kwargs):
+        parts = (
+            [inputs] if isinstance(inputs, dict) else [m.inputs for m in inputs.micro_batches if not m.piece.is_filler]
+        )
+        seen.append([int(i) for part in parts for i in part.pop("sample")])
+        return original(model, inputs, *args, **kwargs)
+
+    trainer.training_step = training_step
+
+
+def train(name, line):
+    torch.manual_seed(0)
+    dropout = line.get("dropout", 0.0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, attention_dropout=dropout, **SIZES))
+    if line.get("lora"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, lora_dropout=dropout, target_modules=["q_proj", "v_proj"]))
+    Rows.is_random = line.get("random", True)
+    folder = line.get("folder", f"checkpoints_{name}")
+    if "tear" in line and attempt == "1" and rank == 0:
+        newest = max(Path(folder).iterdir(), key=lambda path: int(path.name.split("-")[1]))
+        (newest / line["tear"]).write_bytes(b"")
+    args = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "learning_rate": 5e-3,
+        "optim": "adamw_torch",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+    }
+    kind = OwnOrderTrainer if line.get("own_order") else Trainer
+    trainer = kind(
+        model=model,
+        args=TrainingArguments(folder, **{**args, **line.get("args", {})}),
+        train_dataset=Stream() if line.get("stream") else Rows(),
+        eval_dataset=[Rows()[0]],
+        data_collator=Collator(Rows.is_random),
+        callbacks=[Watch(line)],
+    )
+    seen = []
+    recorded(trainer, seen)
+    trainer.train(resume_from_checkpoint=line.get("from"))
+    facts = {
+        "seen": seen,
+        "steps": trainer.state.global_step,
+        "best": trainer.state.best_model_checkpoint,
+        "folders": sorted(p.name for p in Path(folder).iterdir()),
+    }
+    Path(f"{name}_{rank}_{attempt}.json").write_text(json.dumps(facts))
+    if rank == 0:
+        save_file(
+            {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}, f"{name}.safetensors"
+        )
+
+
+for pair in sys.argv[3:]:
+    name, _, text = pair.partition("=")
+    train(name, json.loads(text))

@@ -1,0 +1,50 @@
+"""Ranks that hang in a real training: which one, where, how soon, and what is left of the run."""
+
+import re
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+from tests.helpers.run import LIGHT, orphans, start, wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
+HANG_TIMEOUT_S = 3.0
+# What the supervisor may need beside the limit.
+SLACK_S = 5.0
+
+
+def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
+    """First an endless loop while samples are got, behind slow steps; then, started again, a stopped process."""
+    script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
+    script.write_text(SCRIPT.read_text())
+    arguments = [script, HANG_TIMEOUT_S, "spin", "stop"]
+    process = start(arguments, cwd=tmp_path, env=LIGHT, stdout=subprocess.DEVNULL)
+    lines = [(time.monotonic(), line) for line in process.stderr]
+    code = process.wait()
+    err = "".join(line for _, line in lines)
+    times = {path.name: float(path.read_text()) for path in tmp_path.glob("*_*") if path.is_file()}
+    assert code == 124, err
+
+    looping_s, looping = next((t, line) for t, line in lines if "rank 1 hangs: no progress" in line)
+    found = re.search(r"no progress for 3 s in step \d+, getting samples \(hang\.py:(\d+) in collate\)", looping)
+    assert found, err
+    assert script.read_text().splitlines()[int(found[1]) - 1].strip() in ("while True:", "pass")
+    assert "Starting all ranks again (1)" in looping
+    assert "Hint: Raise hang_timeout_s=3 where this only takes long." in err
+    # The slow run before it was left alone.
+    assert times["spin_since"] - times["spin_begin"] > HANG_TIMEOUT_S
+    assert HANG_TIMEOUT_S <= looping_s - times["spin_since"] < HANG_TIMEOUT_S + SLACK_S
+
+    stopped_s, stopped = next((t, line) for t, line in lines if "no sign of life" in line)
+    assert re.search(r"rank 1 hangs: no sign of life for 3 s in step 3, .*\(hang\.py:\d+ in on_step_end\)", stopped), (
+        err
+    )
+    assert HANG_TIMEOUT_S <= stopped_s - times["stop_since"] < HANG_TIMEOUT_S + SLACK_S
+
+    for rank in (0, 1):
+        path = tmp_path / "logs" / f"stack_rank_{rank}.txt"
+        assert "most recent call first" in path.read_text()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    wait_until(lambda: not orphans(str(tmp_path)), 5.0, "end of all processes")
+    assert not list(Path("/tmp").glob(f"unsloth_multigpu_{process.pid}_*"))

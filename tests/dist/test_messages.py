@@ -1,0 +1,98 @@
+"""What goes wrong inside a step, or between the ranks: what the user reads, and what the weights are then."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.run import run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "messages.py"
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory):
+    """Several in one process group. The last one ends the run."""
+    folder = tmp_path_factory.mktemp("messages")
+    jobs = ("raise", "skip", "without", "gradient", "version", "same_stream", "alone", "memory")
+    run = run_python([SCRIPT, *jobs], folder)
+    return folder, run
+
+
+def seen(folder, name):
+    """Both ranks' facts and weights."""
+    facts = [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(2)]
+    return facts, [torch.load(folder / f"{name}_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_loss_that_is_no_number_ends_all_ranks_with_the_weights_of_the_step_before(trainings):
+    folder, _ = trainings
+    facts, weights = seen(folder, "raise")
+    for fact, weight in zip(facts, weights, strict=True):
+        assert fact["error"].startswith(
+            "NonFiniteGradientError: step 3: gradient norm is nan; loss of rank 1, micro-batch 0, was nan.\nHint: "
+        )
+        assert fact["checkpoints"] == ["checkpoint-1", "checkpoint-2"]
+        assert fact["num_steps"] == 2
+        assert torch.equal(weight["now"], weights[0]["steps"][1])
+
+
+def test_skipped_step_is_as_if_its_samples_were_not_there(trainings):
+    folder, run = trainings
+    (facts, _), skipped = seen(folder, "skip")
+    _, without = seen(folder, "without")
+    assert facts["num_steps"] == 6
+    for weight in skipped:
+        assert torch.equal(weight["now"], without[0]["now"])
+        assert torch.equal(weight["steps"][2], weight["steps"][1])
+        assert not torch.equal(weight["steps"][3], weight["steps"][2])
+    line = "step 3: gradient norm is nan; loss of rank 1, micro-batch 0, was nan: left out on all ranks (1 so far)"
+    assert run.err.count(line) == 1
+    assert line not in (folder / "logs" / "rank_1.log").read_text()
+
+
+def test_gradient_of_finite_losses_is_named_by_its_parameter(trainings):
+    folder, _ = trainings
+    fact = "step 2: gradient norm is nan; all losses were finite, not so the gradient of model.embed_tokens.weight."
+    for facts in seen(folder, "gradient")[0]:
+        assert facts["error"].startswith(f"NonFiniteGradientError: {fact}\n")
+
+
+def test_other_version_on_a_rank_is_named(trainings):
+    folder, _ = trainings
+    for facts in seen(folder, "version")[0]:
+        assert 'version of peft: rank 0 has "' in facts["error"]
+        assert 'rank 1 has "9.9".' in facts["error"]
+
+
+def test_streams_of_one_length_go_on_in_the_next_epoch(trainings):
+    folder, _ = trainings
+    assert [facts["num_steps"] for facts in seen(folder, "same_stream")[0]] == [8, 8]
+
+
+def test_ranks_that_step_by_themselves_judge_their_own_gradient(trainings):
+    folder, _ = trainings
+    for rank, facts in enumerate(seen(folder, "alone")[0]):
+        fact = f"step 2: gradient norm is nan; loss of rank {rank}, micro-batch 0, was nan."
+        assert facts["error"].startswith(f"NonFiniteGradientError: {fact}\n")
+
+
+def test_out_of_memory_on_a_rank_says_how_much_and_what_to_set(trainings):
+    folder, run = trainings
+    assert (
+        "unsloth_multigpu: rank 1 failed after step 1: RuntimeError: rank 1 ran out of memory on cpu in micro-batch 0 "
+        "of step 2 (2 rows x 2048 tokens), 67.1 MB were asked for, the process may have "
+    ) in run.err
+    assert "Hint: Set max_tokens_per_micro_batch; lower per_device_train_batch_size (now 4)" in run.err
+    assert run.code == 1
+    assert not (folder / "memory_0.json").exists()
+
+
+def test_stream_that_ends_earlier_on_a_rank_is_named(tmp_path):
+    run = run_python([SCRIPT, "stream"], tmp_path)
+    assert (
+        "unsloth_multigpu: rank 1 failed after step 5: DivergenceError: rank 1 has no more batches in step 6, rank 0 "
+        "has: rank 1 got 5 in this epoch, rank 0 6 or more."
+    ) in run.err
+    assert run.code == 77

@@ -1,0 +1,165 @@
+"""Training across two hosts, network namespaces of this machine: a slow wire, a cut one, a node that comes back.
+
+Two jobs run side by side, because both mostly wait: one with two ranks and one, whose wire is limited and then cut, and
+one on nodes that come and go.
+"""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.namespace import two_hosts
+from tests.helpers.run import Finished, finish, orphans, run_python, wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
+TIMEOUT_S = 15.0
+
+
+class Job:
+    """One run of the script on two hosts, in a folder for both."""
+
+    def __init__(self, pool, hosts, folder, *, nnodes, num_gpus, names, **options):
+        self.pool, self.hosts, self.folder, self.names = pool, hosts, folder, names
+        given = {"nnodes": nnodes, "rdzv_endpoint": f"{hosts[0].address}:29400", "rdzv_id": "job", **options}
+        self.env = {f"UNSLOTH_MULTIGPU_{name.upper()}": str(value) for name, value in given.items()}
+        folder.mkdir()
+        self.processes, self.outcomes, self.begins = [None, None], [None, None], [0.0, 0.0]
+        for host, number in enumerate(num_gpus):
+            self.start(host, number)
+
+    def start(self, host, num_gpus):
+        here = self.folder / f"host{host}"
+        here.mkdir(exist_ok=True)
+        env = {**self.env, "HERE": str(self.folder), "UNSLOTH_MULTIGPU_NUM_GPUS": str(num_gpus)}
+        self.begins[host] = time.monotonic()
+        self.processes[host] = self.hosts[host].start([SCRIPT, "--folder", self.folder, *self.names], here, env)
+        # What a process says is read at once: a full pipe would stop it.
+        self.outcomes[host] = self.pool.submit(finish, self.processes[host], 500.0)
+
+    def let(self, name):
+        (self.folder / f"go_{name}").touch()
+
+    def wait_for(self, file):
+        def is_there():
+            assert not [outcome.result().err for outcome in self.outcomes if outcome.done()]
+            return (self.folder / file).exists()
+
+        wait_until(is_there, 150.0, file)
+
+    def steps(self, name, rank):
+        return [json.loads(line) for line in (self.folder / f"steps_{name}_{rank}").read_text().splitlines()]
+
+    def finish(self):
+        return [outcome.result() for outcome in self.outcomes]
+
+    def kill(self, host):
+        self.processes[host].kill()
+        self.outcomes[host].result()
+
+
+@dataclass
+class Outcome:
+    """What became of the jobs."""
+
+    wired: Job
+    elastic: Job
+    alone: Path
+    cut: list[Finished]
+    cut_s: float
+    went: list[Finished]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nodes")
+    alone = folder / "alone"
+    alone.mkdir()
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(5))
+        first, second = stack.enter_context(two_hosts(1)), stack.enter_context(two_hosts(2))
+        names = ["plain", "wide", "slow", "cut"]
+        wired = Job(pool, first, folder / "wired", nnodes="2", num_gpus=(2, 1), names=names, timeout_s=TIMEOUT_S)
+        for name in ("plain", "wide"):
+            wired.let(name)
+        wired.wait_for("done_wide")
+        for host in first:
+            host.limit("100mbit")
+        wired.let("slow")
+        wired.wait_for("done_slow")
+        for host in first:
+            host.limit("")
+        options = {"timeout_s": 60.0, "max_restarts": 1}
+        elastic = Job(pool, second, folder / "elastic", nnodes="1:2", num_gpus=(1, 1), names=["elastic"], **options)
+        elastic.let("elastic")
+        elastic.wait_for("waits_elastic")
+        wired.let("cut")
+        wired.wait_for("step_cut")
+        first[0].set_wire("down")
+        cut_at = time.monotonic()
+        elastic.kill(1)
+        elastic.start(1, 1)
+        for name in ("plain", "elastic"):
+            (alone / f"go_{name}").touch()
+        run = run_python([SCRIPT, "--folder", alone, "plain", "elastic"], alone, {"HERE": str(alone)})
+        assert run.code == 0, run.err
+        cut = wired.finish()
+        cut_s = max(begin + run.seconds for begin, run in zip(wired.begins, cut, strict=True)) - cut_at
+        yield Outcome(wired, elastic, alone, cut, cut_s, elastic.finish())
+
+
+def assert_same_weights(one, other):
+    one, other = load_file(one), load_file(other)
+    assert one.keys() == other.keys()
+    for name, weights in one.items():
+        assert (weights - other[name]).abs().max() < 2e-6, name
+
+
+def test_three_ranks_on_two_nodes_train_as_one_process_does(outcome):
+    assert_same_weights(outcome.wired.folder / "weights_plain", outcome.alone / "weights_plain")
+    assert [step[:2] for step in outcome.wired.steps("plain", 2)] == [[n, 3] for n in range(1, 7)]
+
+
+def test_slow_wire_changes_the_time_and_not_the_result(outcome):
+    job = outcome.wired
+    assert_same_weights(job.folder / "weights_slow", job.folder / "weights_wide")
+    seconds = {name: [s for _, _, s in job.steps(name, 0)] for name in ("wide", "slow")}
+    step_s = {name: (times[-1] - times[0]) / (len(times) - 1) for name, times in seconds.items()}
+    print(f"seconds of a step: {step_s['wide']:.3f} on the wire as it is, {step_s['slow']:.3f} with 100 Mbit/s")
+    assert step_s["slow"] > 2 * step_s["wide"]
+
+
+def test_cut_wire_ends_both_nodes_and_says_what_is_lost(outcome):
+    for run in outcome.cut:
+        assert run.code == 76
+        assert "lost its connection to another node after step" in run.err
+        assert "that node's own message names the cause" in run.err
+    print(f"both nodes have ended {outcome.cut_s:.1f} s after the wire was cut, with timeout_s={TIMEOUT_S:g}")
+    assert outcome.cut_s < TIMEOUT_S + 20.0
+
+
+def test_node_that_comes_back_goes_on_with_the_others_where_they_were(outcome):
+    job = outcome.elastic
+    assert [run.code for run in outcome.went] == [0, 0], [run.err for run in outcome.went]
+    assert "Starting all ranks again (1)" in outcome.went[0].err
+    for run in outcome.went:
+        assert "ranks 2 round 1" in run.out
+    steps, _, times = zip(*job.steps("elastic", 0), strict=True)
+    print(f"{times[4] - times[3]:.1f} s from the last step with the node to the first step with it again")
+    # The node went away in step 4, before its checkpoint.
+    assert steps == (1, 2, 3, 4, *range(4, 13))
+    assert_same_weights(job.folder / "weights_elastic", outcome.alone / "weights_elastic")
+
+
+def test_ranks_choose_the_same_on_all_nodes(outcome):
+    seeds = {run.out.rpartition("seed ")[2].split()[0] for run in outcome.went}
+    assert len(seeds) == 1
+
+
+def test_nothing_is_left(outcome):
+    wait_until(lambda: not orphans(str(outcome.alone.parent)), 5.0, "end of all processes")

@@ -1,0 +1,129 @@
+"""A signal to stop: all ranks stop at one step, what they have is saved, and the script hears of it."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import LIGHT, finish, orphans, start, wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "preempt.py"
+TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **LIGHT}
+GRACE_S = 60.0  # The default of the script.
+
+
+def hear_signals():
+    # A job in the background of a shell ignores Ctrl-C, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def steps(folder):
+    return {int((folder / f"step_{rank}").read_text() or 0) for rank in range(2)}
+
+
+def wait_for(folder, name, process):
+    wait_until(lambda: (folder / name).exists() or process.poll() is not None, 120.0, name)
+    assert process.poll() is None, finish(process).err
+
+
+def saved_step(folder):
+    (checkpoint,) = (folder / "checkpoints").glob("checkpoint-*")
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= names
+    step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+    assert checkpoint.name == f"checkpoint-{step}"
+    return step
+
+
+def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_again(tmp_path):
+    options = ["--evaluate", "--resume", "auto", "--max-restarts", "1"]
+    process = start([SCRIPT, *options], tmp_path, TWO_RANKS)
+    wait_for(tmp_path, "evaluating", process)
+    process.send_signal(signal.SIGTERM)
+    run = finish(process)
+    assert run.code == -signal.SIGTERM, run.err
+    assert run.seconds < GRACE_S
+    assert steps(tmp_path) == {saved_step(tmp_path)} == {2}
+    assert not (tmp_path / "evaluated").exists()
+    assert "SIGTERM: the ranks finish their step, save and stop, within 60 s (grace_s)" in run.err
+    assert "stopped by SIGTERM after step 2. The same command goes on from" in run.err
+    assert f"{tmp_path}/checkpoints/checkpoint-2" in run.err
+    assert "Starting all ranks again" not in run.err
+    assert "Traceback" not in run.err
+    # The exit handlers of rank 0 came to their end, and nothing of the script behind train() was run.
+    assert (tmp_path / "goodbye").exists()
+    assert not list(tmp_path.glob("after_training_*"))
+    assert not orphans(str(tmp_path))
+
+
+def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ranks(tmp_path):
+    options = ["--sync", "local_sgd", "--save", "steps", "--catch"]
+    process = start([SCRIPT, *options], tmp_path, TWO_RANKS, preexec_fn=hear_signals)
+    wait_for(tmp_path, "step_1", process)
+    process.send_signal(signal.SIGINT)
+    run = finish(process)
+    assert run.code == 0, run.err
+    assert {(tmp_path / f"interrupted_{rank}").read_text() for rank in range(2)} == {str(saved_step(tmp_path))}
+    assert saved_step(tmp_path) % 4 == 0
+    assert f"stopped by SIGINT after step {saved_step(tmp_path)}. resume='auto' lets the same command go on" in run.err
+    assert len(list(tmp_path.glob("after_training_*"))) == 2
+
+
+def test_ranks_of_torchrun_agree_by_their_store(tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    process = start([*torchrun, SCRIPT, "--save", "steps"], tmp_path, LIGHT)
+    wait_for(tmp_path, "step_1", process)
+    process.send_signal(signal.SIGTERM)
+    run = finish(process)
+    assert run.code != 0
+    assert steps(tmp_path) == {saved_step(tmp_path)}
+    assert f"stopped by SIGTERM after step {saved_step(tmp_path)}, checkpoint={tmp_path}" in run.err
+    assert not list(tmp_path.glob("after_training_*"))
+    assert not orphans(str(tmp_path))
+
+
+STUCK = """
+import unsloth_multigpu as ump
+ump.enable_multi_gpu(num_gpus=2, grace_s=GRACE, max_restarts=1, hang_timeout_s=0)
+import os, pathlib, signal, time
+from unsloth_multigpu import plugin
+from unsloth_multigpu.fault.beat import Phase
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+rank = os.environ["RANK"]
+plugin._session.beat.mark(Phase.COMPUTE, step=7)
+pathlib.Path("stuck_" + rank).touch()
+if rank == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_second_signal_and_the_end_of_grace_s_end_ranks_that_are_stuck(tmp_path, number):
+    """One rank is stopped, the other does not listen to SIGTERM; neither comes to the end of its step."""
+    is_repeated = number == signal.SIGINT
+    (tmp_path / "stuck.py").write_text(STUCK.replace("GRACE", "60" if is_repeated else "1"))
+    err = tmp_path / "err"
+    with err.open("w") as file:
+        process = start([tmp_path / "stuck.py"], tmp_path, LIGHT, stderr=file, preexec_fn=hear_signals)
+        for rank in range(2):
+            wait_for(tmp_path, f"stuck_{rank}", process)
+        begin_s = time.monotonic()
+        process.send_signal(number)
+        if is_repeated:
+            # Two within a moment are one.
+            wait_until(lambda: "A second signal stops them at once" in err.read_text(), 5.0, "answer")
+            wait_until(lambda: time.monotonic() - begin_s > 0.5, 2.0, "time of a second Ctrl-C")
+            process.send_signal(number)
+        run = finish(process)
+    assert time.monotonic() - begin_s < 6.0
+    assert run.code == -number
+    text = err.read_text()
+    late = (
+        "stopped by SIGUSR1: the ranks did not stop within grace_s=1 s and were ended after step 7. Nothing was saved."
+    )
+    assert ("stopped by SIGINT, all ranks have ended." if is_repeated else late) in text
+    assert "Traceback" not in text
+    assert not orphans(str(tmp_path))

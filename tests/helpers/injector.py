@@ -1,0 +1,35 @@
+"""Plants faults into the ranks that `tests.helpers.run.start` starts, and reads what was written down of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unsloth_multigpu.core.inject import read_records
+from unsloth_multigpu.fault.chaos import ChaosRequest, Fault
+
+
+def fail_at(kind: str, rank: int, step: int, *, folder: Path, **details) -> dict[str, str]:
+    """Environment of a run in which `rank` meets a fault in optimizer step `step`, counted from 1.
+
+    Args:
+        kind: A key of `unsloth_multigpu.fault.chaos.KINDS`.
+        folder: Where the ranks leave what `records` reads; it is there already.
+        details: Other fields of `Fault`, such as `attempt=1` or `phase="save"`.
+    """
+    return faults_in(folder, Fault(kind, rank, step, **details))
+
+
+def faults_in(folder: Path, *faults: Fault) -> dict[str, str]:
+    """The same for several faults, or for none: the ranks then only write down what they do."""
+    return ChaosRequest(str(folder), faults).variables()
+
+
+def records(folder: Path, rank: int, event: str = "") -> list[dict]:
+    """What a rank wrote down, oldest first: events "begin", "planted", "step" and "end", with `time_s` on the clock of
+    `time.monotonic`."""
+    return [record for record in read_records(folder, rank) if event in ("", record["event"])]
+
+
+def seconds_since_fault(folder: Path, rank: int, now_s: float) -> float:
+    """Seconds from the first fault of a rank to `now_s`, a reading of `time.monotonic()`."""
+    return now_s - records(folder, rank, "planted")[0]["time_s"]

@@ -1,0 +1,357 @@
+"""What makes a checkpoint whole, which are let go, and which one a training goes on from."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.balance import Balancer
+from unsloth_multigpu.core.resume import Resume
+from unsloth_multigpu.data.cost import CostModel
+from unsloth_multigpu.data.deal import Balance
+from unsloth_multigpu.data.draw import draw_seed, drawn_from, seeded_draws
+from unsloth_multigpu.errors import ResumeError
+from unsloth_multigpu.fault.checkpoint import (
+    MANIFEST,
+    PART_FOLDER,
+    Manifest,
+    Saved,
+    check,
+    clear_parts,
+    put_in_place,
+    read_manifest,
+    rotate,
+    seal,
+    superfluous,
+)
+from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
+
+FACTS = {"max_steps": 10, "seed": 42}
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+]
+
+
+def manifest(step: int = 1, **other: Any) -> Manifest:
+    given = {"run_id": "run", "world_size": 2, "is_resumable": True, "facts": FACTS, "planner": {}}
+    return Manifest(step=step, cursor={"epoch": 0, "steps": step}, **{**given, **other})
+
+
+def make(output_dir: Path, step: int, **other: Any) -> Path:
+    folder = output_dir / f"checkpoint-{step}"
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "optimizer.pt").write_bytes(b"moments" * 9)
+    (folder / "adapter" / "weights.bin").write_bytes(b"weights" * 9)
+    seal(folder, manifest(step, **other))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a Trainer, sealed."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes))
+    folder = tmp_path_factory.mktemp("whole")
+    args = TrainingArguments(str(folder), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    Trainer(model=model, args=args, train_dataset=rows).train()  # type: ignore[arg-type]
+    seal(folder / "checkpoint-1", manifest())
+    return folder / "checkpoint-1"
+
+
+def test_whole_checkpoint_is_whole(whole: Path) -> None:
+    assert check(whole) is None
+    assert sorted(p.name for p in whole.iterdir()) == sorted([*FILES, MANIFEST])
+    stored = read_manifest(whole)
+    assert stored is not None
+    assert sorted(stored.files) == FILES
+    assert stored.facts == FACTS
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "flipped"])
+def test_damaged_file_is_named(whole: Path, tmp_path: Path, name: str, damage: str) -> None:
+    folder = shutil.copytree(whole, tmp_path / "checkpoint-1")
+    path = folder / name
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "emptied":
+        path.write_bytes(b"")
+    elif damage == "removed":
+        path.unlink()
+    else:
+        flip(path)
+    assert name in (check(folder) or "")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_no_flipped_bit_of_a_manifest_goes_unseen(data: st.DataObject) -> None:
+    with TemporaryDirectory() as folder:
+        path = make(Path(folder), 1) / MANIFEST
+        content = bytearray(path.read_bytes())
+        bit = data.draw(st.integers(0, len(content) * 8 - 1))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        assert MANIFEST in str(check(path.parent))
+
+
+def test_added_files_do_not_matter(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    (folder / "notes.txt").write_text("mine")
+    assert check(folder) is None
+
+
+def test_another_format_is_not_guessed(tmp_path: Path) -> None:
+    from unsloth_multigpu.fault import checkpoint
+
+    folder = make(tmp_path, 1)
+    body = {**json.loads((folder / MANIFEST).read_text())["manifest"], "format": 2}
+    (folder / MANIFEST).write_text(json.dumps({"crc32": checkpoint._crc_of(body), "manifest": body}))
+    assert "has format 2" in str(check(folder))
+
+
+SAVED = st.lists(
+    st.builds(Saved, st.integers(0, 30), st.floats(0, 5), st.booleans()), max_size=8, unique_by=lambda s: s.step
+)
+
+
+@given(SAVED, st.none() | st.integers(0, 5), st.sets(st.integers(0, 30), max_size=3))
+def test_rotation_keeps_what_it_must(saved: list[Saved], limit: int | None, keep: set[int]) -> None:
+    gone = superfluous(saved, limit, keep)
+    left = [s for s in saved if s.step not in gone]
+    assert not keep & set(gone)
+    assert len(gone) == len(set(gone)) == len(saved) - len(left)
+    assert any(s.is_whole for s in left) or not any(s.is_whole for s in saved)
+    if not limit:
+        assert not gone
+    elif len(left) > limit:
+        # Only what must stay is left.
+        assert all(s.step in keep or s.is_whole for s in left)
+        assert sum(s.step not in keep for s in left) <= 1
+    else:
+        assert len(left) == min(limit, len(saved))
+
+
+def test_oldest_goes_first(tmp_path: Path) -> None:
+    assert superfluous([Saved(200, 1.0, True), Saved(10, 9.0, True), Saved(20, 19.0, True)], 2, {20}) == [200]
+    # Times that are all the same say nothing.
+    assert superfluous([Saved(200, 1.1, True), Saved(10, 1.2, True), Saved(20, 1.0, True)], 2, set()) == [10]
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
+    rotate(tmp_path, 1, {3})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_older_folder_is_replaced(tmp_path: Path) -> None:
+    make(tmp_path, 1, run_id="older")
+    put_in_place(make(tmp_path / PART_FOLDER, 1), tmp_path / "checkpoint-1")
+    stored = read_manifest(tmp_path / "checkpoint-1")
+    assert stored is not None
+    assert stored.run_id == "run"
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_killed_saves_are_cleared_or_finished(tmp_path: Path) -> None:
+    parts = tmp_path / PART_FOLDER
+    make(parts, 1)  # Sealed; killed before it got its name,
+    make(tmp_path, 1, run_id="older").rename(parts / "replaced-checkpoint-1")  # and after the older one was moved.
+    (make(parts, 2) / MANIFEST).unlink()  # Killed while it was written,
+    make(tmp_path, 2, run_id="older").rename(parts / "replaced-checkpoint-2")
+    clear_parts(tmp_path)
+    stored = {p.name: read_manifest(p) for p in tmp_path.iterdir()}
+    assert {name: found and found.run_id for name, found in stored.items()} == {
+        "checkpoint-1": "run",
+        "checkpoint-2": "older",
+    }
+    clear_parts(tmp_path / "not there")
+
+
+WANTED = Wanted(2, grows_with_ranks=False)
+OURS = Wanted(2, grows_with_ranks=False, facts=FACTS)
+
+
+def test_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    for step in (2, 9, 10, 11):
+        make(tmp_path, step)
+    flip(tmp_path / "checkpoint-11" / "adapter" / "weights.bin")
+    (tmp_path / "checkpoint-10" / MANIFEST).write_text("{")
+    found = find_newest(tmp_path, OURS)
+    assert found.step == 9
+    assert [line.removeprefix(f"{tmp_path}/") for line in found.lines] == [
+        "checkpoint-11 is passed over: adapter/weights.bin was changed after it was written",
+        "checkpoint-10 is passed over: unsloth_multigpu.json cannot be read",
+    ]
+    assert find_newest(tmp_path, OURS, at_most=8).step == 2
+    assert find_newest(tmp_path / "nothing", OURS) == Found(None)
+
+
+def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
+    make(tmp_path, 4, facts={**FACTS, "max_steps": 5})
+    make(tmp_path, 3, is_resumable=False)
+    make(tmp_path, 2, run_id="other")
+    (make(tmp_path, 1) / MANIFEST).unlink()
+    found = find_newest(tmp_path, OURS)
+    assert found.step == 2
+    assert [line.partition(": ")[2] for line in found.lines] == [
+        "max_steps was 5, now it is 10",
+        "it holds no optimizer (save_only_model=True)",
+    ]
+    found = find_newest(tmp_path, Wanted(2, grows_with_ranks=False, facts=FACTS, run_id="run"), at_most=2)
+    assert found.step is None
+    assert "it has no unsloth_multigpu.json" in found.lines[0]
+    # What the script asks for by resume_from_checkpoint=True is whatever is there.
+    assert find_newest(tmp_path, WANTED).step == 4
+
+
+def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path: Path) -> None:
+    (make(tmp_path, 7) / MANIFEST).unlink()
+    for found in (find_newest(tmp_path, WANTED).lines, check_asked(tmp_path / "checkpoint-7", WANTED)):
+        assert [line.partition(": ")[2] for line in found] == ["whether it is whole cannot be checked"]
+    assert check_asked(tmp_path / "checkpoint-8", WANTED) == ()
+
+
+def test_torn_checkpoint_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    folder = make(tmp_path, 6)
+    (folder / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(ResumeError, match=r"checkpoint-6 is not whole: optimizer.pt has 0 bytes of 63") as caught:
+        check_asked(folder, WANTED)
+    assert "Use " in caught.value.hint
+    assert "checkpoint-5" in caught.value.hint
+    with pytest.raises(ResumeError, match="holds no optimizer"):
+        check_asked(make(tmp_path, 8, is_resumable=False), WANTED)
+
+
+def test_larger_steps_need_the_same_number_of_ranks(tmp_path: Path) -> None:
+    folder = make(tmp_path, 5)
+    wanted = Wanted(3, grows_with_ranks=True, facts=FACTS)
+    with pytest.raises(ResumeError, match=r"written by 2 rank\(s\), now there are 3") as caught:
+        find_newest(tmp_path, wanted)
+    assert "num_gpus=2" in caught.value.hint
+    with pytest.raises(ResumeError, match="now there are 3"):
+        check_asked(folder, wanted)
+    assert find_newest(tmp_path, Wanted(3, grows_with_ranks=False, facts=FACTS)).step == 5
+
+
+def test_nodes_with_disks_of_their_own_agree_on_the_newest_that_all_have(tmp_path: Path) -> None:
+    have = [(2, 4, 6), (2, 3, 4, 5), (1, 2, 4, 6)]
+    for node, steps in enumerate(have):
+        for step in steps:
+            make(tmp_path / str(node), step)
+    meeting, texts, found = threading.Barrier(3), [""] * 3, [None, None, None]
+
+    def run(rank: int) -> None:
+        def gather_texts(text: str) -> list[str]:
+            texts[rank] = text
+            meeting.wait()
+            everyone = list(texts)
+            meeting.wait()
+            return everyone
+
+        manager: Any = SimpleNamespace(identity=SimpleNamespace(rank=rank), gather_texts=gather_texts)
+        found[rank] = Resume(None, manager, None, [0, 1, 2])._newest(tmp_path / str(rank), OURS)  # type: ignore
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [4, 4, 4]
+
+
+def draws() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(())), float(numpy.random.randn())]
+
+
+def test_draws_of_a_step_depend_on_its_place_alone() -> None:
+    with seeded_draws(draw_seed(42, 0, 3)):
+        first = draws()
+    draws()
+    with seeded_draws(draw_seed(42, 0, 3)):
+        assert draws() == first
+    with seeded_draws(draw_seed(42, 0, 4)):
+        assert not set(draws()) & set(first)
+
+
+def test_draws_of_a_step_leave_the_generators_alone() -> None:
+    with seeded_draws(1):
+        untouched = [draws(), draws()]
+    with seeded_draws(1):
+        mine = [draws()]
+        with pytest.raises(KeyError), seeded_draws(2):  # noqa: PT012
+            draws()
+            raise KeyError
+        assert [*mine, draws()] == untouched
+
+
+def test_order_is_drawn_again_from_its_state() -> None:
+    class Order:
+        def __iter__(self) -> Any:
+            return iter(torch.randperm(9).tolist())
+
+    with seeded_draws(5):
+        order, state = drawn_from(None, Order())
+        after = draws()
+    with seeded_draws(6):
+        assert drawn_from(json.loads(json.dumps(state)), Order())[0] == order
+        assert draws() != after
+    with seeded_draws(5):
+        assert drawn_from(None, [1, 2]) == ([1, 2], None)
+
+
+def balancer(world_size: int = 2, **options: Any) -> Balancer:
+    manager: Any = SimpleNamespace(
+        config=MultiGPUConfig(**options), identity=SimpleNamespace(rank=0, world_size=world_size)
+    )
+    trainer = SimpleNamespace(model=torch.nn.Linear(2, 2), args=SimpleNamespace(device=torch.device("cpu")))
+    made = Balancer(trainer, manager)
+    made.balance = Balance(CostModel(32.0, 0.0), (1.0,) * world_size)
+    return made
+
+
+def test_planner_goes_on_with_what_was_measured() -> None:
+    before = balancer()
+    before.balance = Balance(CostModel(7.25, 3.5), (1.0, 0.125))
+    before._num_steps = 40
+    state = json.loads(json.dumps(before.state_dict()))
+    again = balancer()
+    again._go_on_from(state)
+    assert again.balance == before.balance
+    assert again._num_steps == 40
+    # Speeds belong to their ranks; what an option gives stays.
+    again = balancer(3, micro_batch_overhead_tokens=5.0)
+    again._go_on_from(state)
+    assert again.balance is not None
+    assert (again.balance.cost.overhead_tokens, again.balance.cost.floor_tokens) == (5.0, 3.5)
+    assert again.balance.speeds == (1.0, 1.0, 1.0)
+    assert not Balancer(again._trainer, again._manager).state_dict()

@@ -1,0 +1,275 @@
+"""Gradients that are no finite numbers, and the check of each step that finds them, without ranks."""
+
+import logging
+import math
+import re
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unsloth_multigpu.core.check import BatchCount, StepCheck
+from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
+from unsloth_multigpu.fault.gradient import (
+    MAX_SKIPPED_IN_A_ROW,
+    SkippedSteps,
+    describe,
+    not_finite_losses,
+    not_finite_parameters,
+    total_norm,
+)
+
+
+@pytest.mark.parametrize(
+    ("losses", "parameters", "rest"),
+    [
+        ({0: [], 1: [(0, "nan")]}, (), "loss of rank 1, micro-batch 0, was nan"),
+        (
+            {0: [(2, "inf")], 1: [(0, "nan")]},
+            (),
+            "loss of rank 0, micro-batch 2, was inf; loss of rank 1, micro-batch 0, was nan",
+        ),
+        ({0: [], 1: []}, ("a.weight", "b"), "all losses were finite, not so the gradient of a.weight, b"),
+        ({0: [], 1: []}, tuple("abcde"), "all losses were finite, not so the gradient of a, b, c and 2 more"),
+        ({1: []}, (), "the losses of rank 1 were finite"),
+    ],
+)
+def test_description_names_ranks_or_parameters(losses, parameters, rest):
+    assert describe(12, math.nan, losses, parameters) == f"step 12: gradient norm is nan; {rest}"
+
+
+def test_losses_and_gradients_that_are_not_finite_are_found():
+    losses = [torch.tensor(x) for x in (1.0, math.nan, -math.inf)]
+    assert not_finite_losses(losses) == [(1, "nan"), (2, "-inf")]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Embedding(3, 2, sparse=True))
+    model[1](torch.tensor([1, 1, 2])).sum().backward()
+    model[0](torch.ones(1, 2)).sum().backward()
+    assert float(total_norm(model.parameters())) == pytest.approx(math.sqrt(6 + 2 * 4 + 2 * 1))
+    assert not_finite_parameters(model) == []
+    model[0].bias.grad[1] = math.nan
+    assert not_finite_parameters(model) == ["0.bias"]
+    assert math.isnan(total_norm(model.parameters()))
+
+
+def test_too_many_skipped_steps_in_a_row_are_an_error():
+    skipped = SkippedSteps()
+    for _ in range(MAX_SKIPPED_IN_A_ROW):
+        warning = skipped.skip("step 3: gradient norm is nan")
+    assert warning == f"step 3: gradient norm is nan: left out on all ranks ({MAX_SKIPPED_IN_A_ROW} so far)"
+    with pytest.raises(NonFiniteGradientError, match="The 10 steps before it"):
+        skipped.skip("step 13: gradient norm is nan")
+
+
+class OneRank:
+    """A trainer of one linear layer, and the loop's calls of one step."""
+
+    def __init__(self, on_nan="raise", sync="ddp", *, scaler=None, clips=True):
+        self.model = torch.nn.Linear(2, 1, bias=False)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.state = SimpleNamespace(global_step=0)
+        self.accelerator = SimpleNamespace(scaler=scaler, sync_gradients=True, clip_grad_norm_=self._clip)
+        self.args = SimpleNamespace(
+            device=torch.device("cpu"),
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=8,
+            gradient_checkpointing=False,
+        )
+        self._callbacks = []
+        self._clips = clips
+        self.gathered = []
+        self.manager = SimpleNamespace(
+            config=SimpleNamespace(on_nan=on_nan, sync=sync, meets_every_step=True, timeout_s=0.05),
+            identity=SimpleNamespace(rank=0, world_size=1),
+            gather_texts=lambda text: self.gathered.append(text) or [text],
+        )
+        self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True))
+
+    def add_callback(self, callback):
+        self._callbacks.append(callback)
+
+    def remove_callback(self, callback):
+        self._callbacks.remove(callback)
+
+    def get_batch_samples(self):
+        raise NotImplementedError
+
+    def compute_loss(self, model, inputs):
+        return model(inputs["x"]).sum() * inputs.get("factor", 1.0)
+
+    def training_step(self, micro_batches):
+        for inputs in micro_batches:
+            self.compute_loss(self.model, inputs).backward()
+
+    def _clip(self, parameters, max_norm, norm_type=2.0):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def step(self, *factors):
+        """As the Trainer's loop; returns the norm that it would log."""
+        self.training_step([{"x": torch.ones(2, 2), "factor": f} for f in factors])
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0) if self._clips else None
+        for callback in self._callbacks:
+            callback.on_pre_optimizer_step(None, None, None)
+        self.optimizer.step()
+        self.model.zero_grad()
+        self.state.global_step += 1
+        return norm
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_gradient_that_is_not_finite_raises_before_the_optimizer_steps(clips):
+    rank = OneRank(clips=clips)
+    with rank.check.on_trainer():
+        rank.step(1.0, 1.0)
+        before = rank.model.weight.detach().clone()
+        with pytest.raises(NonFiniteGradientError) as info:
+            rank.step(1.0, math.nan)
+    assert info.value.args[0] == "step 2: gradient norm is nan; loss of rank 0, micro-batch 1, was nan."
+    assert torch.equal(rank.model.weight, before)
+    assert not rank._callbacks
+    assert "compute_loss" not in vars(rank)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_skipped_step_leaves_weights_and_optimizer_alone(clips, caplog):
+    caplog.set_level(logging.WARNING, "unsloth_multigpu")
+    skips, other = OneRank("skip", clips=clips), OneRank("skip", clips=clips)
+    other.model.load_state_dict(skips.model.state_dict())
+    with skips.check.on_trainer(), other.check.on_trainer():
+        for _ in range(MAX_SKIPPED_IN_A_ROW + 2):  # Never many in a row.
+            skips.step(1.0)
+            norm = skips.step(math.nan)
+            other.step(1.0)
+    assert set(skips.gathered) == {'[[0, "nan"]]'}
+    assert not clips or not math.isfinite(norm)
+    assert torch.equal(skips.model.weight, other.model.weight)
+    assert int(skips.optimizer.state[skips.model.weight]["step"]) == MAX_SKIPPED_IN_A_ROW + 2
+    warnings = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    assert len(warnings) == MAX_SKIPPED_IN_A_ROW + 2
+    assert warnings[-1] == (
+        "step 24: gradient norm is nan; loss of rank 0, micro-batch 0, was nan: left out on all ranks (12 so far)"
+    )
+
+
+def test_many_skipped_steps_in_a_row_end_the_training():
+    rank = OneRank("skip")
+    with rank.check.on_trainer():
+        for _ in range(MAX_SKIPPED_IN_A_ROW):
+            rank.step(math.nan)
+        with pytest.raises(NonFiniteGradientError, match="step 11: "):
+            rank.step(math.nan)
+
+
+@pytest.mark.parametrize(("on_nan", "scaler"), [("off", None), ("raise", object())])
+def test_where_it_is_off_or_a_scaler_is_at_work_nothing_is_judged(on_nan, scaler):
+    rank = OneRank(on_nan, scaler=scaler)
+    with rank.check.on_trainer():
+        assert math.isnan(rank.step(math.nan))
+    assert rank.model.weight.isnan().all()
+
+
+def test_rank_whose_gradient_is_its_own_judges_it_before_it_is_sent():
+    rank = OneRank(sync="local_sgd")
+    rank.manager.identity.world_size = 2
+    rank.manager.publish = lambda key, value: None
+    rank.manager.gather_texts = None  # Other ranks may be anywhere.
+    check = StepCheck(rank, rank.manager, SimpleNamespace(has_one_order=True))
+    with check.on_trainer():
+        rank.step(1.0)
+        with pytest.raises(NonFiniteGradientError, match=r"step 2: .*loss of rank 0, micro-batch 0, was nan"):
+            rank.training_step([{"x": torch.ones(2, 2), "factor": math.nan}])
+
+
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+            "micro-batch 1 of step 2 (5 rows x 9 tokens): ",
+        ),
+        (RuntimeError("CUDA error: out of memory"), "micro-batch 1 of step 2 (5 rows x 9 tokens), the machine"),
+    ],
+)
+def test_out_of_memory_in_a_step_says_where_and_keeps_its_class(error, place):
+    rank = OneRank()
+    with rank.check.on_trainer():
+        rank.step(1.0)
+    with pytest.raises(type(error), match=re.escape(f"rank 0 ran out of memory on cpu in {place}")):  # noqa: SIM117
+        with rank.check.on_trainer():
+            rank.training_step([{"x": torch.ones(2, 2)}, _raising(error)])
+
+
+def test_out_of_memory_elsewhere_says_where():
+    rank = OneRank()
+    with pytest.raises(MemoryError, match="in step 1, outside forward and backward passes"), rank.check.on_trainer():
+        raise MemoryError
+    rank.model.eval()
+    with (
+        pytest.raises(MemoryError, match=r"(?s)in a batch of the evaluation of step 1 .*per_device_eval_batch_size"),
+        rank.check.on_trainer(),
+    ):
+        rank.compute_loss(rank.model, _raising(MemoryError()))
+
+
+def _raising(error):
+    class Inputs(dict):
+        def __getitem__(self, key):
+            raise error
+
+    return Inputs(ids=torch.ones(5, 9, dtype=torch.int64), mask=torch.ones(5, 3))
+
+
+@contextmanager
+def batch_counts(*, one_order=False):
+    """Two ranks' counts over one store."""
+    store = {}
+    counts = []
+    for rank in range(2):
+        manager = SimpleNamespace(
+            identity=SimpleNamespace(rank=rank, world_size=2),
+            config=SimpleNamespace(meets_every_step=True, timeout_s=0.05),
+            publish=store.__setitem__,
+            wait_for=lambda key, what, timeout_s: store[key],
+        )
+        trainer = SimpleNamespace(state=SimpleNamespace(global_step=12))
+        counts.append(BatchCount(trainer, manager, SimpleNamespace(has_one_order=one_order)))
+        counts[-1].begin()
+    yield counts
+
+
+def draw(count, iterator):
+    return count.batch_samples(lambda batches: next(batches, None), iterator)
+
+
+def test_rank_that_runs_out_of_batches_before_another_says_so():
+    with batch_counts() as (first, second):
+        long, short = iter(range(13)), iter(range(12))
+        for _ in range(12):
+            assert draw(first, long) == draw(second, short)
+        assert draw(first, long) == 12
+        with pytest.raises(DivergenceError) as info:
+            draw(second, short)
+    assert info.value.args[0] == (
+        "rank 1 has no more batches in step 13, rank 0 has: rank 1 got 12 in this epoch, rank 0 13 or more."
+    )
+
+
+def test_ranks_with_as_many_batches_pass_to_the_next_epoch():
+    with batch_counts() as (first, second):
+        for _ in range(2):
+            mine, its = iter(range(2)), iter(range(2))
+            for _ in range(2):
+                assert draw(first, mine) == draw(second, its)
+            # It waits for the other one, no longer than it may.
+            with pytest.raises(
+                RankTimeoutError, match=r"rank 0 waited 0.05 seconds for rank 1 to have no more batches"
+            ):
+                draw(first, mine)
+            assert draw(second, its) is None
+            assert draw(first, mine) is None
+
+
+def test_one_order_for_all_ranks_is_not_counted():
+    with batch_counts(one_order=True) as (first, _):
+        batches = iter(range(1))
+        assert [draw(first, batches) for _ in range(3)] == [0, None, None]

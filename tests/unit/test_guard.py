@@ -1,0 +1,146 @@
+"""Phases that the guard marks, on a trainer made of plain functions."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.core.guard import CompilerPhase, Guard
+from unsloth_multigpu.fault.beat import BeatPage, Phase
+
+
+class Handler:
+    """torch's `callback_handler`."""
+
+    def __init__(self) -> None:
+        self.start_callbacks: list[Any] = []
+        self.end_callbacks: list[Any] = []
+        self.register_start_callback = self.start_callbacks.append
+        self.register_end_callback = self.end_callbacks.append
+        self.remove_start_callback = self.start_callbacks.remove
+        self.remove_end_callback = self.end_callbacks.remove
+
+
+@pytest.mark.parametrize("arguments", [(), ("CallbackArgs",)])
+def test_compiler_marks_its_time(monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+    handler, page = Handler(), BeatPage(None, 0)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.callback", SimpleNamespace(callback_handler=handler))
+    phase = CompilerPhase(page)
+    page.mark(Phase.COMPUTE)
+    phase.enter()
+    phase.enter()
+    (begin,), (end,) = handler.start_callbacks, handler.end_callbacks
+    begin(*arguments)
+    assert page.phase == Phase.COMPILE
+    begin(*arguments)
+    end(*arguments)
+    assert page.phase == Phase.COMPUTE
+    begin(*arguments)
+    page.mark(Phase.UPDATE)  # The main thread has gone on.
+    end(*arguments)
+    assert page.phase == Phase.UPDATE
+    phase.leave()
+    phase.leave()
+    assert handler.start_callbacks == handler.end_callbacks == []
+
+
+def test_real_compiler_is_heard() -> None:
+    callback = pytest.importorskip("torch._dynamo.callback")
+    page = BeatPage(None, 0)
+    phase = CompilerPhase(page)
+    page.mark(Phase.COMPUTE)
+    phase.enter()
+    before = len(callback.callback_handler.start_callbacks)
+    phase.leave()
+    assert before - len(callback.callback_handler.start_callbacks) == 1
+
+
+class Model:
+    def __init__(self, page: BeatPage) -> None:
+        self.page = page
+        self.seen: list[tuple[str, Phase, int]] = []
+        self.control = SimpleNamespace(should_save=False)
+
+    def note(self, name: str) -> None:
+        self.seen.append((name, self.page.phase, self.page.micro_batch))
+
+    def get_batch_samples(self) -> None:
+        self.note("samples")
+
+    def training_step(self) -> None:
+        self.note("step")
+
+    def _maybe_log_save_evaluate(self) -> None:
+        self.note("log")
+        self.store_flos()
+        self.evaluate()
+        self._save_checkpoint()
+        self.note("saved")
+
+    def evaluate(self) -> None:
+        self.note("evaluate")
+
+    def _save_checkpoint(self) -> None:
+        self.note("save")
+
+    def _load_best_model(self) -> None:
+        self.note("load")
+
+    def store_flos(self) -> None:
+        self.note("flos")
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback = callback
+
+    def remove_callback(self, callback: Any) -> None:
+        assert callback is self.callback
+
+
+def test_training_is_marked_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unsloth_multigpu.core.guard._phase_callback", lambda _page: object())
+    page = BeatPage(None, 0)
+    trainer = Model(page)
+    page.mark(step=7)
+    with ExitStack() as stack:
+        stack.enter_context(Guard(trainer, None, None, page).on_trainer())  # type: ignore[arg-type]
+        assert (page.phase, page.step) == (Phase.SETUP, 0)
+        trainer.get_batch_samples()
+        trainer.training_step()
+        trainer.training_step()
+        page.mark(Phase.UPDATE, step=1, micro_batch=0)
+        trainer._maybe_log_save_evaluate()
+        trainer.get_batch_samples()
+        trainer.training_step()
+        page.mark(Phase.UPDATE, step=2, micro_batch=0)
+        trainer.control.should_save = True
+        trainer._maybe_log_save_evaluate()
+        assert page.phase == Phase.UPDATE
+        trainer.store_flos()
+        trainer._load_best_model()
+        assert page.phase == Phase.ENDED
+    assert (page.phase, page.step) == (Phase.SCRIPT, 2)
+    assert [(name, phase.name, passes) for name, phase, passes in trainer.seen] == [
+        ("samples", "SETUP", 0),
+        ("step", "COMPUTE", 0),
+        ("step", "COMPUTE", 1),
+        ("log", "UPDATE", 0),
+        ("flos", "UPDATE", 0),
+        ("evaluate", "EVALUATE", 0),
+        ("save", "SAVE", 0),
+        ("saved", "UPDATE", 0),
+        ("samples", "DATA", 0),
+        ("step", "COMPUTE", 0),
+        ("log", "SAVE", 0),
+        ("flos", "SAVE", 0),
+        ("evaluate", "EVALUATE", 0),
+        ("save", "SAVE", 0),
+        ("saved", "SAVE", 0),
+        ("flos", "ENDED", 0),
+        ("load", "SAVE", 0),
+    ]
+    trainer.get_batch_samples()
+    assert page.phase == Phase.SCRIPT

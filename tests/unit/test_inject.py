@@ -1,0 +1,322 @@
+"""Faults as data, what they do to a rank, and what `unsloth-multigpu chaos` makes of the records."""
+
+import json
+import os
+import resource
+import socket
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers.injector import fail_at, faults_in, records
+from tests.helpers.run import wait_until
+from unsloth_multigpu.cli import chaos_run
+from unsloth_multigpu.cli.chaos_plan import all_trials, random_trial, torn_trial
+from unsloth_multigpu.cli.chaos_result import Row, Trace, compare_samples, compare_weights, markdown, text_table
+from unsloth_multigpu.cli.chaos_run import Scene
+from unsloth_multigpu.config import ENV_ATTEMPT, ENV_CHAOS, MultiGPUConfig
+from unsloth_multigpu.core.inject import planted_faults
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.fault.chaos import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
+from unsloth_multigpu.fault.harm import ACTIONS, damage, newest_checkpoint
+from unsloth_multigpu.launch.process import is_alive
+
+
+class Trainer:
+    """What the injector touches of a Trainer."""
+
+    def __init__(self, folder):
+        self.args = SimpleNamespace(output_dir=str(folder), device=torch.device("cpu"))
+        self.state = SimpleNamespace(global_step=0)
+        self.model = torch.nn.Linear(2, 1)
+        self.callbacks = []
+
+    def add_callback(self, callback):
+        self.callbacks.append(callback)
+
+    def remove_callback(self, callback):
+        self.callbacks.remove(callback)
+
+    def get_batch_samples(self):
+        return "samples"
+
+    def training_step(self, model, inputs):
+        return self.compute_loss(model, inputs)
+
+    def compute_loss(self, model, inputs):
+        return torch.ones(())
+
+    def save_model(self, folder, _internal_call=False):
+        return folder
+
+    def _save_checkpoint(self, model, trial):
+        with open(self.args.output_dir + "/model", "wb") as file:
+            file.write(bytes(8192))
+        return self.save_model(self.args.output_dir, _internal_call=True)
+
+    def step(self):
+        """One optimizer step of one micro-batch."""
+        loss = self.training_step(self.model, {"input_ids": torch.tensor([[1, 2], [3, 4]])})
+        self.state.global_step += 1
+        for callback in self.callbacks:
+            callback.on_step_end(self.args, self.state, None)
+        return float(loss)
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return Trainer(tmp_path)
+
+
+def inject(trainer, monkeypatch, folder, *faults, rank=0, attempt=0):
+    monkeypatch.setenv(ENV_CHAOS, faults_in(folder, *faults)[ENV_CHAOS])
+    monkeypatch.setenv(ENV_ATTEMPT, str(attempt))
+    manager = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig())
+    return planted_faults(trainer, manager, SimpleNamespace(current=None))
+
+
+def test_without_the_variable_nothing_is_touched(trainer, monkeypatch):
+    monkeypatch.delenv(ENV_CHAOS, raising=False)
+    before = dict(vars(trainer))
+    with planted_faults(trainer, None, None):
+        assert vars(trainer) == before
+        assert trainer.callbacks == []
+
+
+def test_everything_is_put_back(trainer, monkeypatch, tmp_path):
+    before = set(vars(trainer))
+    with inject(trainer, monkeypatch, tmp_path):
+        assert set(vars(trainer)) > before
+        trainer.step()
+    assert set(vars(trainer)) == before
+    assert trainer.callbacks == []
+
+
+@pytest.mark.parametrize(("rank", "attempt", "is_met"), [(1, 0, True), (0, 0, False), (1, 1, False)])
+def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, monkeypatch, tmp_path, rank, attempt, is_met):
+    with inject(trainer, monkeypatch, tmp_path, Fault("raise", 1, 3), rank=rank, attempt=attempt):
+        trainer.step()
+        trainer.step()
+        if is_met:
+            with pytest.raises(RuntimeError, match="planted by unsloth-multigpu chaos"):
+                trainer.step()
+        # Once: what the script makes of it is its own.
+        trainer.step()
+    planted = records(tmp_path, rank, "planted")
+    assert [r["step"] for r in planted] == ([3] if is_met else [])
+    assert all(0 <= time.monotonic() - r["time_s"] < 60 for r in planted)
+    with inject(trainer, monkeypatch, tmp_path, Fault("raise", 1, 3), rank=rank, attempt=attempt):
+        trainer.step()  # A second training of the same process.
+
+
+def test_fault_waits_for_its_phase(trainer, monkeypatch, tmp_path):
+    fault = Fault("raise", 0, 1, phase="save")
+    with inject(trainer, monkeypatch, tmp_path, fault, Fault("raise", 0, 1, phase="evaluate")):
+        trainer.step()
+        trainer.save_model("final")  # The script's own save is no checkpoint.
+        with pytest.raises(RuntimeError):
+            trainer._save_checkpoint(None, None)
+        trainer._save_checkpoint(None, None)
+        with pytest.raises(RuntimeError):
+            trainer.callbacks[0].on_prediction_step(trainer.args, trainer.state, None)
+
+
+def test_loss_of_one_step_is_no_number(trainer, monkeypatch, tmp_path):
+    with inject(trainer, monkeypatch, tmp_path, Fault("nan", 0, 2)):
+        assert [trainer.step() for _ in range(3)] == pytest.approx([1.0, float("nan"), 1.0], nan_ok=True)
+
+
+def test_full_disk_is_full_for_one_checkpoint(trainer, monkeypatch, tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer.step()
+    with inject(trainer, monkeypatch, tmp_path, Fault("disk_full", 0, 1, phase="save")):
+        with pytest.raises(OSError, match="File too large"):
+            trainer._save_checkpoint(None, None)
+        assert resource.getrlimit(resource.RLIMIT_FSIZE) == limit
+        assert trainer._save_checkpoint(None, None) == str(tmp_path)
+
+
+def test_memory_runs_out_in_one_step(trainer, monkeypatch, tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    with inject(trainer, monkeypatch, tmp_path, Fault("memory", 0, 1)):
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            trainer.step()
+        assert resource.getrlimit(resource.RLIMIT_AS) == limit
+        trainer.step()
+
+
+def test_clock_jumps_and_is_put_right(trainer, monkeypatch, tmp_path):
+    with inject(trainer, monkeypatch, tmp_path, Fault("clock", 0, 1)):
+        before = time.time()
+        trainer.step()
+        assert 3600 <= time.time() - before < 3660
+    assert time.time() - before < 60
+
+
+def test_slow_rank_is_slow_from_there_on(trainer, monkeypatch, tmp_path):
+    slept = []
+    with inject(trainer, monkeypatch, tmp_path, Fault("slow", 0, 2, delay_s=0.25)):
+        monkeypatch.setattr(time, "sleep", slept.append)
+        for _ in range(3):
+            trainer.step()
+    assert slept == [0.0, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(("kind", "ended"), [("cut", "group"), ("store", "store")])
+def test_connections_are_shut(monkeypatch, kind, ended):
+    listeners = {name: socket.create_server(("127.0.0.1", 0)) for name in ("store", "group")}
+    ours = {name: socket.create_connection(listener.getsockname()) for name, listener in listeners.items()}
+    monkeypatch.setenv("MASTER_PORT", str(listeners["store"].getsockname()[1]))
+    num_files = len(os.listdir("/proc/self/fd"))
+    ACTIONS[kind]()
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    for name, sock in ours.items():
+        if name == ended:
+            with pytest.raises(BrokenPipeError):
+                sock.send(b"x")
+        else:
+            assert sock.send(b"x") == 1
+    for sock in [*ours.values(), *listeners.values()]:
+        sock.close()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_changes_one_file_of_the_newest_checkpoint(tmp_path, how):
+    for step in (2, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "small").write_bytes(b"abc")
+        (folder / "large").write_bytes(bytes(range(100)))
+    newest = newest_checkpoint(str(tmp_path))
+    assert newest == tmp_path / "checkpoint-10"
+    damage(newest, "", how)
+    found = (newest / "large").read_bytes() if (newest / "large").exists() else None
+    expected = {"cut": bytes(range(50)), "empty": b"", "missing": None}
+    if how == "flip":
+        assert len(found) == 100
+        assert sum((a ^ b).bit_count() for a, b in zip(found, bytes(range(100)), strict=True)) == 1
+    else:
+        assert found == expected[how]
+    assert (newest / "small").read_bytes() == b"abc"
+    assert (tmp_path / "checkpoint-2" / "large").read_bytes() == bytes(range(100))
+
+
+def test_weights_and_samples_are_written_down(trainer, monkeypatch, tmp_path):
+    with inject(trainer, monkeypatch, tmp_path):
+        trainer.callbacks[0].on_train_begin(trainer.args, trainer.state, None)
+        trainer.step()
+        trainer.callbacks[0].on_train_end(trainer.args, trainer.state, None)
+    assert [r["event"] for r in records(tmp_path, 0)] == ["begin", "step", "end"]
+    assert sum(records(tmp_path, 0, "step")[0]["samples"].values()) == 2
+    assert compare_weights(tmp_path, tmp_path) == 0.0
+
+
+def test_faults_are_written_as_text():
+    for text in ("kill@1:5", "store@all:2", "sigterm@0:3:save"):
+        assert str(parse_fault(text)) == text
+    for text in ("kill", "kill@1", "kill@x:1", "kill@1:x", "fly@1:2", "kill@1:2:lunch"):
+        with pytest.raises(ConfigError):
+            parse_fault(text)
+    environment = fail_at("kill", 1, 5, folder="/somewhere", attempt=2)
+    assert ChaosRequest.read(environment) == ChaosRequest("/somewhere", (Fault("kill", 1, 5, attempt=2),))
+    assert ChaosRequest.read({}) is None
+
+
+def test_every_kind_has_an_end_and_an_action():
+    assert set(ACTIONS) | {"loop", "slow", "memory", "nan", "disk_full", "clock"} == set(KINDS)
+    assert limit_s(End.HANG, hang_timeout_s=5, grace_s=30) == 10
+    assert limit_s(End.HANG, hang_timeout_s=0, grace_s=30) is None
+    assert limit_s(End.NONE, hang_timeout_s=5, grace_s=30) is None
+    assert {t.faults[0].kind for t in all_trials(12, 2, ["model"])} == set(KINDS)
+    assert all(0 < f.step <= 5 for num in (1, 2, 5) for t in all_trials(num, 2, []) for f in t.faults)
+
+
+def test_random_faults_are_all_reached():
+    trial = random_trial(20, 7, 12, 2)
+    assert trial == random_trial(20, 7, 12, 2)
+    assert trial != random_trial(20, 8, 12, 2)
+    assert trial.num_restarts == 20
+    assert [f.attempt for f in trial.faults] == list(range(20))
+    steps = [f.step for f in trial.faults]
+    assert steps == sorted(steps)
+    assert set(steps) <= set(range(1, 13))
+    assert {f.kind for f in trial.faults} <= set(CURABLE)
+    # Each ends its attempt, or the next one would never begin.
+    assert all(KINDS[f.kind] is not End.NONE and f.rank < 2 for f in trial.faults)
+
+
+def test_torn_checkpoint_is_torn_at_each_file():
+    trial = torn_trial(5, ["a", "b", "c", "d", "e"])
+    assert [(f.file, f.attempt) for f in trial.faults] == [("a", 0), ("b", 1), ("c", 2), ("d", 3), ("e", 4)]
+    assert {f.damage for f in trial.faults} == set(DAMAGES)
+
+
+def step_record(time_s, pid, step, samples, rank=0):
+    place = {"event": "step", "time_s": time_s, "pid": pid, "training": 0, "rank": rank, "attempt": 0}
+    return {**place, "step": step, "samples": samples}
+
+
+def test_samples_of_a_step_that_was_made_again_count_once():
+    first = [step_record(1, 1, 1, {"a": 1}), step_record(1, 2, 1, {"b": 1}, rank=1)]
+    whole = Trace([*first, step_record(2, 1, 2, {"c": 2})])
+    again = Trace([*whole.records, step_record(9, 3, 2, {"c": 2})])
+    assert compare_samples(whole, again) == (0, 0)
+    assert again.first_step_s(2.0) == 9
+    assert again.first_step_s(9.0) is None
+    assert compare_samples(whole, Trace([*first, step_record(9, 3, 2, {"c": 1, "d": 2})])) == (1, 2)
+    assert compare_samples(whole, Trace(first)) == (2, 0)
+    assert whole.samples()[0, 1] == Counter(a=1, b=1)
+
+
+def test_weights_are_compared_by_bits_and_by_size(tmp_path):
+    folders = [tmp_path / name for name in ("whole", "same", "off", "none")]
+    for folder, value in zip(folders, (2.0, 2.0, 2.5, 0.0), strict=True):
+        folder.mkdir()
+        if value:
+            save_file({"w": torch.tensor([1.0, value])}, folder / "weights_0.safetensors")
+    assert [compare_weights(folders[0], folder) for folder in folders] == [0.0, 0.0, 0.25, None]
+
+
+def test_table_shows_what_was_found():
+    rows = [
+        Row("kill@1:5", "rank 1 was killed | x. The other ranks were stopped.", 0.31, 137, 0, 6, 9.1, 0, 0, 0.0),
+        Row("nan@1:5", "", None, 0, 0, None, None, 0, 0, 2e-3, ["weights"]),
+        Row("kill@1:5:evaluate", note="not met: no such phase"),
+    ]
+    lines = markdown(rows).splitlines()
+    assert lines[2] == "| kill@1:5 | rank 1 was killed \\| x. | 0.3 | 137 | 0 | 6 | 9.1 | 0 / 0 | equal |"
+    assert lines[3] == "| nan@1:5 | - | - | 0 | 0 | - | - | 0 / 0 | off by 2.0e-03 |"
+    assert lines[4] == "| kill@1:5:evaluate | not met: no such phase | - | - | - | - | - | - | - |"
+    assert "    rank 1 was killed" in text_table(rows)
+
+
+def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(chaos_run, "_ORPHAN_LIMIT_S", 0.2)
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "def line(): enable_multi_gpu()\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "open(sys.argv[1] + '/pid', 'w').write(str(child.pid))\n"
+        "print('unsloth_multigpu: rank 1 died. The other ranks were stopped.')\n"
+        "sys.exit(3)\n"
+    )
+    scene = Scene(tmp_path / "run", [str(script), "{run}"], dict(os.environ), None, 60.0)
+    ended = scene.run((), {"num_gpus": 2})
+    assert (ended.code, ended.num_orphans) == (3, 1)
+    assert ended.told == ("rank 1 died. The other ranks were stopped.",)
+    pid = int((scene.work / "pid").read_text())
+    wait_until(lambda: not is_alive(pid), 5.0, "end of the child")
+
+
+def test_run_that_takes_too_long_is_ended(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time\ndef line(): enable_multi_gpu()\ntime.sleep(60)\n")
+    ended = Scene(tmp_path / "run", [str(script)], dict(os.environ), None, 0.5).run((), {})
+    assert ended.code is None
+    assert ended.end_s - ended.start_s < 10
+    assert json.dumps(ended.output) == '""'

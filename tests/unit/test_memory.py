@@ -1,0 +1,103 @@
+"""Out of memory: which errors it is, and what is added to them."""
+
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.fault.memory import advice, explain, is_out_of_memory, size_of
+
+CPU = torch.device("cpu")
+
+
+def cpu_error():
+    with pytest.raises(RuntimeError) as info:
+        torch.empty(2**60, dtype=torch.uint8)
+    return info.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.distributed.DistBackendError("NCCL error in: x.cpp, Last error:\nCuda failure 2 'out of memory'"),
+        RuntimeError("unable to mmap 4096 bytes from file <x>: Cannot allocate memory (12)"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_is_recognised(error):
+    assert is_out_of_memory(error)
+
+
+def test_allocator_of_the_cpu_is_recognised():
+    assert is_out_of_memory(cpu_error())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        DistributedError("rank 0 failed: CUDA out of memory", hint="x"),  # Another rank's.
+        OSError("CUDA out of memory"),
+    ],
+)
+def test_other_errors_are_not(error):
+    assert not is_out_of_memory(error)
+
+
+def test_explanation_keeps_the_class_and_torchs_text_and_is_made_once():
+    error = cpu_error()
+    original = str(error)
+    for _ in range(2):
+        explain(error, rank=3, device=CPU, place="micro-batch 0 of step 4 (2 rows x 9 tokens)", hint="Do this.")
+    first, hint = str(error).splitlines()[0], str(error).splitlines()[-1]
+    assert type(error) is RuntimeError
+    assert original in str(error)
+    assert first.startswith(
+        "rank 3 ran out of memory on cpu in micro-batch 0 of step 4 (2 rows x 9 tokens), 1152921504606.8 MB were asked"
+    )
+    assert "GB left: " in first
+    assert first.count("rank 3") == 1
+    assert hint == "Hint: Do this."
+
+
+def test_torchs_own_figures_are_not_repeated():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB.")
+    explain(error, rank=0, device=CPU, place="step 1", hint="x")
+    assert str(error).startswith("rank 0 ran out of memory on cpu in step 1: CUDA out of memory. Tried to")
+
+
+def test_error_that_makes_its_own_text_gets_a_note():
+    with pytest.raises(MemoryError) as info:
+        numpy.empty(2**60, dtype=numpy.uint8)
+    before = str(info.value)
+    explain(info.value, rank=1, device=CPU, place="step 1", hint="x")
+    assert str(info.value) == before
+    # Python 3.10 has no notes.
+    notes = getattr(info.value, "__notes__", None)
+    assert notes is None or notes[0].startswith("rank 1 ran out of memory on cpu in step 1")
+    assert notes is not None or not hasattr(info.value, "add_note")
+
+
+def arguments(**changes):
+    usual = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "gradient_checkpointing": False}
+    return SimpleNamespace(**{**usual, **changes})
+
+
+def test_advice_is_what_can_still_be_set():
+    on_cpu = advice(arguments(), CPU, is_evaluation=False)
+    assert on_cpu.startswith("Set max_tokens_per_micro_batch; lower per_device_train_batch_size (now 4) and")
+    assert "fewer ranks" in on_cpu
+    least = arguments(per_device_train_batch_size=1, gradient_checkpointing=True)
+    on_gpu = advice(least, torch.device("cuda", 0), is_evaluation=False)
+    assert on_gpu == "Set max_tokens_per_micro_batch; shorten the samples, or load the model with load_in_4bit=True."
+    assert advice(least, CPU, is_evaluation=True) == "Lower per_device_eval_batch_size (now 8)."
+
+
+def test_size_is_that_of_the_largest_table():
+    assert size_of({"labels": torch.ones(3), "mask": torch.ones(2, 3), "ids": torch.ones(2, 9)}) == "2 rows x 9 tokens"
+    assert size_of([torch.ones(2, 9)]) == ""

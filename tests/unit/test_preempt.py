@@ -1,0 +1,297 @@
+"""Where do the ranks stop? One answer for all, whatever the order in which they look."""
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore, TCPStore
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.fault.agreement import PageAgreement, StoreAgreement
+from unsloth_multigpu.fault.control import ControlPage
+from unsloth_multigpu.fault.preempt import Caught, Preemption
+from unsloth_multigpu.launch.identity import RankIdentity
+
+NUM_POINTS = 6
+NOBODY = 10**6
+
+
+def stops_of(ranks, order, ask_at, ask):
+    """Lets ranks go on in `order`, each a point at a time, and asks before turn `ask_at`: where each rank stops."""
+    points, stops = [0] * len(ranks), [None] * len(ranks)
+    # What a rank has not done by then it does after the others.
+    for turn, rank in enumerate([*order, *sorted([*range(len(ranks))] * NUM_POINTS)]):
+        if turn == ask_at:
+            ask()
+        if stops[rank] is None and points[rank] < NUM_POINTS:
+            points[rank] += 1
+            if ranks[rank](points[rank]):
+                stops[rank] = points[rank]
+    return stops
+
+
+@given(order=st.lists(st.integers(0, 2), max_size=18), ask_at=st.integers(0, 20), num_trainings=st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_ranks_of_a_page_stop_at_one_point(tmp_path_factory, order, ask_at, num_trainings):
+    page = ControlPage(tmp_path_factory.getbasetemp(), 3)
+    page.reset()
+    for number in range(num_trainings):
+        ranks = [PageAgreement(page, rank) for rank in range(3)]
+        if number < num_trainings - 1:  # Trainings before that nobody asked to stop.
+            assert stops_of([lambda p, r=r: r.is_reached(p, 0) for r in ranks], order, NOBODY, None) == [None] * 3
+    stops = stops_of([lambda p, r=r: r.is_reached(p, 0) for r in ranks], order, ask_at, lambda: page.ask(15, 0.0))
+    page.close()
+    assert len(set(stops)) == 1
+    if ask_at == 0:
+        assert stops == [2, 2, 2]
+
+
+def test_stop_that_nobody_reached_holds_at_the_first_point_of_the_next_training(tmp_path):
+    page = ControlPage(tmp_path, 2)
+    first = [PageAgreement(page, rank) for rank in range(2)]
+    assert first[0].is_reached(9, 0) == 0
+    page.ask(signal.SIGTERM, 0.0)
+    assert first[1].is_reached(9, 0) == 0
+    second = [PageAgreement(page, rank) for rank in range(2)]
+    assert [rank.is_reached(1, 0) for rank in second] == [signal.SIGTERM] * 2
+    page.reset()
+    assert [rank.is_reached(2, 0) for rank in second] == [0, 0]
+    page.close()
+
+
+class TurnStore:
+    """A store each of whose operations waits for its rank's turn: the orders that several processes can have."""
+
+    def __init__(self, store, rank, turns):
+        self.store, self.rank, self.turns = store, rank, turns
+
+    def __getattr__(self, name):
+        operation = getattr(self.store, name)
+
+        def call(*arguments):
+            self.turns.take(self.rank)
+            return operation(*arguments)
+
+        return call
+
+
+class Turns:
+    """Says whose turn it is, by `order`; once that is used up, and for ranks that have ended, anyone's."""
+
+    def __init__(self, order, num_ranks):
+        self.order, self.condition, self.ended = list(order), threading.Condition(), set()
+        self.num_ranks = num_ranks
+
+    def take(self, rank):
+        with self.condition:
+            while self.order and self.order[0] != rank:
+                if self.order[0] in self.ended:
+                    self.order.pop(0)
+                    continue
+                assert self.condition.wait(10.0)
+            if self.order:
+                self.order.pop(0)
+            self.condition.notify_all()
+
+    def end(self, rank):
+        with self.condition:
+            self.ended.add(rank)
+            self.condition.notify_all()
+
+
+@given(
+    order=st.lists(st.integers(0, 1), max_size=60),
+    ask_points=st.tuples(st.integers(1, NUM_POINTS), st.integers(1, 2 * NUM_POINTS)),
+)
+@settings(max_examples=150, deadline=None)
+def test_ranks_of_a_store_stop_at_one_point(order, ask_points):
+    """Both ranks, or only rank 0, are asked, each at a point of its own; every operation in an order of its own."""
+    store, turns, stops = HashStore(), Turns(order, 2), {}
+    ranks = [StoreAgreement(store, rank, 2) for rank in range(2)]
+
+    def run(rank):
+        agreement = ranks[rank]
+        agreement._store = TurnStore(store, rank, turns)
+        for point in range(1, NUM_POINTS + 1):
+            if agreement.is_reached(point, signal.SIGTERM if point >= ask_points[rank] else 0):
+                stops[rank] = point
+                break
+        turns.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert stops.get(0) == stops.get(1)
+
+
+def test_store_of_torch_is_read_after_it_is_written():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
+    ranks = [StoreAgreement(client, rank, 2) for rank, client in enumerate(clients)]
+    assert [rank.is_reached(1, 0) for rank in ranks] == [0, 0]
+    assert ranks[1].is_reached(2, signal.SIGUSR1) == 0
+    assert [rank.is_reached(3 - i, 0) for i, rank in ((1, ranks[0]), (0, ranks[0]), (0, ranks[1]))] == [0, 10, 10]
+    assert not ranks[0].leave(time.monotonic() + 0.05)
+    assert ranks[1].leave(time.monotonic() + 5.0)
+
+
+def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
+    caught, heard = Caught(), []
+    before = {n: signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    try:
+        signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with caught.while_open():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)  # At once: the same again.
+            assert (caught.number, heard) == (signal.SIGUSR1, [])
+            caught._time_s -= 1.0
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class FakeTrainer:
+    """What Preemption needs of a Trainer, and the order in which the loop calls it."""
+
+    def __init__(self, **args):
+        values = {"save_strategy": "steps", "load_best_model_at_end": False, **args}
+        self.args = SimpleNamespace(**values)
+        self.state = SimpleNamespace(global_step=0)
+        self.control = SimpleNamespace(should_save=False, should_evaluate=False, should_training_stop=False)
+        self.model_wrapped = None
+        self.callback_handler = self
+        self.saved = []
+
+    def add_callback(self, callback):
+        self.callback = callback
+
+    def remove_callback(self, callback):
+        assert callback is self.callback
+        self.callback = None
+
+    def _get_output_dir(self, trial):
+        return "/out"
+
+    def _save_checkpoint(self, model, trial):
+        self.saved.append(self.state.global_step)
+
+    def on_save(self, *loop):
+        self.callback.on_save(*loop)
+
+    def train(self, num_steps, num_eval_batches=0, on_step=lambda step: None):
+        loop = (self.args, self.state, self.control)
+        for step in range(1, num_steps + 1):
+            on_step(step)
+            self.state.global_step = step
+            self.control.should_evaluate = num_eval_batches > 0
+            self.callback.on_step_end(*loop)
+            for _ in range(num_eval_batches if self.control.should_evaluate else 0):
+                self.callback.on_prediction_step(*loop)
+            if self.control.should_save:
+                self._save_checkpoint(None, None)
+                self.on_save(*loop)
+            if self.control.should_training_stop:
+                break
+        self.callback.on_epoch_end(*loop)
+
+
+def preemption(trainer, tmp_path, *, local_world_size=1, may_stop=lambda: True, **options):
+    identity = RankIdentity(0, 0, 1, local_world_size, "unsloth_multigpu")
+    manager = SimpleNamespace(identity=identity, config=MultiGPUConfig(**options), store=None)
+    return Preemption(trainer, manager, None, str(tmp_path), may_stop)
+
+
+@pytest.fixture
+def page(tmp_path):
+    page = ControlPage(tmp_path, 1)
+    yield page
+    page.close()
+
+
+def run_until_asked(steered, trainer, page, ask_step, number=signal.SIGTERM, **loop):
+    def on_step(step):
+        if step == ask_step:
+            page.ask(number, time.monotonic() + 5.0)
+
+    with steered.on_trainer():
+        trainer.train(8, on_step=on_step, **loop)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "resume", "saved"),
+    [("steps", "off", [4]), ("no", "off", []), ("no", "auto", [4]), ("epoch", "off", [4])],
+)
+def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, page, strategy, resume, saved):
+    trainer = FakeTrainer(save_strategy=strategy)
+    with pytest.raises(SystemExit) as left:
+        run_until_asked(preemption(trainer, tmp_path, resume=resume), trainer, page, 3)
+    assert left.value.code == 128 + signal.SIGTERM
+    # Asked in step 3, agreed at its end, done at the end of step 4.
+    assert (trainer.state.global_step, trainer.saved, trainer.callback) == (4, saved, None)
+
+
+def test_sigint_is_a_keyboard_interrupt(tmp_path, page):
+    trainer = FakeTrainer()
+    with pytest.raises(KeyboardInterrupt):
+        run_until_asked(preemption(trainer, tmp_path), trainer, page, 1, number=signal.SIGINT)
+
+
+def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path, page):
+    trainer = FakeTrainer()
+    with pytest.raises(SystemExit):
+        run_until_asked(preemption(trainer, tmp_path), trainer, page, 3, num_eval_batches=4)
+    assert (trainer.state.global_step, trainer.saved) == (3, [3])
+
+
+def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path, page):
+    trainer = FakeTrainer()
+    steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)
+    with pytest.raises(SystemExit):
+        run_until_asked(steered, trainer, page, 2)
+    assert trainer.saved == [6]
+
+
+@pytest.mark.parametrize(("loads_best", "saved"), [(False, [8]), (True, [])])
+def test_asked_in_the_last_step_the_script_behind_train_is_not_begun(tmp_path, page, loads_best, saved):
+    trainer = FakeTrainer(load_best_model_at_end=loads_best)
+    with pytest.raises(SystemExit):
+        run_until_asked(preemption(trainer, tmp_path), trainer, page, 8)
+    assert trainer.saved == saved
+
+
+def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path, page):
+    trainer = FakeTrainer()
+    run_until_asked(preemption(trainer, tmp_path), trainer, page, NOBODY)
+    assert (trainer.state.global_step, trainer.saved) == (8, [])
+
+
+def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again(tmp_path, page):
+    trainer = FakeTrainer()
+    elastic = {"nnodes": "1:2", "rdzv_endpoint": "localhost:1", "rdzv_id": "a"}
+    steered = preemption(trainer, tmp_path, local_world_size=2, **elastic)
+
+    def train():
+        with steered.on_trainer():
+            # Another node's ranks have agreed with this one through the store.
+            steered._agreement = SimpleNamespace(
+                is_reached=lambda point, number: signal.SIGTERM * (point >= 2 << 20), leave=lambda deadline_s: True
+            )
+            trainer.train(8)
+
+    with pytest.raises(DistributedError, match="A node leaves the run after step 2, on SIGTERM"):
+        train()
+    assert page.signal == 0
+    assert trainer.saved == [2]

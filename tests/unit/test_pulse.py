@@ -1,0 +1,178 @@
+"""The pulse's thread, and the stacks that a signal makes a rank write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from unsloth_multigpu.fault import pulse
+from unsloth_multigpu.fault.beat import BeatPage, read_beats
+from unsloth_multigpu.launch.process import count_memory_kills, is_alive, read_held_bytes, read_state
+from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
+
+RANK = """
+import sys, threading, time
+from pathlib import Path
+from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.fault.pulse import start_pulse
+start_pulse(BeatPage(sys.argv[1], 3), sys.argv[1], 3, 10.0)
+assert "torch" not in sys.modules
+def collate(rows):
+    Path(sys.argv[1], "ready").touch()
+    while True: pass
+threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+[collate(r) for r in [1]]
+"""
+
+
+def test_rank_that_loops_beats_and_shows_where(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    with subprocess.Popen([sys.executable, script, tmp_path], umask=0) as rank:
+        try:
+            while not (tmp_path / "ready").exists():
+                assert rank.poll() is None
+            begin_s = time.monotonic()
+            rank.send_signal(signal.SIGUSR2)
+            while read_beats(tmp_path)[3].alive_s <= begin_s:
+                assert time.monotonic() - begin_s < 10.0
+            path = stack_path(tmp_path, 3)
+            frames = main_frames(path.read_text())
+            held_bytes = read_held_bytes(rank.pid)
+        finally:
+            rank.kill()
+    assert place_of(frames) == "rank.py:10 in collate"
+    assert "<module>" in frames[-1]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert 2**20 < held_bytes < 2**32
+    assert not is_alive(rank.pid)
+    assert (read_state(rank.pid), read_held_bytes(rank.pid)) == ("X", 0)
+
+
+def test_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    stack_path(tmp_path, 0).symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        pulse.start_pulse(BeatPage(tmp_path, 0), tmp_path, 0, 10.0)
+    assert victim.read_text() == "mine"
+
+
+TEXT = """Thread 0x00007f0000000001 [pulse] (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/home/me/train.py", line 1 in other
+
+Current thread 0x00007f0000000000 [python] (most recent call first):
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "{threading}", line 327 in wait
+  File "/opt/venv/lib/python3.11/site-packages/torch/nn/linear.py", line 134 in forward
+  File "{pulse}", line 5 in run
+  File "/home/me/my "model".py", line 41 in forward
+  File "/home/me/train.py", line 90 in <module>
+
+Current thread's C stack trace (most recent call first):
+  Binary file "/usr/bin/python3"
+"""
+
+
+def test_innermost_line_of_the_users_own_is_named() -> None:
+    import threading
+
+    frames = main_frames(TEXT.format(threading=threading.__file__, pulse=pulse.__file__))
+    assert len(frames) == 6
+    assert place_of(frames) == 'my "model".py:41 in forward'
+    assert place_of(frames[:4]) == ""
+    assert (main_frames(""), main_frames("Segmentation fault\n")) == ([], [])
+
+
+class Page:
+    def __init__(self) -> None:
+        self.step, self.phase, self.micro_batch = 1, 3, 0
+        self.beats: list[tuple[int, str]] = []
+
+    def pulse(self, collective: int, operation: str) -> None:
+        self.beats.append((collective, operation))
+
+
+def test_collective_is_named_only_after_standing_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, asked = [100.0], []
+    monkeypatch.setattr(pulse, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(pulse, "last_collective", lambda: 7)
+    monkeypatch.setattr(pulse, "pending_operation", lambda: asked.append(now_s[0]) or "barrier")
+    page = Page()
+    heart = pulse.Pulse(page, 10.0)  # type: ignore[arg-type]
+    for second in range(12):
+        now_s[0] = 100.0 + second
+        heart.beat()
+    assert asked == [106.0, 109.0]
+    assert page.beats == [(7, "")] * 6 + [(7, "barrier")] * 6
+    page.step = 2
+    heart.beat()
+    assert page.beats[-1] == (7, "")
+
+
+@pytest.fixture
+def lone_group():
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist
+    dist.destroy_process_group()
+
+
+def test_collectives_are_counted(lone_group) -> None:
+    import torch
+
+    before = pulse.last_collective()
+    lone_group.all_reduce(torch.ones(2))
+    assert pulse.last_collective() == before + 1
+    assert pulse.pending_operation() == ""
+
+
+def test_no_group_and_strange_records_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pulse.last_collective() == -1
+    broken = SimpleNamespace(is_initialized=lambda: True, _get_default_group=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", broken)
+    assert pulse.last_collective() == -1
+    for text in ("", "{}", '{"entries": [{}]}', '{"entries": 3}'):
+        records = SimpleNamespace(_dump_nccl_trace_json=lambda text=text: text)
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", records)
+        assert pulse.pending_operation() == ""
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace())
+    assert pulse.pending_operation() == ""
+
+
+def test_oldest_collective_of_the_default_group_that_has_not_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    def entry(name: str, group: str = "0", retired: bool = False, state: str = "scheduled") -> dict:
+        return {
+            "profiling_name": name,
+            "input_sizes": [[8, 4], [2]],
+            "process_group": [group, ""],
+            "retired": retired,
+            "state": state,
+        }
+
+    entries = [
+        entry("nccl:broadcast", retired=True),
+        entry("nccl:broadcast", state="completed"),
+        entry("nccl:barrier", group="1"),
+        entry("nccl:all_gather"),
+        entry("nccl:all_reduce"),
+    ]
+    records = SimpleNamespace(_dump_fr_trace_json=lambda: json.dumps({"entries": entries}).encode())
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", records)
+    assert pulse.pending_operation() == "all_gather [8, 4] [2]"
+
+
+def test_memory_kills_are_read() -> None:
+    assert count_memory_kills() >= 0
+    assert is_alive(os.getpid())

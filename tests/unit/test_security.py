@@ -1,0 +1,350 @@
+"""What others on the machine or the network can make of a run: nothing is unpickled, evaluated, followed or shown."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import stat
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _NodeDesc,
+    _RendezvousState,
+    create_handler,
+)
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.launch.backend import PlainStateBackend
+from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.launch.launcher import rank_environment
+from unsloth_multigpu.report import EventWriter
+
+PACKAGE = Path(__file__).parents[2] / "unsloth_multigpu"
+
+# Modules that turn bytes into objects, or speak to a network. What may be used of them nevertheless, and where.
+NEVER_IMPORTED = {
+    "cloudpickle",
+    "dill",
+    "ftplib",
+    "http",
+    "huggingface_hub",
+    "joblib",
+    "jsonpickle",
+    "marshal",
+    "multiprocess",
+    "multiprocessing",
+    "pickle",
+    "requests",
+    "shelve",
+    "socket",
+    "socketserver",
+    "telnetlib",
+    "torch.distributed.rpc",
+    "torch.multiprocessing",
+    "urllib",
+    "xmlrpc",
+    "yaml",
+    "zmq",
+}
+ALLOWED = {
+    "core/state.py": {"pickle.UnpicklingError"},
+    "hooks/datasets.py": {"pickle.PicklingError"},
+    # What torch elastic has pickled in this process, or is about to unpickle in it.
+    "launch/backend.py": {"pickle.dumps", "pickle.loads"},
+    "launch/rendezvous.py": {"socket.create_server"},
+    # Several nodes: where to meet.
+    "launch/membership.py": {"socket.socket"},
+    "launch/nodes.py": {"socket.*"},
+    # It shuts connections.
+    "fault/harm.py": {"socket.*"},
+    # Is this process one of a pool?
+    "plugin.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
+}
+MAY_LISTEN = {"launch/nodes.py"}
+# Collectives that pickle, by whatever object they are called.
+OBJECT_COLLECTIVES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+}
+EVALUATE = {
+    "eval",
+    "exec",
+    "os.popen",
+    "os.system",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "tempfile.mktemp",
+}
+MAY_EVALUATE = {"cli/script.py": {"exec"}}  # The program that the user has named on the command line.
+# Torch's way to let nodes meet, which unpickles what it finds in the store.
+PICKLED_RENDEZVOUS = {"c10d_rendezvous_backend", "DynamicRendezvousHandler", "get_rendezvous_handler"}
+
+
+def violations(source: str, file: str) -> list[str]:
+    found = []
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        what = [f"uses {name}" for name in used(node) if is_risky(name, ALLOWED.get(file, set()))]
+        names |= {part for name in used(node) for part in name.split(".")}
+        if isinstance(node, ast.Call):
+            what += risky_call(node, file)
+        elif isinstance(node, ast.Constant) and str(node.value).startswith(("/tmp", "/var/tmp")):
+            what.append(f"has a name in a folder of all users: {node.value}")
+        found += [f"{file}:{node.lineno} {w}" for w in what]  # type: ignore[attr-defined]
+    if names & PICKLED_RENDEZVOUS and "PlainStateBackend" not in names:
+        found.append(f"{file} lets nodes meet by pickle")
+    return found
+
+
+def used(node: ast.AST) -> list[str]:
+    """Dotted names that are imported, and attributes of names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [ast.unparse(node)] if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else []
+
+
+def is_risky(name: str, allowed: set[str]) -> bool:
+    parts = name.split(".")
+    is_named = any(".".join(parts[:n]) in NEVER_IMPORTED for n in range(1, len(parts) + 1))
+    is_allowed = any(f"{a}.".startswith(f"{name}.") or name.startswith(a.rstrip("*")) for a in allowed)
+    return is_named and not is_allowed
+
+
+def risky_call(node: ast.Call, file: str) -> Iterator[str]:
+    function, text = ast.unparse(node.func), ast.unparse(node)
+    keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+    if function.split(".")[-1] in OBJECT_COLLECTIVES or function in EVALUATE - MAY_EVALUATE.get(file, set()):
+        yield f"calls {function}"
+    if function == "torch.load" and keywords.get("weights_only") != "True":
+        yield "calls torch.load without weights_only=True"
+    for keyword in ("allow_pickle", "shell", "trust_remote_code"):
+        if keywords.get(keyword, "False") != "False":
+            yield f"sets {keyword}"
+    if function == "socket.create_server" and "'127.0.0.1'" not in text and file not in MAY_LISTEN:
+        yield "listens beyond loopback"
+    if function == "os.open" and "O_CREAT" in text and not text.endswith(f" {0o600})"):
+        yield "makes a file that others can read"
+
+
+def test_package_unpickles_and_evaluates_nothing() -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert [v for file, source in sources.items() for v in violations(source, file)] == []
+    # What is allowed to a file that does not need it would hide the next violation.
+    for file, names in (*ALLOWED.items(), *MAY_EVALUATE.items()):
+        assert [name for name in names if name.rstrip("*") not in sources[file]] == [], file
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import dill as d",
+        "import torch.multiprocessing as mp",
+        "from torch import multiprocessing",
+        "from multiprocessing.connection import Listener",
+        "def f():\n    from urllib.request import urlopen",
+        "dist.broadcast_object_list(x)",
+        "from accelerate import utils\nutils.gather_object(x)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "numpy.load(path, allow_pickle=True)",
+        "eval(store.get('key'))",
+        "subprocess.run(command, shell=True)",
+        "socket.create_server(('', 0))",
+        "os.open(path, os.O_CREAT | os.O_WRONLY)",
+        "os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)",
+        "open('/tmp/state.json')",
+        "tempfile.mktemp()",
+        "from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler",
+    ],
+)
+def test_violation_is_found(source: str) -> None:
+    assert violations(source, "launch/other.py")
+
+
+def test_what_one_file_may_is_not_allowed_to_another() -> None:
+    assert violations("import pickle\npickle.loads(b'')", "core/state.py")
+    assert violations("import socket\nsocket.socket()", "launch/rendezvous.py")
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def node_handler(store: HashStore, backend: Any) -> DynamicRendezvousHandler:
+    parameters = RendezvousParameters("c10d", "here:1", "run", min_nodes=2, max_nodes=2, local_addr="127.0.0.1")
+    return create_handler(store, backend, parameters)
+
+
+def test_nodes_meet_without_pickle() -> None:
+    store = HashStore()
+    infos = []
+    have_met = threading.Barrier(2, timeout=30.0)
+
+    def meet() -> None:
+        handler = node_handler(store, PlainStateBackend(C10dRendezvousBackend(store, "run")))
+        infos.append(handler.next_rendezvous())
+        # One of them serves what the other still reads.
+        have_met.wait()
+        handler.shutdown()
+
+    threads = [threading.Thread(target=meet) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert {info.rank for info in infos} == {0, 1}
+    assert {info.world_size for info in infos} == {2}
+    (stored, _) = C10dRendezvousBackend(store, "run").get_state() or (b"", None)
+    state = json.loads(stored)
+    assert state["closed"] is True
+    assert [node["node"][0] for node, _ in state["participants"]["dict"]] == ["127.0.0.1"] * 2
+
+
+def test_pickle_that_somebody_puts_into_the_store_is_not_loaded(tmp_path: Path) -> None:
+    # Torch's own handler executes it: the reason for ours, which may go when torch has changed that.
+    for name, wrap in (("torch", lambda b: b), ("ours", PlainStateBackend)):
+        behind = C10dRendezvousBackend(HashStore(), "run")
+        behind.set_state(pickle.dumps(Bomb(tmp_path / name)))
+        handler = node_handler(HashStore(), wrap(behind))
+        with pytest.raises(RendezvousStateError if name == "ours" else AttributeError):
+            handler.num_nodes_waiting()
+    assert [path.name for path in tmp_path.iterdir()] == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no json", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"round": {"object": "os.system"}}', "'object' is no kind of value"),
+        ('{"round": {"time": "x"}}', "cannot be read"),
+        ('{"participants": {"dict": [[{"dict": []}, 1]]}}', "cannot be read"),
+        ('{"round": 1}', "another version of torch"),
+    ],
+)
+def test_state_that_is_none_is_an_error(text: str, message: str) -> None:
+    behind = C10dRendezvousBackend(HashStore(), "run")
+    behind.set_state(text.encode())
+    with pytest.raises(RendezvousStateError, match=message):
+        PlainStateBackend(behind).get_state()
+
+
+def test_state_comes_back_as_it_was() -> None:
+    backend = PlainStateBackend(C10dRendezvousBackend(HashStore(), "run"))
+    assert backend.get_state() is None
+    nodes = [_NodeDesc(f"host{n}", 10 + n, n) for n in range(3)]
+    state = _RendezvousState()
+    state.round, state.complete, state.deadline = 3, True, datetime.now(timezone.utc)
+    state.participants, state.wait_list = {nodes[1]: 0, nodes[0]: 1}, {nodes[2]}
+    state.last_heartbeats = {node: datetime(2026, 1, 1, microsecond=n) for n, node in enumerate(nodes)}
+    first = backend.set_state(pickle.dumps(state))
+    assert first is not None
+    assert first[2]
+    assert vars(pickle.loads(first[0])) == vars(state)
+    # Another node was quicker: what it stored comes back, and its version.
+    assert (backend.set_state(pickle.dumps(_RendezvousState()), "old") or (0, 0, True))[2] is False
+    latest = backend.get_state()
+    assert latest is not None
+    assert vars(pickle.loads(latest[0])) == vars(state)
+    assert (backend.set_state(pickle.dumps(_RendezvousState()), latest[1]) or (0, 0, False))[2] is True
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """A mask that takes nothing away shows what the code itself asks for."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): stat.S_IMODE(p.lstat().st_mode) for p in [folder, *folder.rglob("*")]}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_files_of_a_run_are_private() -> None:
+    with private_dir() as path:
+        EventWriter(path, 0, 0, BeatPage(path, 0)).write("started")
+        assert modes(path) == {".": 0o700, "beat_rank_0": 0o600, "events_rank_0.jsonl": 0o600}
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_log_folder_is_private_if_it_was_made_here(tmp_path: Path) -> None:
+    logs = tmp_path / "a" / "logs"
+    with exclusive_log_dir(logs, 2), exclusive_log_dir(logs, 2) as second:
+        found, of_second = modes(logs), modes(second)
+    assert of_second == {".": 0o700, "rank_1.log": 0o600}
+    assert {name: mode for name, mode in found.items() if second.name not in name} == {
+        ".": 0o700,
+        ".lock": 0o600,
+        "rank_1.log": 0o600,
+    }
+
+
+def test_log_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    with exclusive_log_dir(tmp_path, 2):
+        assert modes(tmp_path)["."] == 0o750
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "dangling"])
+def test_link_in_a_logs_place_is_not_followed(tmp_path: Path, kind: str) -> None:
+    other, logs = tmp_path / "other", tmp_path / "logs"
+    logs.mkdir()
+    if kind != "dangling":
+        other.write_text("of somebody")
+        other.chmod(0o640)
+    if kind == "hard":
+        (logs / "rank_1.log").hardlink_to(other)
+    else:
+        (logs / "rank_1.log").symlink_to(other)
+    with exclusive_log_dir(logs, 2):
+        log = logs / "rank_1.log"
+        assert not log.is_symlink()
+        assert (log.read_text(), stat.S_IMODE(log.stat().st_mode)) == ("", 0o600)
+    assert other.exists() == (kind != "dangling")
+    if kind != "dangling":
+        assert (other.read_text(), stat.S_IMODE(other.stat().st_mode)) == ("of somebody", 0o640)
+
+
+def test_link_in_the_locks_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "other")
+    with pytest.raises(LaunchError, match="cannot be written: Too many levels of symbolic links"):
+        exclusive_log_dir(tmp_path, 2).__enter__()
+    assert not (tmp_path / "other").exists()
+
+
+def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
+    told = rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", {})
+    words = {"RUN_DIR", "RUN_SEED", "RUN_LOG_DIR", "SUPERVISOR_PID", "RUN_ID"}
+    torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    assert set(told) == {f"UNSLOTH_MULTIGPU_{word}" for word in words} | torchs
+    assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")

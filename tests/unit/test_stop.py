@@ -1,0 +1,188 @@
+"""What does the supervisor do with a signal? Its ranks are pages and events here, and a process that sleeps."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from unsloth_multigpu.errors import ConfigError, ResumeError
+from unsloth_multigpu.fault.beat import BeatPage, Phase
+from unsloth_multigpu.fault.control import ControlPage
+from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
+from unsloth_multigpu.report import Event, EventWriter
+
+
+class Ended(BaseException):
+    """In the place of torch's SignalException."""
+
+
+def end(number):
+    raise Ended(number)
+
+
+@pytest.fixture
+def beat(tmp_path):
+    page = BeatPage(tmp_path, 0)
+    page.mark(Phase.COMPUTE, step=3)
+    return page
+
+
+@pytest.fixture
+def stop(tmp_path):
+    with Stop(tmp_path, 2, 5.0, end) as stop:
+        stop.begin_round(0)
+        stop.turn()
+        yield stop
+
+
+@pytest.fixture
+def asked(tmp_path):
+    page = ControlPage(tmp_path)
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat, asked, capfd, number):
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)  # At once: the same again.
+    before_s = time.monotonic()
+    stop.turn()
+    assert (asked.signal, stop.number, stop.how) == (number, number, "saved")
+    assert abs(asked.deadline_s - before_s - 5.0) < 1.0
+    assert f"{number.name}: the ranks finish their step, save and stop, within 5 s" in capfd.readouterr().err
+    stop._first_s -= 1.0
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Ended) as ended:
+        stop.turn()
+    assert (ended.value.args, stop.number, stop.how) == ((signal.SIGTERM,), number, "at once")
+
+
+def test_without_grace_the_first_signal_ends_all_at_once(tmp_path, beat):
+    with Stop(tmp_path, 1, 0.0, end) as stop:
+        stop.turn()
+        stop._receive(signal.SIGTERM, None)
+        with pytest.raises(Ended):
+            stop.turn()
+    assert stop.how == "at once"
+
+
+@pytest.mark.parametrize(("number", "passed"), [(signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)])
+def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, number, passed):
+    beat.mark(Phase.SCRIPT)
+    stop._receive(number, None)
+    with pytest.raises(Ended) as ended:
+        stop.turn()
+    assert (ended.value.args, stop.number, stop.how, asked.signal) == ((passed,), number, "at once", 0)
+
+
+def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
+    stop._turn_s -= 2.0
+    with pytest.raises(Ended):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (stop.number, stop.how) == (signal.SIGTERM, "at once")
+
+
+def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
+    # A stopped process does not hear SIGTERM.
+    rank = subprocess.Popen(["sleep", "100"])
+    rank.send_signal(signal.SIGSTOP)
+    EventWriter(tmp_path, 0, 0, beat).write("started", pid=rank.pid)
+    stop._receive(signal.SIGTERM, None)
+    stop.turn()
+    stop._page.reset()
+    stop._page.ask(signal.SIGTERM, time.monotonic() - 1.0)
+    with pytest.raises(Ended):
+        stop.turn()
+    assert stop.how == "late"
+    assert rank.wait(5.0) == -signal.SIGKILL
+
+
+def test_signal_that_ranks_heard_of_from_another_node_is_the_supervisors_too(stop, asked):
+    asked.ask(signal.SIGUSR1, time.monotonic() + 5.0)
+    stop.turn()
+    with pytest.raises(RestartRefused, match="no restart after SIGUSR1"):
+        stop.begin_round(1)
+
+
+def test_handlers_come_back_after_the_engine_has_put_its_own_and_ignored_signals_stay_so(tmp_path):
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Stop(tmp_path, 1, 5.0, end) as stop:
+            for number in before:
+                signal.signal(number, lambda number, frame: None)
+            stop.turn()
+            assert signal.getsignal(signal.SIGTERM) == stop._receive
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "is_refused"),
+    [
+        ("exception", ConfigError.exit_code, True),
+        ("exception", ResumeError.exit_code, False),
+        ("exception", 1, False),
+        ("left_training", ConfigError.exit_code, False),
+    ],
+)
+def test_what_a_restart_cannot_cure_is_not_tried_again(stop, beat, tmp_path, kind, code, is_refused):
+    EventWriter(tmp_path, 1, 0, beat).write(kind, exit_code=code)
+    if is_refused:
+        with pytest.raises(RestartRefused, match="the ranks would fail the same way"):
+            stop.begin_round(1)
+    else:
+        stop.begin_round(1)
+        stop.begin_round(2)  # The failure was another attempt's.
+
+
+def test_page_forgets_the_attempt_before(stop, asked):
+    asked.set_point(1, 7)
+    asked.set_left(1, 99)
+    stop.begin_round(1)
+    assert (asked.points(), asked.left()) == ([0, 0], [0, 0])
+    assert (os.stat(asked._file).st_mode & 0o777) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpoint", "how", "resume", "text"),
+    [
+        (
+            "stopped",
+            "/out/checkpoint-4",
+            "saved",
+            "auto",
+            "stopped by SIGTERM after step 4. The same command goes on from /out/checkpoint-4.",
+        ),
+        (
+            "stopped",
+            "/out/checkpoint-4",
+            "saved",
+            "off",
+            "stopped by SIGTERM after step 4. resume='auto' lets the same command go on from /out/checkpoint-4.",
+        ),
+        ("stopped", "", "saved", "off", "stopped by SIGTERM after step 4. Nothing was saved."),
+        (
+            "training",
+            "/out/checkpoint-2",
+            "late",
+            "auto",
+            "stopped by SIGTERM: the ranks did not stop within grace_s=5 s and were ended after step 4. "
+            "The same command goes on from /out/checkpoint-2.",
+        ),
+        ("training", "", "at once", "off", "stopped by SIGTERM, all ranks have ended."),
+    ],
+)
+def test_text_says_where_it_stopped_and_how_to_go_on(stop, kind, checkpoint, how, resume, text):
+    stop.number, stop.how = signal.SIGTERM, how
+    events = [Event("started", 0, 0, 1.0, -1, {"pid": 1}), Event(kind, 0, 0, 2.0, 4, {"checkpoint": checkpoint})]
+    assert describe_stop(stop, events, 4, 5.0, resume) == text
+    assert json.dumps(text).isascii()

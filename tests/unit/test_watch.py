@@ -1,0 +1,112 @@
+"""What the supervisor's watch does to ranks that stand still, or do not listen: real processes without torch."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.launch.cause import Cause
+from unsloth_multigpu.launch.process import read_state
+from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
+
+RANK = """
+import os, signal, sys, time
+from unsloth_multigpu.fault.beat import BeatPage, Phase
+from unsloth_multigpu.fault.pulse import start_pulse
+from unsloth_multigpu.report import EventWriter
+folder, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+page = BeatPage(folder, rank)
+start_pulse(page, folder, rank, 1.0)
+events = EventWriter(folder, rank, 0, page)
+events.write("started", pid=os.getpid())
+events.write("training")
+page.mark(Phase.COMPUTE, step=2)
+if kind == "stopping":
+    events.write("stopping")
+if kind == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if kind == "die":
+    time.sleep(0.5)  # The other one has made itself deaf by now.
+    os.kill(os.getpid(), signal.SIGKILL)
+def work():
+    while kind == "wait":
+        page.mark(Phase.COMPUTE, step=3)
+        time.sleep(0.1)
+    time.sleep(3600)
+work()
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., tuple[Watch, list[subprocess.Popen]]]]:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    restarts: list[Cause] = []
+    with ExitStack() as stack:
+
+        def begin(*kinds: str, hang_timeout_s: float = 1.0) -> tuple[Watch, list[subprocess.Popen]]:
+            config = MultiGPUConfig(hang_timeout_s=hang_timeout_s)
+            watch = Watch(
+                tmp_path,
+                lambda cause, _: restarts.append(cause),
+                log_dir=tmp_path / "logs",
+                num_ranks=len(kinds),
+                config=config,
+            )
+            stack.enter_context(watch)
+            started = []
+            for rank, kind in enumerate(kinds):
+                process = subprocess.Popen([sys.executable, script, tmp_path, str(rank), kind])
+                started.append(stack.enter_context(process))
+                stack.callback(process.kill)
+            return watch, started
+
+        (tmp_path / "logs").mkdir()
+        yield begin
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> float:
+    begin_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin_s < limit_s
+        time.sleep(0.01)
+    return time.monotonic() - begin_s
+
+
+def test_hung_rank_is_killed_and_named(ranks: Callable, tmp_path: Path) -> None:
+    watch, (hung, other) = ranks("sleep", "wait")
+    wait_until(lambda: read_state(hung.pid) == "Z")
+    assert other.poll() is None
+    cause = watch.cause({0: -signal.SIGKILL})
+    assert (cause.rank, cause.exit_code) == (0, 124)
+    assert cause.message == "rank 0 hangs: no progress for 1 s in step 3, computing (rank.py:24 in work)"
+    assert f"Stacks of all threads: {tmp_path}/logs/stack_rank_N.txt\n" in cause.traceback
+    assert "rank.py" in (tmp_path / "logs" / "stack_rank_1.txt").read_text()
+    # It does not end by itself, and nobody else ends it here.
+    wait_until(lambda: read_state(other.pid) == "Z")
+
+
+def test_survivor_that_does_not_listen_is_killed(ranks: Callable) -> None:
+    watch, (deaf, dies) = ranks("deaf", "die", hang_timeout_s=0.0)
+    wait_until(lambda: read_state(dies.pid) == "Z")
+    seconds = wait_until(lambda: read_state(deaf.pid) == "Z")
+    assert TEARDOWN_LIMIT_S - 0.5 < seconds < TEARDOWN_LIMIT_S + 2
+    # Without torch elastic's word, as before a restart.
+    message = watch.cause({}).message
+    assert message.startswith("rank 1 was killed by SIGKILL after step 2; the usual cause is that the machine")
+
+
+@pytest.mark.parametrize(("kind", "hang_timeout_s"), [("sleep", 0.0), ("stopping", 1.0)])
+def test_rank_that_is_not_to_be_judged_is_left_alone(ranks: Callable, kind: str, hang_timeout_s: float) -> None:
+    watch, (still, _) = ranks(kind, "wait", hang_timeout_s=hang_timeout_s)
+    wait_until(lambda: len(watch.events()) >= 4)
+    with pytest.raises(subprocess.TimeoutExpired):
+        still.wait(1.5)

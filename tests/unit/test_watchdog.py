@@ -1,0 +1,263 @@
+"""Who is hung, judged from beats made by hand. A limit of 10 s, and a time of 1000 s."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unsloth_multigpu.fault.beat import Beat, Phase
+from unsloth_multigpu.fault.watchdog import Hang, find_hang
+
+LIMIT_S = 10.0
+NOW_S = 1000.0
+ALL_REDUCE = "all_reduce [4]"
+
+
+def beat(
+    phase: Phase = Phase.COMPUTE,
+    step: int = 12,
+    still_s: float = 11.0,
+    collective: int = -1,
+    operation: str = "",
+    micro_batch: int = 0,
+    silent_s: float = 0.1,
+) -> Beat:
+    return Beat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation)
+
+
+def judge(*beats: Beat, is_one_node: bool = True, since_s: float = 0.0) -> Hang | None:
+    return find_hang(dict(enumerate(beats)), NOW_S, LIMIT_S, is_one_node=is_one_node, since_s=since_s)
+
+
+def expect(hang: Hang | None, rank: int | None, *texts: str) -> None:
+    assert hang is not None
+    assert hang.rank == rank, hang.message
+    for text in texts:
+        assert text in hang.message
+
+
+@pytest.mark.parametrize(
+    ("phase", "factor"),
+    [
+        (Phase.DATA, 1),
+        (Phase.COMPUTE, 1),
+        (Phase.UPDATE, 1),
+        (Phase.EVALUATE, 5),
+        (Phase.SAVE, 10),
+        (Phase.COMPILE, 10),
+        (Phase.SETUP, 10),
+    ],
+)
+def test_phase_sets_the_limit(phase: Phase, factor: int) -> None:
+    limit_s = factor * LIMIT_S
+    assert judge(beat(phase, still_s=limit_s - 0.1), beat(phase, still_s=limit_s - 0.1)) is None
+    assert judge(beat(phase, still_s=limit_s + 0.1), beat(phase, still_s=limit_s + 0.1)) is not None
+    # A stopped process, or one whose interpreter's lock is held, has the same limit.
+    assert judge(beat(phase, still_s=limit_s - 0.1, silent_s=limit_s - 0.1), beat(still_s=0)) is None
+    expect(judge(beat(phase, still_s=limit_s + 0.1, silent_s=limit_s + 0.1), beat(still_s=0)), 0, "no sign of life")
+
+
+def test_first_step_may_take_twice_as_long() -> None:
+    assert judge(beat(step=0, still_s=19.9), beat(step=0, still_s=19.9)) is None
+    assert judge(beat(step=0, still_s=20.1), beat(step=0, still_s=20.1)) is not None
+
+
+@pytest.mark.parametrize("phase", [Phase.SCRIPT, Phase.ENDED])
+def test_outside_the_training_only_the_pulse_counts(phase: Phase) -> None:
+    assert judge(beat(phase, still_s=900), beat(phase, still_s=900)) is None
+    assert judge(beat(phase, still_s=900, silent_s=99), beat(phase, still_s=900)) is None
+    expect(judge(beat(phase, still_s=900, silent_s=101), beat(phase, still_s=900)), 0)
+
+
+def test_progress_is_a_sign_of_life() -> None:
+    # The pulse has not begun, or its thread has died.
+    assert judge(beat(still_s=5, silent_s=900), beat(still_s=5)) is None
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("guilty_last", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_rank_behind_in_the_collectives_is_guilty(guilty: int, guilty_last: bool, is_known: bool) -> None:
+    slow = beat(Phase.DATA, still_s=11 if guilty_last else 15, collective=40)
+    waits = beat(still_s=15 if guilty_last else 11, collective=41, operation=ALL_REDUCE if is_known else "")
+    expect(judge(*((slow, waits) if guilty == 0 else (waits, slow))), guilty, f"rank {guilty} hangs", "getting samples")
+
+
+def test_message_names_seconds_step_and_phase() -> None:
+    slow = beat(Phase.DATA, still_s=11.4, collective=40)
+    hang = judge(beat(still_s=12, collective=41, operation=ALL_REDUCE), slow)
+    expect(hang, 1, "rank 1 hangs: no progress for 11 s in step 13, getting samples")
+
+
+@pytest.mark.parametrize(
+    ("guilty", "waits"),
+    [
+        # (phase, step, micro-batch) where no numbers of collectives are known.
+        ((Phase.COMPUTE, 11, 0), (Phase.DATA, 12, 0)),
+        ((Phase.DATA, 12, 0), (Phase.COMPUTE, 12, 0)),
+        ((Phase.COMPUTE, 12, 1), (Phase.COMPUTE, 12, 2)),
+        ((Phase.COMPUTE, 12, 1), (Phase.UPDATE, 12, 2)),
+        ((Phase.UPDATE, 12, 2), (Phase.UPDATE, 13, 0)),
+        ((Phase.UPDATE, 12, 0), (Phase.DATA, 12, 0)),
+        ((Phase.SETUP, 12, 0), (Phase.DATA, 12, 0)),
+    ],
+)
+def test_rank_behind_in_the_training_is_guilty(guilty: tuple[Phase, int, int], waits: tuple[Phase, int, int]) -> None:
+    (phase, step, micro_batch), (other_phase, other_step, other_micro_batch) = guilty, waits
+    slow = beat(phase, step, still_s=120, micro_batch=micro_batch)
+    fast = beat(other_phase, other_step, still_s=120, micro_batch=other_micro_batch)
+    expect(judge(fast, slow), 1)
+    expect(judge(slow, fast), 0)
+
+
+def test_rank_that_waits_in_no_collective_is_guilty() -> None:
+    # Both have begun collective 41, an asynchronous one, and rank 1 came no further.
+    expect(judge(beat(collective=41, operation=ALL_REDUCE), beat(collective=41)), 1)
+    hang = judge(beat(collective=41, operation=ALL_REDUCE), beat(collective=41), beat(collective=41))
+    expect(hang, None, "ranks 1 and 2 hang: no progress for 11 s in step 13, computing")
+
+
+def test_ranks_in_different_operations_are_both_named() -> None:
+    hang = judge(beat(collective=41, operation=ALL_REDUCE), beat(collective=41, operation="barrier"))
+    expect(hang, None, "different operations for 11 s: rank 0 in all_reduce [4], rank 1 in barrier")
+
+
+def test_all_ranks_in_one_operation_are_no_ranks_fault() -> None:
+    hang = judge(*[beat(collective=41, operation=ALL_REDUCE)] * 3)
+    expect(hang, None, "all ranks wait in all_reduce [4] for 11 s (in step 13, computing): the connection between")
+
+
+def test_all_ranks_at_one_place_are_no_ranks_fault() -> None:
+    expect(judge(beat(), beat()), None, "all ranks hang: no progress for 11 s in step 13, computing")
+
+
+def test_only_rank_is_guilty() -> None:
+    expect(judge(beat(Phase.DATA)), 0, "rank 0 hangs")
+
+
+@pytest.mark.parametrize("operation", ["", ALL_REDUCE])
+@pytest.mark.parametrize("step", [12, 13])
+@pytest.mark.parametrize("phase", [Phase.EVALUATE, Phase.SAVE, Phase.COMPILE])
+def test_rank_that_waits_for_a_longer_phase_has_its_limit(phase: Phase, step: int, operation: str) -> None:
+    """Rank 0 evaluates or saves alone after step 13, or compiles in it; rank 1 has gone on, or waits by the store."""
+    # A rank that gets samples is behind one that compiles in the same step.
+    first = [] if phase == Phase.COMPILE and step == 13 else [Phase.DATA]
+    for waiting_phase in (*first, Phase.COMPUTE, phase):
+        waits = beat(waiting_phase, 13, still_s=49, collective=41 if operation else -1, operation=operation)
+        assert judge(beat(phase, step, still_s=49, collective=40 if operation else -1), waits) is None
+    waits = beat(Phase.COMPUTE, 13, still_s=101, micro_batch=1, collective=41 if operation else -1, operation=operation)
+    expect(judge(beat(phase, step, still_s=101, collective=40 if operation else -1), waits), 0)
+
+
+def test_rank_that_came_late_is_waited_for() -> None:
+    # Rank 0 is over its limit; rank 1 has reached the place before it a moment ago.
+    assert judge(beat(still_s=15, collective=41, operation=ALL_REDUCE), beat(still_s=9, collective=40)) is None
+    assert judge(beat(still_s=15, collective=41), beat(still_s=9, collective=41)) is None
+    # One that is ahead brings nothing any more.
+    assert judge(beat(still_s=15, collective=40), beat(still_s=9, collective=41)) is not None
+
+
+def test_rank_outside_its_first_training_is_waited_for() -> None:
+    assert judge(beat(Phase.SETUP, 0, still_s=900), beat(Phase.SCRIPT, -1, still_s=900)) is None
+    assert judge(beat(still_s=900), beat(Phase.SCRIPT, -1, still_s=900)) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.SCRIPT, Phase.ENDED])
+def test_rank_between_two_trainings_is_waited_for(phase: Phase) -> None:
+    assert judge(beat(Phase.SETUP, 0, still_s=900), beat(phase, 12, still_s=900)) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.SCRIPT, Phase.ENDED])
+@pytest.mark.parametrize("operation", ["", ALL_REDUCE])
+def test_different_numbers_of_batches_are_named(phase: Phase, operation: str) -> None:
+    waits = beat(collective=41, operation=operation)
+    text = "rank 1 has no more batches after step 12, or was told to stop there; rank 0 waits in step 13"
+    expect(judge(waits, beat(phase, 12, collective=40, operation="barrier" if operation else "")), 1, text)
+    expect(judge(waits, beat(phase, 11, collective=45)), 1, "after step 11")
+
+
+def test_rank_that_ended_waits_for_one_that_hangs() -> None:
+    ended = beat(Phase.ENDED, 12, collective=50, operation="broadcast [2]")
+    # In a callback after the last step; in the last step; getting samples that may be there or not.
+    expect(judge(beat(Phase.UPDATE, 12, collective=49), ended), 0, "rank 0 hangs", "after step 12, between two steps")
+    expect(judge(beat(Phase.COMPUTE, 11, collective=49), ended), 0, "rank 0 hangs", "in step 12")
+    expect(judge(beat(Phase.DATA, 12, collective=49), ended), 0, "rank 0 hangs", "getting samples")
+
+
+def test_what_nobody_watched_is_forgotten() -> None:
+    beats = [beat(silent_s=500, still_s=500), beat(silent_s=500, still_s=500)]
+    assert judge(*beats, since_s=NOW_S - 9) is None
+    assert judge(*beats, since_s=NOW_S - 11) is not None
+
+
+def test_ranks_of_another_node_may_be_saving() -> None:
+    beats = [beat(still_s=99, collective=41, operation=ALL_REDUCE)] * 2
+    assert judge(*beats, is_one_node=False) is None
+    assert judge(beat(still_s=99), is_one_node=False) is None
+    beats = [beat(still_s=101, collective=41, operation=ALL_REDUCE)] * 2
+    expect(judge(*beats, is_one_node=False), None, "all ranks of this node wait in all_reduce [4] for 101 s")
+    # Here one of this node's own ranks is the one.
+    expect(judge(beats[0], beat(collective=40), is_one_node=False), 1)
+
+
+def test_hang_timeout_of_zero_judges_nothing() -> None:
+    assert find_hang({0: beat(still_s=900, silent_s=900)}, NOW_S, 0.0) is None
+
+
+def test_no_rank_is_no_hang() -> None:
+    assert judge() is None
+
+
+BEATS = st.builds(
+    beat,
+    phase=st.sampled_from(list(Phase)),
+    step=st.integers(-1, 3),
+    still_s=st.sampled_from([0.0, 9.0, 11.0, 21.0, 51.0, 101.0]),
+    collective=st.integers(-1, 3),
+    operation=st.sampled_from(["", "a", "b"]),
+    micro_batch=st.integers(0, 2),
+    silent_s=st.sampled_from([0.0, 11.0, 101.0]),
+)
+RANKS = st.dictionaries(st.integers(0, 5), BEATS, max_size=4)
+
+
+@given(RANKS, st.booleans())
+def test_any_beats_give_a_rank_that_is_there_and_has_stood_still(beats: dict[int, Beat], is_one_node: bool) -> None:
+    hang = find_hang(beats, NOW_S, LIMIT_S, is_one_node=is_one_node)
+    if hang is None:
+        return
+    assert hang.message
+    assert hang.rank is None or hang.rank in beats
+    assert any(NOW_S - b.progress_s > LIMIT_S for b in beats.values())
+    if hang.rank is not None and "no more batches" not in hang.message:
+        assert NOW_S - beats[hang.rank].progress_s > LIMIT_S
+
+
+@given(RANKS, st.floats(-500, 500))
+def test_only_differences_of_time_count(beats: dict[int, Beat], shift_s: float) -> None:
+    moved = {
+        r: dataclasses.replace(b, progress_s=b.progress_s + shift_s, alive_s=b.alive_s + shift_s)
+        for r, b in beats.items()
+    }
+    before, after = find_hang(beats, NOW_S, LIMIT_S), find_hang(moved, NOW_S + shift_s, LIMIT_S, since_s=-1e9)
+    assert (before and before.rank) == (after and after.rank)
+
+
+@given(st.integers(2, 5), st.data())
+def test_one_rank_that_stands_behind_the_others_is_found(num_ranks: int, data: st.DataObject) -> None:
+    guilty = data.draw(st.integers(0, num_ranks - 1))
+    phase = data.draw(st.sampled_from([Phase.DATA, Phase.COMPUTE, Phase.UPDATE]))
+    beats = {r: beat(still_s=12, collective=41, operation=ALL_REDUCE) for r in range(num_ranks)}
+    beats[guilty] = beat(phase, data.draw(st.integers(1, 12)), still_s=11, collective=data.draw(st.integers(-1, 40)))
+    expect(find_hang(beats, NOW_S, LIMIT_S), guilty)
+
+
+@given(RANKS, st.integers(0, 5))
+def test_a_rank_that_moves_at_the_last_place_keeps_all_alive(beats: dict[int, Beat], rank: int) -> None:
+    """Whatever the others do: they wait for the one that is furthest behind."""
+    beats = {r: dataclasses.replace(b, alive_s=NOW_S) for r, b in beats.items()}
+    beats[rank] = beat(Phase.DATA, -1, still_s=1, collective=-2)
+    assert find_hang(beats, NOW_S, LIMIT_S) is None

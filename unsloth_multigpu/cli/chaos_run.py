@@ -1,0 +1,146 @@
+"""One run of the user's script for `unsloth-multigpu chaos`: started, waited for, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from unsloth_multigpu.cli.script import has_own_line
+from unsloth_multigpu.config import ENV_PREFIX
+from unsloth_multigpu.fault.chaos import ChaosRequest, Fault
+
+_POLL_S = 0.05
+# Processes that outlive the command by more than this were left behind.
+_ORPHAN_LIMIT_S = 5.0
+# The launcher's words on why a run ended. Facts that are logged on the way begin the same.
+_TOLD = re.compile(r"unsloth_multigpu: (.*(?:The other ranks were stopped|Starting all ranks again|stopped by|SIG).*)")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        code: Exit code, negative = signal, None = it was ended because it took too long.
+        start_s: When it was started, on the clock of `time.monotonic`.
+        end_s: When its last process was gone.
+        num_orphans: Processes that it left behind.
+        told: The lines in which it said why it ended, or began anew.
+        output: All that it printed.
+    """
+
+    code: int | None
+    start_s: float
+    end_s: float
+    num_orphans: int
+    told: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where the runs of one row take place.
+
+    Args:
+        folder: Of this row alone: records, and the working folder unless `cwd` is given.
+        program: The script and its arguments, or `-m`, a module and its arguments.
+        environment: Variables of every run.
+        cwd: The working folder of the command; None = a new one.
+        limit_s: A run is ended so many seconds after its start.
+    """
+
+    folder: Path
+    program: Sequence[str]
+    environment: Mapping[str, str]
+    cwd: str | None
+    limit_s: float
+
+    @property
+    def records(self) -> Path:
+        """Where the ranks write down what they do."""
+        return self.folder / "records"
+
+    @property
+    def work(self) -> Path:
+        """Where the script's files belong."""
+        return self.folder / "work"
+
+    def run(self, faults: Sequence[Fault], options: Mapping[str, object]) -> Ended:
+        """Runs the script to its end.
+
+        Args:
+            faults: To be planted.
+            options: Of `enable_multi_gpu`, for this run.
+        """
+        for place in (self.records, self.work):
+            place.mkdir(parents=True, exist_ok=True)
+        variables = {ENV_PREFIX + name.upper(): str(value) for name, value in options.items() if value is not None}
+        environment = {**self.environment, **variables, **ChaosRequest(str(self.records), faults).variables()}
+        start_s = time.monotonic()
+        # Pipes: a limit on the size of files, which stands for a full disk, must not meet what is printed.
+        process = subprocess.Popen(
+            self._command(),
+            cwd=self.cwd or self.work,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        printed: list[bytes] = []
+        assert process.stdout is not None
+        reader = threading.Thread(target=lambda: printed.extend(process.stdout or ()), daemon=True)
+        reader.start()
+        code: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(self.limit_s)
+        finally:
+            is_over = process.poll() is not None
+            num_orphans = self._wait_for_end() if is_over else 0
+            end_s = time.monotonic()
+            self._kill_rest()
+            process.wait()
+        reader.join(_ORPHAN_LIMIT_S)
+        output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
+        told = tuple(m[1].replace(str(self.work), ".") for m in map(_TOLD.match, output.splitlines()) if m)
+        return Ended(code, start_s, end_s, num_orphans, told, output)
+
+    def _command(self) -> list[str]:
+        program = [argument.replace("{run}", str(self.work)) for argument in self.program]
+        if program[0] != "-m":
+            program[0] = os.path.abspath(program[0])
+        own = [] if has_own_line(program) else ["-m", "unsloth_multigpu.cli.main", "run", "--"]
+        return [sys.executable, *own, *program]
+
+    def _wait_for_end(self) -> int:
+        """Waits for ranks that outlive their supervisor; returns how many have not ended within the limit."""
+        end_s = time.monotonic() + _ORPHAN_LIMIT_S
+        while (alive := len(self._processes())) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        return alive
+
+    def _kill_rest(self) -> None:
+        for pid in self._processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _processes(self) -> list[int]:
+        """Living processes of this row: they have inherited the name of its folder."""
+        marker = str(self.records).encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            # One that has ended meanwhile, or is another user's.
+            with suppress(OSError):
+                if entry.name.isdigit() and marker in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found

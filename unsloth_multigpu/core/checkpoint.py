@@ -1,0 +1,213 @@
+"""Saves the checkpoints of one training: written aside, sealed, and renamed when they are whole."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_ID
+from unsloth_multigpu.core.exchange import Exchange
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.resume import ORDER_FILE, Resume, training_facts
+from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.data.sampler import StepSampler
+from unsloth_multigpu.data.stream import StepStream
+from unsloth_multigpu.errors import DistributedError, MultiGPUError
+from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, clear_parts, put_in_place, rotate, seal
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+_STATE_FILE, _OPTIMIZER_FILE = "trainer_state.json", "optimizer.pt"
+# Reading and flushing what was written may take long; if its writer dies meanwhile, the launcher ends the run.
+_SEAL_LIMIT_S = 86_400.0
+
+
+class Checkpoints:
+    """Saves the checkpoints of one `train()`, and lets it go on from one.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        steps: What feeds the trainer; its planner's measurements are kept.
+        exchange: The gradient strategy in DDP's place, whose state is kept.
+    """
+
+    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed, exchange: Exchange | None) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._steps = steps
+        self._exchange = exchange
+        self._facts: dict[str, Any] = {}
+        self._writers: list[int] = [0]
+
+    @contextmanager
+    def on_trainer(self, arguments: dict[str, Any], number: int) -> Iterator[None]:
+        """Decides what the training goes on from, and puts our methods on the trainer. Collective.
+
+        Opened after the overrides that exchange gradients, which meet before a save.
+
+        Args:
+            arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
+            number: How many calls of `train()` this process made before.
+
+        Raises:
+            ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
+        """
+        if ENV_RECEIPT in os.environ:
+            yield  # Two short runs that are compared save nothing and begin where the script says.
+            return
+        trainer = self._trainer
+        run_dir = trainer._get_output_dir(arguments.get("trial"))
+        self._find_writers(Path(run_dir))
+        self._facts = training_facts(trainer, self._manager, self._steps.num_accumulated, number)
+        resume = Resume(trainer, self._manager, self._steps, self._writers)
+        resume.choose(run_dir, arguments, self._facts)
+        save = functools.partial(self._save, trainer._save_checkpoint)
+        with resume.on_trainer(), instance_attribute(trainer, "_save_checkpoint", save):
+            yield
+
+    @property
+    def _is_writer(self) -> bool:
+        return self._manager.identity.rank in self._writers
+
+    def _find_writers(self, folder: Path) -> None:
+        """One rank looks after the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
+        identity = self._manager.identity
+        if identity.world_size > identity.local_world_size:
+            token = folder / PART_FOLDER / f"token-{uuid.uuid4().hex}"
+            if identity.rank == 0:
+                token.parent.mkdir(parents=True, exist_ok=True)
+                token.touch()
+            name = self._manager.gather_texts(token.name)[0]
+            is_seen = (token.parent / name).exists()
+            rows = self._manager.gather_int64([identity.local_rank, is_seen])
+            if not all(seen for _, seen in rows):
+                self._writers = [rank for rank, (local_rank, _) in enumerate(rows) if local_rank == 0]
+                if identity.rank == 0 and not self._trainer.args.save_on_each_node:
+                    logger.warning(
+                        "%s is not shared by the nodes: a restart finds no checkpoint on most of them. "
+                        "Use a shared folder, or set save_on_each_node=True",
+                        folder,
+                    )
+        if self._is_writer:
+            clear_parts(folder)
+
+    def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
+        """`Trainer._save_checkpoint`: a folder has its name only when it is whole. Collective."""
+        trainer = self._trainer
+        run_dir = trainer._get_output_dir(trial)
+        final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
+        part = final.parent / PART_FOLDER / final.name
+        pushes: list[Any] = []
+        with self._cleared_on_failure(part, final):
+            before = _listing(final) if self._is_writer else {}
+            with ExitStack() as stack:
+                stack.enter_context(
+                    instance_attribute(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent))
+                )
+                stack.enter_context(instance_attribute(trainer, "_push_from_checkpoint", pushes.append))
+                original(model, trial)
+            if trainer.state.best_model_checkpoint == os.fspath(part):
+                trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
+            # Every rank has written its files. What rank 0 says is the name of this save, and of no other.
+            name = self._manager.gather_texts(uuid.uuid4().hex)[0]
+            self._in_writers(name, final, functools.partial(self._complete, part, final, before))
+        if pushes:
+            trainer._push_from_checkpoint(os.fspath(final))
+
+    def _in_writers(self, name: str, final: Path, complete: Callable[[], None]) -> None:
+        """Lets the writers do something that takes longer than a collective may, while the others wait. Collective."""
+        rank = self._manager.identity.rank
+        keys = {writer: f"checkpoints/{name}/{writer}" for writer in self._writers}
+        is_alone = self._manager.identity.world_size == 1
+        outcome = "failed"
+        try:
+            if rank in self._writers:
+                complete()
+            outcome = "done"
+        finally:
+            if rank in self._writers and not is_alone:
+                self._manager.publish(keys[rank], outcome)
+        for writer, key in keys.items() if not is_alone else ():
+            if self._manager.wait_for(key, f"rank {writer} to save {final}", timeout_s=_SEAL_LIMIT_S) != "done":
+                raise DistributedError(f"rank {writer} failed to save {final}.", hint="The cause is that rank's error.")
+
+    def _complete(self, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
+        """Adds what Hugging Face does not save, seals the folder, gives it its name and lets older ones go."""
+        trainer, state = self._trainer, self._trainer.state
+        _move_changed(final, before, part)
+        if not part.is_dir():
+            return  # The script saves in a way of its own, elsewhere.
+        loader = trainer.callback_handler.train_dataloader
+        order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
+        if trainer.args.should_save:
+            if (part / _STATE_FILE).is_file():
+                # The path of the best checkpoint is its final one only now.
+                state.save_to_json(os.fspath(part / _STATE_FILE))
+            if self._exchange is not None:
+                self._exchange.save_state(part)
+            if order is not None:
+                (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
+        manifest = Manifest(
+            run_id=os.environ.get(ENV_RUN_ID, ""),
+            step=state.global_step,
+            world_size=self._manager.identity.world_size,
+            is_resumable=(part / _STATE_FILE).is_file() and (part / _OPTIMIZER_FILE).is_file(),
+            facts=self._facts,
+            cursor=self._cursor(loader),
+            planner=self._steps.balancer.state_dict(),
+        )
+        seal(part, manifest)
+        put_in_place(part, final)
+        best = Path(state.best_model_checkpoint or "").name.removeprefix("checkpoint-")
+        keep = {state.global_step, *([int(best)] if best.isdecimal() else [])}
+        rotate(final.parent, trainer.args.save_total_limit, keep)
+
+    def _cursor(self, loader: Any) -> dict[str, int]:
+        """Where the epoch is; its steps and samples where we deal them."""
+        state, args = self._trainer.state, self._trainer.args
+        if isinstance(getattr(loader, "dataset", None), StepStream):
+            return dict(loader.dataset.cursor())
+        if not isinstance(getattr(loader, "batch_sampler", None), StepSampler):
+            return {"epoch": int((state.epoch or 0) + 1e-6)}
+        epoch, step = divmod(state.global_step, max(1, len(loader)))
+        num_samples = step * args.per_device_train_batch_size * self._steps.num_accumulated
+        return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}
+
+    @contextmanager
+    def _cleared_on_failure(self, part: Path, final: Path) -> Iterator[None]:
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except BaseException as error:
+            if self._is_writer:
+                shutil.rmtree(part, ignore_errors=True)
+                with suppress(OSError):
+                    part.parent.rmdir()
+            # torch and safetensors say that a disk is full in errors of their own.
+            if isinstance(error, (OSError, RuntimeError, SafetensorError)) and not isinstance(error, MultiGPUError):
+                raise OSError(f"{final} could not be saved, earlier checkpoints are untouched: {error}") from error
+            raise
+
+
+def _listing(folder: Path) -> dict[str, tuple[int, int]]:
+    """Time and size of each file: what shows that it was written."""
+    stats = {p.relative_to(folder).as_posix(): p.stat() for p in folder.rglob("*") if p.is_file()}
+    return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
+
+
+def _move_changed(folder: Path, before: dict[str, tuple[int, int]], target: Path) -> None:
+    """A trainer that saves by itself writes into the final folder; what it wrote belongs to the new checkpoint."""
+    for name, seen in _listing(folder).items():
+        if before.get(name) != seen:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(folder / name, target / name)

@@ -1,0 +1,228 @@
+"""Plants faults into a training and writes down what it did, for `unsloth-multigpu chaos` and the tests.
+
+Nothing here runs unless the variable of `fault.chaos` is set.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unsloth_multigpu.config import ENV_ATTEMPT
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
+from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
+from unsloth_multigpu.proof.fingerprint import fingerprints
+
+_HOUR_S = 3600.0
+# What a full disk still takes: less than any file of weights, optimizer or random numbers.
+_DISK_LEFT_BYTES = 4096
+
+
+@contextmanager
+def planted_faults(trainer: Any, manager: DDPManager, steps: StepFeed) -> Iterator[None]:
+    """Plants this rank's faults while it is open. Enter it first: the others then meet them as the script's own.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        steps: Its `current` micro-batch may be a filler, which is no sample.
+    """
+    request = ChaosRequest.read(os.environ)
+    if request is None:
+        yield
+        return
+    with Injector(trainer, request, manager, steps).on_trainer():
+        yield
+
+
+class Injector:
+    """One training of one rank; see `planted_faults`."""
+
+    def __init__(self, trainer: Any, request: ChaosRequest, manager: DDPManager, steps: StepFeed) -> None:
+        self._trainer = trainer
+        self._rank = rank = manager.identity.rank
+        self._config = manager.config
+        self._steps = steps
+        self._folder = Path(request.folder)
+        self._attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
+        mine = [f for f in request.faults if f.rank in (rank, ALL_RANKS) and f.attempt == self._attempt]
+        # A script may train several times; each fault is planted in one of them.
+        written = read_records(self._folder, rank)
+        done = [r["fault"] for r in written if r["event"] == "planted" and r["attempt"] == self._attempt]
+        self._faults = [fault for fault in mine if str(fault) not in done]
+        self._training = sum(r["event"] == "begin" and r["pid"] == os.getpid() for r in written)
+        self._samples: Counter[str] = Counter()
+        self._is_poisoned = False
+        self._delay_s = 0.0
+        self._stack = ExitStack()
+
+    @contextmanager
+    def on_trainer(self) -> Iterator[None]:
+        """Puts our methods on the trainer instance for the time of the training."""
+        trainer, callback = self._trainer, _recording_callback(self)
+        overrides = {
+            "get_batch_samples": self._get_batch_samples,
+            "training_step": self._training_step,
+            "compute_loss": self._compute_loss,
+            "save_model": self._save_model,
+            "_save_checkpoint": self._save_checkpoint,
+        }
+        with self._stack as stack:
+            for name, override in overrides.items():
+                bound = functools.partial(override, getattr(trainer, name))
+                stack.enter_context(instance_attribute(trainer, name, bound))
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+            yield
+
+    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._take("loop"):
+            loop()
+        return original(*args, **kwargs)
+
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for kind in ("nan", "slow", "clock", "memory"):
+            if fault := self._take(kind):
+                self._begin_trouble(fault)
+        if fault := self._take(*ACTIONS):
+            self._act(fault)
+        current = self._steps.current
+        if current is None or not current.piece.is_filler:
+            self._samples.update(fingerprints(inputs))
+        time.sleep(self._delay_s)
+        return original(model, inputs, *args, **kwargs)
+
+    def _begin_trouble(self, fault: Fault) -> None:
+        """What does not end here: it changes what this rank computes, or how fast."""
+        if fault.kind == "nan":
+            self._is_poisoned = True
+        elif fault.kind == "slow":
+            self._delay_s = fault.delay_s
+        elif fault.kind == "clock":
+            right = time.time
+            self._stack.enter_context(instance_attribute(time, "time", lambda: right() + _HOUR_S))
+        else:
+            run_out_of_memory(self._trainer.args.device)
+
+    def _compute_loss(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        if not self._is_poisoned or not model.training:
+            return result
+        self._is_poisoned = False
+        return (result[0] * torch.nan, *result[1:]) if isinstance(result, tuple) else result * torch.nan
+
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            if self._take("disk_full", phase="save"):
+                # Python ignores SIGXFSZ, so that a write beyond the limit is an OSError as on a full disk.
+                stack.enter_context(limited(resource.RLIMIT_FSIZE, _DISK_LEFT_BYTES))
+            return original(*args, **kwargs)
+
+    def _save_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        # Set by the Trainer where it makes a checkpoint: other files of it are still to be written.
+        if kwargs.get("_internal_call") and (fault := self._take(*ACTIONS, phase="save")):
+            self._act(fault)
+        return result
+
+    def evaluating(self) -> None:
+        """Called after each batch of an evaluation."""
+        if fault := self._take(*ACTIONS, "loop", phase="evaluate"):
+            loop() if fault.kind == "loop" else self._act(fault)
+
+    def _take(self, *kinds: str, phase: str = "train") -> Fault | None:
+        """The fault that is due now; each is given once."""
+        finished = int(self._trainer.state.global_step)
+        # A checkpoint and an evaluation belong to the step that has just been finished.
+        step = finished + 1 if phase == "train" else finished
+        for fault in self._faults:
+            is_here = fault.kind in kinds and (fault.phase == phase or fault.kind == "disk_full")
+            has_prey = fault.kind != "corrupt" or newest_checkpoint(self._trainer.args.output_dir) is not None
+            if is_here and step >= fault.step and has_prey:
+                self._faults.remove(fault)
+                self.write("planted", fault=str(fault), kind=fault.kind, step=step)
+                return fault
+        return None
+
+    def _act(self, fault: Fault) -> None:
+        if fault.kind == "corrupt":
+            checkpoint = newest_checkpoint(self._trainer.args.output_dir)
+            assert checkpoint is not None
+            damage(checkpoint, fault.file, fault.damage)
+        ACTIONS[fault.kind]()
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Adds a line to this rank's file, with the time on the clock that all processes of a machine share."""
+        place = {"pid": os.getpid(), "attempt": self._attempt, "training": self._training}
+        line = {"event": event, "time_s": time.monotonic(), **place, **facts}
+        with (self._folder / f"rank_{self._rank}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def begin(self) -> None:
+        """Called when the training begins."""
+        args = self._trainer.args
+        self.write(
+            "begin",
+            step=int(self._trainer.state.global_step),
+            output_dir=os.path.abspath(args.output_dir),
+            config=asdict(self._config),
+        )
+
+    def note_step(self) -> None:
+        """Called at the end of an optimizer step."""
+        samples, self._samples = self._samples, Counter()
+        self.write("step", step=int(self._trainer.state.global_step), samples=samples)
+
+    def note_end(self) -> None:
+        """Called when the training has ended; leaves rank 0's trainable weights."""
+        from safetensors.torch import save_file
+
+        if self._rank == 0:
+            named = self._trainer.model.named_parameters()
+            weights = {name: p.detach().cpu().clone().contiguous() for name, p in named if p.requires_grad}
+            save_file(weights, self._folder / weights_file(self._training))
+        self.write("end", step=int(self._trainer.state.global_step))
+
+
+def weights_file(training: int) -> str:
+    """Name of the file with the weights of a run's training, counted from 0."""
+    return f"weights_{training}.safetensors"
+
+
+def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank has written so far, oldest first; a line that was cut by its death is left out."""
+    path = folder / f"rank_{rank}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _recording_callback(injector: Injector) -> Any:
+    from transformers import TrainerCallback
+
+    class Recording(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            injector.begin()
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            injector.evaluating()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            injector.note_step()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            injector.note_end()
+
+    return Recording()

@@ -1,0 +1,201 @@
+"""Finds the checkpoint that a training goes on from, and restores what Hugging Face's loop does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID
+from unsloth_multigpu.core.facts import facts_of_run
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.data.draw import draw_seed, seeded_draws
+from unsloth_multigpu.data.sampler import StepSampler
+from unsloth_multigpu.data.stream import StepStream
+from unsloth_multigpu.errors import ResumeError
+from unsloth_multigpu.fault.checkpoint import Manifest, checkpoints_in, read_manifest
+from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+# The random state at which the order of the epoch was drawn, where it depends on one.
+ORDER_FILE = "unsloth_multigpu_order.json"
+
+
+class Resume:
+    """The checkpoint that one `train()` goes on from, if any.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        steps: What feeds the trainer; its planner goes on with earlier measurements.
+        writers: Ranks that look after a folder of checkpoints, one for each disk.
+    """
+
+    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed, writers: Sequence[int]) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._steps = steps
+        self._writers = writers
+        self._manifest: Manifest | None = None
+        self._folder: Path | None = None
+
+    @contextmanager
+    def on_trainer(self) -> Iterator[None]:
+        """Puts our methods on the trainer instance for the time of the training."""
+        trainer, callback = self._trainer, _cursor_callback(self)
+        overrides = {
+            "_load_rng_state": functools.partial(self._load_random_state, trainer._load_rng_state),
+            "get_batch_samples": functools.partial(self._batch_samples, trainer.get_batch_samples),
+        }
+        with ExitStack() as stack:
+            for name, override in overrides.items():
+                stack.enter_context(instance_attribute(trainer, name, override))
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+            yield
+
+    def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
+        """Replaces `resume_from_checkpoint` by what this training really goes on from. Collective.
+
+        Args:
+            run_dir: Folder of the checkpoints.
+            arguments: Of the call of `train()`.
+            facts: What the training is, see `training_facts`.
+
+        Raises:
+            ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
+        """
+        asked, folder = arguments.get("resume_from_checkpoint") or None, Path(run_dir)
+        config, world_size = self._manager.config, self._manager.identity.world_size
+        any_training = Wanted(world_size, grows_with_ranks=not config.keeps_global_batch)
+        this_training = dataclasses.replace(any_training, facts=facts)
+        # Trials of a search for hyperparameters are told apart by nothing that a new process knows.
+        may_look = arguments.get("trial") is None
+        run_id, step = os.environ.get(ENV_RUN_ID), None
+        self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
+        # A node that has just joined counts from 0 again.
+        attempts = self._manager.gather_int64([int(os.environ.get(ENV_ATTEMPT, "0"))])
+        if may_look and run_id and any(attempt for (attempt,) in attempts):
+            step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
+        if step is None and asked is True:
+            step = self._newest(folder, any_training)
+            # Without any checkpoint, Hugging Face's own error is right.
+            if step is None and checkpoints_in(folder):
+                raise ResumeError(f"{folder} has no whole checkpoint.", hint="Leave resume_from_checkpoint out.")
+        elif step is None and asked is not None:
+            named = Path(str(asked))
+            self._answers(lambda: Found(0, check_asked(named, any_training)))
+        elif step is None and config.resume == "auto" and may_look:
+            step = self._newest(folder, this_training)
+            if step is None:
+                logger.info("resume='auto': no whole checkpoint of this training in %s, it begins at step 0", folder)
+        if step is not None:
+            arguments["resume_from_checkpoint"] = asked = os.path.join(run_dir, f"checkpoint-{step}")
+            logger.info("goes on from %s", asked)
+        if isinstance(asked, (str, os.PathLike)):
+            self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
+        if self._manifest is not None:
+            self._steps.balancer.resumed = self._manifest.planner
+
+    def _newest(self, folder: Path, wanted: Wanted) -> int | None:
+        """Step of the newest checkpoint that is whole on all nodes. Collective."""
+        at_most: int | None = None
+        while True:
+            found = self._answers(functools.partial(find_newest, folder, wanted, at_most))
+            steps = [f.step for f in found if f.step is not None]
+            if len(steps) < len(found) or len(set(steps)) == 1:
+                return steps[0] if len(steps) == len(found) else None
+            at_most = min(steps)
+
+    def _answers(self, decide: Callable[[], Found]) -> list[Found]:
+        """What each writer decides, the same list on all ranks; its lines are shown. Collective."""
+        text = ""
+        if self._manager.identity.rank in self._writers:
+            try:
+                text = json.dumps(dataclasses.asdict(decide()))
+            except ResumeError as error:
+                text = json.dumps({"error": error.args[0], "hint": error.hint})
+        answers = [json.loads(answer) for answer in self._manager.gather_texts(text) if answer]
+        for answer in answers:
+            if "error" in answer:
+                raise ResumeError(answer["error"], hint=answer["hint"])
+        if self._manager.identity.rank == 0:
+            for line in dict.fromkeys(line for answer in answers for line in answer["lines"]):
+                logger.warning("%s", line)
+        return [Found(answer["step"]) for answer in answers]
+
+    def place_cursor(self, loader: Any) -> None:
+        """Lets the epoch that is gone on with have the order that it was begun with."""
+        if self._manifest is None or self._folder is None or not self._manifest.cursor.get("steps"):
+            return
+        sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+        file = self._folder / ORDER_FILE
+        if isinstance(sampler, StepSampler) and file.is_file():
+            sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))
+        if isinstance(stream, StepStream) and not self._trainer.args.ignore_data_skip:
+            # Of a stream without length the Trainer skips as many steps as there were, in however many passes.
+            stream.go_on(self._manifest.cursor, self._trainer.state.global_step)
+
+    def _load_random_state(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
+        """`Trainer._load_rng_state`: ranks that the checkpoint does not know begin at a place of their own."""
+        args, rank = self._trainer.args, self._manager.identity.rank
+        name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+        if checkpoint is None or Path(checkpoint, name).is_file():
+            return original(checkpoint)
+        from transformers import set_seed
+
+        place = rank if self._manager.config.seed_per_rank else 0
+        set_seed(draw_seed(args.seed, self._trainer.state.global_step, place) % 2**32)
+        return None
+
+    def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.get_batch_samples`: none for a training that goes on at its end; it would make one more step."""
+        state = self._trainer.state
+        if 0 < state.max_steps <= state.global_step:
+            self._trainer.control.should_training_stop = True
+            return [], None
+        return original(*args, **kwargs)
+
+
+def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, number: int) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be one of this training: name -> JSON value.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        num_accumulated: Micro-batches of a step that the script asked for.
+        number: How many calls of `train()` this process made before.
+    """
+    args, config = trainer.args, manager.config
+    batch = args.per_device_train_batch_size * num_accumulated
+    if config.keeps_global_batch and hasattr(args, "steps_per_generation"):
+        batch *= manager.identity.world_size  # It was divided when the arguments were made.
+    # A data set that draws random numbers gives the same rows whatever was drawn before.
+    with seeded_draws(0):
+        found = facts_of_run(trainer, config, num_accumulated)
+    facts: dict[str, Any] = {
+        "trainer": type(trainer).__name__,
+        "number of the train() call": number + 1,
+        "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
+        **{name: found[name] for name in ("max_steps", "num_train_epochs", "seed", "trainable parameters")},
+        **{name: found[name] for name in ("samples", "sampled rows") if name in found},
+    }
+    return dict(json.loads(json.dumps(facts)))
+
+
+def _cursor_callback(resume: Resume) -> Any:
+    from transformers import TrainerCallback
+
+    class CursorCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            resume.place_cursor(kwargs.get("train_dataloader"))
+
+    return CursorCallback()

@@ -1,0 +1,107 @@
+"""One optimizer step of one rank: how it is dealt, and its collated micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unsloth_multigpu.data.deal import Piece, deal_step
+
+Rows = list[Any]
+Collate = Callable[[Rows], Any]
+
+
+class StepPlanner(Protocol):
+    """Plans a step of the samples with these indices; None where it is to be dealt in order."""
+
+    def __call__(self, samples: Sequence[int], sizes: Sequence[int]) -> list[list[Piece]] | None: ...
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How the samples of a step are dealt.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        num_accumulated: Micro-batches of one step of the one-process run.
+        regroup: See `deal_step`.
+        planner: Deals steps whose samples it knows by their lengths.
+        seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
+        rank_seed: The same of what this rank looks up and collates for itself.
+    """
+
+    rank: int
+    world_size: int
+    num_accumulated: int
+    regroup: bool
+    planner: StepPlanner
+    seed: int = 0
+    rank_seed: int = 0
+
+    def pieces(self, sizes: Sequence[int], samples: Sequence[int] | None = None) -> list[Piece]:
+        """This rank's pieces of a step; `samples` are its indices in a data set with random access."""
+        plan = None if samples is None else self.planner(samples, sizes)
+        return (plan or deal_step(sizes, self.world_size, regroup=self.regroup))[self.rank]
+
+
+class MicroBatch:
+    """Collated inputs of one forward-backward pass with the piece of the plan that they are."""
+
+    def __init__(self, inputs: Any, piece: Piece) -> None:
+        self.inputs = inputs
+        self.piece = piece
+        self.share = piece.share
+        self.num_labels = 0
+
+    def pin_memory(self) -> MicroBatch:
+        """Called by torch's loader for page-locked copies."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return MicroBatch(pin_memory(self.inputs), self.piece)
+
+
+class Step:
+    """This rank's micro-batches of one optimizer step.
+
+    Indexed by a key it gives all its values in one flat tensor: the Trainer counts tokens that way. It is no Mapping,
+    of which torch's loader would make a dict.
+    """
+
+    def __init__(self, micro_batches: list[MicroBatch], num_references: int) -> None:
+        self.micro_batches = micro_batches
+        self.num_references = num_references
+
+    def pin_memory(self) -> Step:
+        """Called by torch's loader for page-locked copies."""
+        return Step([m.pin_memory() for m in self.micro_batches], self.num_references)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return torch.cat([m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler] or [_EMPTY])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.micro_batches[0].inputs
+
+
+_EMPTY = torch.empty(0, dtype=torch.int64)
+
+
+def collate_step(
+    pieces: Sequence[Piece], rows: Sequence[Rows], num_references: int, collate: Collate, regroup: bool
+) -> Step:
+    micro_batches = [MicroBatch(collate(r), piece) for piece, r in zip(pieces, rows, strict=True)]
+    for micro_batch in micro_batches:
+        # A mean over no labels is not a number; there the filler's share of zero is enough.
+        if micro_batch.piece.is_filler and regroup:
+            _mute(micro_batch.inputs)
+    return Step(micro_batches, num_references)
+
+
+def _mute(inputs: Any) -> None:
+    """Takes all labels out: a filler counts no token, and its token-normalised loss and gradient are zero."""
+    for key in ("labels", "shift_labels"):
+        if isinstance(inputs, Mapping) and isinstance(inputs.get(key), torch.Tensor):
+            inputs[key].fill_(-100)

@@ -1,0 +1,148 @@
+"""Faults to plant into a run, as plain data: what, where, when, and how soon the run has to be over."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unsloth_multigpu.config import ENV_CHAOS
+from unsloth_multigpu.errors import ConfigError
+
+PHASES = ("train", "save", "evaluate")
+DAMAGES = ("cut", "empty", "missing", "flip")
+# As a rank: every rank.
+ALL_RANKS = -1
+
+
+class End(enum.Enum):
+    """What a fault does to a run that is not started again."""
+
+    DEATH = "a process is gone"
+    ERROR = "a rank says why it ends"
+    HANG = "a rank does nothing any more"
+    STOP = "the run is asked to stop"
+    NONE = "the run goes on, or meets it later"
+
+
+KINDS: dict[str, End] = {
+    "raise": End.ERROR,
+    "exit": End.ERROR,
+    "os_exit": End.ERROR,
+    "kill": End.DEATH,
+    "segv": End.DEATH,
+    "kill_supervisor": End.DEATH,
+    "stop": End.HANG,
+    "loop": End.HANG,
+    "slow": End.NONE,
+    "memory": End.ERROR,
+    "nan": End.ERROR,
+    "sigterm": End.STOP,
+    "sigint": End.STOP,
+    "sigusr1": End.STOP,
+    "sigint_twice": End.DEATH,
+    "disk_full": End.ERROR,
+    "corrupt": End.DEATH,
+    "cut": End.ERROR,
+    "store": End.NONE,
+    "clock": End.NONE,
+}
+# Those after which ranks that are started again can go on.
+CURABLE = tuple(k for k, end in KINDS.items() if end is not End.STOP and k not in ("kill_supervisor", "sigint_twice"))
+
+_DEATH_LIMIT_S = 2.0
+# The supervisor knows at once, but a rank that fails has up to 6 seconds for Python's teardown (launch.watch).
+_ERROR_LIMIT_S = _DEATH_LIMIT_S + 6.0
+_HANG_SLACK_S = 5.0
+
+
+def limit_s(end: End, *, hang_timeout_s: float, grace_s: float) -> float | None:
+    """Seconds from a fault to the end of a run that is not started again; None = no limit of its own."""
+    limits = {
+        End.DEATH: _DEATH_LIMIT_S,
+        End.ERROR: _ERROR_LIMIT_S,
+        End.HANG: hang_timeout_s + _HANG_SLACK_S if hang_timeout_s else None,
+        End.STOP: grace_s,
+    }
+    return limits.get(end)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, planted once.
+
+    Args:
+        kind: A key of `KINDS`.
+        rank: Where; `ALL_RANKS` = on every rank.
+        step: In this optimizer step, counted from 1, or in the first one after it that has the phase.
+        attempt: In which start of the ranks, counted from 0.
+        phase: "train"; "save" = between the model's file and those that follow it; "evaluate" = after its first batch.
+        file: What "corrupt" damages, relative to the newest checkpoint; "" = its largest file.
+        damage: How: one of `DAMAGES`.
+        delay_s: What "slow" adds to every micro-batch from there on.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    attempt: int = 0
+    phase: str = "train"
+    file: str = ""
+    damage: str = "cut"
+    delay_s: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", tuple(KINDS)), ("phase", PHASES), ("damage", DAMAGES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"A fault of {name}={getattr(self, name)!r}; expected one of: {', '.join(known)}.",
+                    hint="Faults are written kind@rank:step or kind@rank:step:phase.",
+                )
+
+    def __str__(self) -> str:
+        rank = "all" if self.rank == ALL_RANKS else str(self.rank)
+        return f"{self.kind}@{rank}:{self.step}" + (f":{self.phase}" if self.phase != "train" else "")
+
+
+def parse_fault(text: str) -> Fault:
+    """Reads `kind@rank:step` or `kind@rank:step:phase`, where `all` is every rank.
+
+    Raises:
+        ConfigError: It is written in another way.
+    """
+    kind, _, place = text.strip().partition("@")
+    rank, _, when = place.partition(":")
+    step, _, phase = when.partition(":")
+    if not (rank.isdigit() or rank == "all") or not step.isdigit():
+        raise ConfigError(
+            f"{text!r} is no fault.", hint="Write kind@rank:step or kind@rank:step:phase, as in kill@1:5 or stop@0:3."
+        )
+    return Fault(kind, ALL_RANKS if rank == "all" else int(rank), int(step), phase=phase or "train")
+
+
+@dataclass(frozen=True)
+class ChaosRequest:
+    """What `unsloth-multigpu chaos` asks of a run.
+
+    Args:
+        folder: Where each rank leaves `rank_N.jsonl`, and rank 0 the weights at the end of each training.
+        faults: To be planted.
+    """
+
+    folder: str
+    faults: Sequence[Fault] = ()
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> ChaosRequest | None:
+        """The request that `environment` carries, if it does."""
+        text = environment.get(ENV_CHAOS)
+        if text is None:
+            return None
+        given: dict[str, Any] = json.loads(text)
+        return cls(given["folder"], tuple(Fault(**fault) for fault in given["faults"]))
+
+    def variables(self) -> dict[str, str]:
+        """The environment that carries this request."""
+        return {ENV_CHAOS: json.dumps({"folder": self.folder, "faults": [asdict(f) for f in self.faults]})}

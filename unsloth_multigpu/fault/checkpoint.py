@@ -1,0 +1,237 @@
+"""Whole checkpoints: a manifest, written last, tells a whole folder from a torn one. Files alone; no torch.
+
+The manifest's CRC-32 finds writes that were cut off and bits that flipped. It is no protection against forgery: who can
+write the files can write the manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "unsloth_multigpu.json"
+# Checkpoints are written in this folder of the output folder, and renamed when they are whole.
+PART_FOLDER = ".unsloth_multigpu_part"
+_REPLACED = "replaced-"
+_FORMAT = 1
+_CHUNK_BYTES = 1 << 22
+_NAME = re.compile(r"checkpoint-(\d+)")
+# Times that are nearer than this say nothing: file systems round them, or make them up.
+_LEAST_SPREAD_S = 1.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Args:
+        run_id: Of the run that wrote it, "" where the launcher gave none.
+        step: Optimizer steps that are in it.
+        world_size: Ranks that wrote it.
+        is_resumable: False where it holds no optimizer, as with `save_only_model`.
+        facts: What the training is: name -> JSON value, see `core.checkpoint.training_facts`.
+        cursor: "epoch" and how many "steps" and "samples" of it were seen, where they are counted.
+        planner: What the planner had measured.
+        files: Path in the folder -> its size in bytes and the CRC-32 of its content.
+    """
+
+    run_id: str
+    step: int
+    world_size: int
+    is_resumable: bool
+    facts: dict[str, Any]
+    cursor: dict[str, int]
+    planner: dict[str, Any]
+    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Flushes all files of `folder` to the disk and then writes the manifest with their sizes and checksums.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
+    files = {_relative(path, folder): _measured(path, must_flush=True) for path in _files_in(folder)}
+    for inner in {path.parent for path in _files_in(folder)} | {folder}:
+        _flush_folder(inner)
+    body = {"format": _FORMAT, **dataclasses.asdict(dataclasses.replace(manifest, files=files))}
+    part = folder / f".{MANIFEST}"
+    with part.open("w", encoding="ascii") as file:
+        json.dump({"crc32": _crc_of(body), "manifest": body}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, folder / MANIFEST)
+    _flush_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None if it has none, as what the Trainer writes without this package.
+
+    Raises:
+        ValueError: There is one that does not hold; the message names it.
+    """
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        stored = json.loads(text)
+        body = stored["manifest"]
+        is_whole = stored["crc32"] == _crc_of(body)
+        version = body.pop("format")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read") from error
+    if not is_whole:
+        raise ValueError(f"{MANIFEST} was changed after it was written")
+    if version != _FORMAT:
+        raise ValueError(f"{MANIFEST} has format {version}, which another version of unsloth_multigpu wrote")
+    return Manifest(**{**body, "files": {name: (size, crc) for name, (size, crc) in body["files"].items()}})
+
+
+def check(folder: Path, *, reads_files: bool = True) -> str | None:
+    """What is wrong with a checkpoint, naming the file; None if it is whole. Files that were added do not matter.
+
+    Args:
+        folder: The checkpoint.
+        reads_files: False = sizes alone are compared, which costs nothing.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    if manifest is None:
+        return f"{MANIFEST} is missing"
+    for name, (size, crc) in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
+        if reads_files and _measured(path)[1] != crc:
+            return f"{name} was changed after it was written"
+    return None
+
+
+def step_of(name: str) -> int | None:
+    """40 for "checkpoint-40", None for names that no checkpoint has."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(output_dir: Path) -> list[tuple[int, Path]]:
+    """Step and folder of each checkpoint, the newest first."""
+    if not output_dir.is_dir():
+        return []
+    found = [(step_of(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
+    return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+
+
+def put_in_place(part: Path, final: Path) -> None:
+    """Gives a sealed folder its name. An older folder of that name is deleted once the new one is there."""
+    older = part.with_name(_REPLACED + final.name)
+    if final.exists():
+        os.rename(final, older)
+    os.rename(part, final)
+    _flush_folder(final.parent)
+    shutil.rmtree(older, ignore_errors=True)
+    with suppress(OSError):  # Not empty: another save failed there.
+        part.parent.rmdir()
+
+
+def clear_parts(output_dir: Path) -> None:
+    """Removes what killed runs left unfinished; what only lacked its last rename gets it."""
+    parts = output_dir / PART_FOLDER
+    if not parts.is_dir():
+        return
+    for part in [p for p in parts.iterdir() if step_of(p.name) is not None]:
+        if check(part) is None:
+            put_in_place(part, output_dir / part.name)
+    for older in parts.glob(f"{_REPLACED}*"):
+        final = output_dir / older.name.removeprefix(_REPLACED)
+        if not final.exists():
+            os.rename(older, final)
+    shutil.rmtree(parts, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint as rotation sees it: its step, when it was written in seconds, and whether it looks whole."""
+
+    step: int
+    time_s: float
+    is_whole: bool
+
+
+def superfluous(saved: Sequence[Saved], limit: int | None, keep: Collection[int]) -> list[int]:
+    """Steps whose checkpoints `save_total_limit` lets go, the oldest first.
+
+    Args:
+        saved: All checkpoints of the folder.
+        limit: Most checkpoints to keep; None or 0 = all.
+        keep: Steps that stay whatever the limit is. So does the newest whole one.
+    """
+    if not limit or limit < 0 or not saved:
+        return []
+    times = [s.time_s for s in saved]
+    is_dated = max(times) - min(times) >= _LEAST_SPREAD_S
+    by_age = sorted(saved, key=lambda s: (s.time_s if is_dated else 0.0, s.step))
+    kept = {s.step for s in saved if s.step in keep} | {s.step for s in [s for s in by_age if s.is_whole][-1:]}
+    others = [s.step for s in by_age if s.step not in kept]
+    return others[: max(0, len(saved) - max(limit, len(kept)))]
+
+
+def rotate(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
+    """Deletes the checkpoints that are too many; see `superfluous`."""
+    if not limit or limit < 0:
+        return
+    folders = dict(checkpoints_in(output_dir))
+    saved = [
+        Saved(step, path.stat().st_mtime, check(path, reads_files=False) is None) for step, path in folders.items()
+    ]
+    for step in superfluous(saved, limit, keep):
+        # First its manifest: half of a checkpoint must not count as one.
+        with suppress(OSError):
+            (folders[step] / MANIFEST).unlink()
+        shutil.rmtree(folders[step], ignore_errors=True)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (MANIFEST, f".{MANIFEST}"))
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _measured(path: Path, *, must_flush: bool = False) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file."""
+    size, crc, buffer = 0, 0, bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        if must_flush:
+            os.fsync(file.fileno())
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(memoryview(buffer)[:count], crc)
+            size += count
+    return size, crc
+
+
+def _flush_folder(folder: Path) -> None:
+    """Makes names that were added to a folder outlast a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _crc_of(body: Any) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

@@ -1,0 +1,112 @@
+"""Out of memory: adds to the error what torch does not say: which rank, in which micro-batch, and what to set."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unsloth_multigpu.errors import MultiGPUError
+
+# torch's allocator for the CPU, drivers, cuBLAS and NCCL have no class of their own for it.
+_TEXT = re.compile(r"out of memory|can(no|')t allocate memory|ALLOC_FAILED", re.IGNORECASE)
+_ASKED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what torch, an accelerator's libraries or Python raise where memory is not enough."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    is_ours = isinstance(error, MultiGPUError)  # It may quote another rank's.
+    return isinstance(error, RuntimeError) and not is_ours and bool(_TEXT.search(str(error)))
+
+
+def explain(error: BaseException, *, rank: int, device: torch.device, place: str, hint: str) -> None:
+    """Writes into the error itself: its class, which the script may catch, stays.
+
+    Args:
+        error: One that `is_out_of_memory`.
+        rank: Of this process.
+        device: On which it computes.
+        place: What it was doing, with the size of the micro-batch.
+        hint: What to set.
+    """
+    facts = f"rank {rank} ran out of memory on {device} in {place}"
+    original = str(error)
+    if original.startswith(f"rank {rank} ran out of memory"):
+        return
+    figures = "" if "Tried to allocate" in original else _figures(original, device)
+    before = error.args
+    # In its first line, which is what the supervisor says.
+    error.args = (f"{facts}{figures}: {original or type(error).__name__}\nHint: {hint}",)
+    if facts not in str(error):  # NumPy's class makes its text itself.
+        error.args = before
+        if hasattr(error, "add_note"):
+            error.add_note(f"{facts}{figures}\nHint: {hint}")
+
+
+def advice(args: Any, device: torch.device, *, is_evaluation: bool) -> str:
+    """What to set, by what the training has set.
+
+    Args:
+        args: The `TrainingArguments`.
+        device: On which the rank computes.
+        is_evaluation: It was evaluating.
+    """
+    if is_evaluation:
+        return f"Lower per_device_eval_batch_size (now {args.per_device_eval_batch_size})."
+    ways = ["set max_tokens_per_micro_batch"]
+    if (rows := args.per_device_train_batch_size) > 1:
+        ways.append(
+            f"lower per_device_train_batch_size (now {rows}) and raise gradient_accumulation_steps by the same factor"
+        )
+    if not args.gradient_checkpointing:
+        ways.append("set gradient_checkpointing=True")
+    ways.append("shorten the samples, or load the model with load_in_4bit=True")
+    if device.type == "cpu":
+        ways.append("start fewer ranks, which share the machine's memory")
+    text = "; ".join(ways)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def size_of(inputs: Any) -> str:
+    """ "8 rows x 512 tokens" of a micro-batch: its largest tensor of two dimensions. "" where it has none."""
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    shapes = [v.shape for v in values if isinstance(v, torch.Tensor) and v.dim() == 2]
+    if not shapes:
+        return ""
+    rows, tokens = max(shapes, key=lambda shape: shape.numel())
+    return f"{rows} rows x {tokens} tokens"
+
+
+def _figures(original: str, device: torch.device) -> str:
+    """What is known of the memory, where torch has not said it."""
+    asked = _ASKED_BYTES.search(original)
+    facts = [f"{int(asked[1]) / 1e6:.1f} MB were asked for"] if asked else []
+    if device.type == "cpu":
+        facts += _host_figures()
+    else:
+        module = getattr(torch, device.type)
+        sizes = (module.memory_allocated(device), module.memory_reserved(device))
+        total_bytes = module.get_device_properties(device).total_memory
+        allocated, reserved, total = (f"{size / 1e9:.2f} GB" for size in (*sizes, total_bytes))
+        facts.append(f"torch had allocated {allocated} and reserved {reserved} of {total}")
+    return "".join(f", {fact}" for fact in facts)
+
+
+def _host_figures() -> list[str]:
+    if sys.platform != "linux":
+        return []
+    import resource
+
+    facts = []
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes != resource.RLIM_INFINITY:
+        facts.append(f"the process may have {limit_bytes / 1e9:.2f} GB (RLIMIT_AS)")
+    if free := re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text()):
+        facts.append(f"the machine has {int(free[1]) * 1024 / 1e9:.2f} GB left")
+    return facts

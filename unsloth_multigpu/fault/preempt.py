@@ -1,0 +1,227 @@
+"""Stops a training on a signal: all ranks at the same place, after a save, without a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.fault.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
+from unsloth_multigpu.fault.control import ControlPage
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.report import EventWriter
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.core.manager import DDPManager
+
+logger = get_logger(__name__)
+
+# Where no supervisor of ours catches them.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A signal that comes twice at once is one: srun sends it to the ranks, and so does their launcher.
+REPEAT_S = 0.2
+# Points are (step, batch of an evaluation after it).
+_BATCH_BITS = 20
+
+
+class Caught:
+    """Catches signals in a rank that has no supervisor of ours. A second one does what it did before."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._time_s = 0.0
+        self._before: dict[int, Any] = {}
+
+    @contextmanager
+    def while_open(self) -> Iterator[None]:
+        """Owns the signals meanwhile; those that are ignored stay so."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
+        for number in self._before:
+            signal.signal(number, self._receive)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _receive(self, number: int, _frame: object) -> None:
+        if not self.number:
+            self.number, self._time_s = number, time.monotonic()
+        elif time.monotonic() - self._time_s > REPEAT_S:
+            self._give_back()
+            os.kill(os.getpid(), number)
+
+
+class Preemption:
+    """Stops one training when a signal asks for it.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        events: Where the rank's events go, if a supervisor of ours reads them.
+        run_dir: The run's private folder, None without a supervisor of ours.
+        may_stop: False between two points at which a stop changes nothing, the same on all ranks.
+
+    Attributes:
+        number: The signal for which the ranks are stopping, 0 = none.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        manager: DDPManager,
+        events: EventWriter | None,
+        run_dir: str | None,
+        may_stop: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._config = manager.config
+        self._events = events
+        self._run_dir = run_dir
+        self._page: ControlPage | None = None
+        self._may_stop = may_stop
+        self._caught = Caught()
+        self._agreement: Agreement = AloneAgreement()
+        self._batch = 0
+        self._saved_step = -1
+        self.number = 0
+
+    @contextmanager
+    def on_trainer(self) -> Iterator[None]:
+        """Steers the trainer's loop meanwhile. Opened last: its callback has the last word on what a step does.
+
+        Raises:
+            KeyboardInterrupt: On all ranks, after SIGINT.
+            SystemExit: On all ranks, with 128 + n after another signal n.
+            DistributedError: A node that comes and goes is leaving.
+        """
+        identity = self._manager.identity
+        callback = _preemption_callback(self)
+        with ExitStack() as stack:
+            if self._run_dir is not None:
+                self._page = ControlPage(self._run_dir)
+                stack.callback(self._page.close)
+            elif identity.world_size > 1 or self._config.resume == "auto":
+                stack.enter_context(self._caught.while_open())
+            if self._page is not None and identity.world_size == identity.local_world_size:
+                self._agreement = PageAgreement(self._page, identity.local_rank)
+            elif identity.world_size > 1:
+                self._agreement = StoreAgreement(self._manager.store, identity.rank, identity.world_size)
+            self._trainer.add_callback(callback)
+            stack.callback(self._trainer.remove_callback, callback)
+            yield
+            # Asked behind the last step: what the script does next must not be cut off in the middle.
+            self._batch += 1
+            if self.is_stopping():
+                self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
+
+    def begin_step(self) -> None:
+        """A step is done, and no evaluation follows yet."""
+        self._batch = 0
+
+    def next_batch(self) -> None:
+        """A batch of an evaluation is done; ranks do as many of them."""
+        self._batch += 1
+
+    def is_stopping(self) -> bool:
+        """True at the point where all ranks stop. Asked once for each point."""
+        if not self.number and self._may_stop():
+            asked = self._caught.number if self._page is None else self._page.signal
+            point = (self._trainer.state.global_step << _BATCH_BITS) + self._batch
+            self.number = self._agreement.is_reached(point, asked)
+            if self.number and self._events is not None:
+                self._events.write("stopping", signal=signal.Signals(self.number).name)
+        return self.number != 0
+
+    @property
+    def is_save_wanted(self) -> bool:
+        """True if this step is to be saved and has not been."""
+        saves = self._trainer.args.save_strategy != "no" or self._config.resume == "auto"
+        return saves and self._saved_step != self._trainer.state.global_step
+
+    def save_and_leave(self, *, can_save: bool = True) -> NoReturn:
+        """Saves as the loop would after its step, and leaves the training."""
+        trainer = self._trainer
+        if can_save and self.is_save_wanted:
+            trainer._save_checkpoint(trainer.model_wrapped, getattr(trainer, "_trial", None))
+            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        self.leave()
+
+    def note_saved(self) -> None:
+        """A checkpoint of this step is whole."""
+        self._saved_step = self._trainer.state.global_step
+        if self._events is not None:
+            # "Is in training", with a fact.
+            self._events.write("training", checkpoint=self._checkpoint())
+
+    def _checkpoint(self) -> str:
+        if self._saved_step < 0:
+            return ""
+        trainer = self._trainer
+        folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)), f"checkpoint-{self._saved_step}")
+        return str(folder.resolve())
+
+    def leave(self) -> NoReturn:
+        """Raises what ends the training, once all ranks have saved."""
+        page = self._page
+        deadline_s = page.deadline_s if page is not None and page.signal else time.monotonic() + self._config.grace_s
+        # The engine ends all ranks with the first process that ends, and others may be writing still.
+        if not self._agreement.leave(deadline_s):
+            logger.warning("not all ranks have saved within grace_s=%g", self._config.grace_s)
+        name = signal.Signals(self.number).name
+        step = self._trainer.state.global_step
+        if page is not None and not page.signal:
+            if ":" in self._config.nnodes:
+                raise DistributedError(
+                    f"A node leaves the run after step {step}, on {name}.",
+                    hint="Set max_restarts to go on with the nodes that stay.",
+                )
+            page.ask(self.number, deadline_s)
+        if self._events is not None:
+            self._events.write("stopped", signal=name, checkpoint=self._checkpoint())
+        elif self._manager.identity.rank == 0:
+            logger.info("stopped by %s after step %d, checkpoint=%s", name, step, self._checkpoint() or "none")
+        if self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + self.number)
+
+
+def _preemption_callback(preemption: Preemption) -> Any:
+    from transformers import TrainerCallback
+
+    class PreemptionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            preemption.begin_step()
+            if preemption.is_stopping():
+                # The loop still logs this step, so that the saved history is whole.
+                control.should_save = preemption.is_save_wanted
+                control.should_evaluate = False
+                control.should_training_stop = True
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            preemption.note_saved()
+            if preemption.number:
+                preemption.leave()
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # Nothing was to be saved. An evaluation or the best model at the end would take the time that is left.
+            if preemption.number:
+                preemption.leave()
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            preemption.next_batch()
+            if preemption.is_stopping():
+                preemption.save_and_leave()
+
+    return PreemptionCallback()

@@ -1,0 +1,112 @@
+"""The pulse of a rank: a thread that says twice a second that the process lives, and in which collective it waits."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.launch.stack import stack_path
+
+PERIOD_S = 0.5
+# What torch raises for a group that is just coming or going, and what a version gives that writes its records
+# otherwise. A thread that ends by it would make the rank look hung.
+_NOT_THERE = (RuntimeError, AttributeError, ValueError, LookupError, TypeError)
+
+
+def start_pulse(page: BeatPage, run_dir: str | os.PathLike[str], rank: int, hang_timeout_s: float) -> None:
+    """Starts the thread, and lets SIGUSR2 write the stacks of all threads into the run's folder.
+
+    Args:
+        page: This rank's page.
+        run_dir: The run's private folder.
+        rank: This rank.
+        hang_timeout_s: The supervisor's limit. The name of a collective costs up to 0.1 s, so it is asked for
+            only when a rank has stood still for half of it.
+    """
+    path = stack_path(run_dir, rank)
+    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # faulthandler keeps the file open.
+    faulthandler.register(signal.SIGUSR2, file=os.fdopen(descriptor, "w"), all_threads=True, chain=False)
+    stop = threading.Event()
+    pulse = Pulse(page, hang_timeout_s)
+    thread = threading.Thread(target=pulse.run, args=(stop,), name="unsloth_multigpu-pulse", daemon=True)
+    # A thread that comes back from torch when the interpreter is gone aborts the process.
+    atexit.register(_end, stop, thread)
+    thread.start()
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    thread.join(PERIOD_S)
+
+
+class Pulse:
+    """What the thread does.
+
+    Args:
+        page: This rank's page.
+        hang_timeout_s: See `start_pulse`; 0 = the collective is never named.
+    """
+
+    def __init__(self, page: BeatPage, hang_timeout_s: float) -> None:
+        self._page = page
+        self._stall_s = hang_timeout_s / 2 or float("inf")
+        self._place: tuple[int, ...] = ()
+        self._since_s = time.monotonic()
+        self._operation = ""
+
+    def run(self, stop: threading.Event) -> None:
+        """Beats until `stop` is set."""
+        self.beat()
+        while not stop.wait(PERIOD_S):
+            self.beat()
+
+    def beat(self) -> None:
+        """One beat. Takes 20 microseconds while the rank goes on."""
+        page, now_s = self._page, time.monotonic()
+        place = (last_collective(), page.step, page.phase, page.micro_batch)
+        if place != self._place:
+            self._place, self._since_s, self._operation = place, now_s, ""
+        elif now_s - self._since_s > self._stall_s:
+            # Asked again after a while: the collective may have ended, and the rank be stuck behind it.
+            self._since_s, self._operation = now_s - self._stall_s / 2, pending_operation()
+        page.pulse(place[0], self._operation)
+
+
+def last_collective() -> int:
+    """Number of the last collective that this rank began in the default group; -1 where there is none."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        if c10d is None or not c10d.is_initialized():
+            return -1
+        return int(c10d._get_default_group()._get_sequence_number_for_group())
+    except _NOT_THERE:
+        return -1
+
+
+def pending_operation() -> str:
+    """The oldest collective of the default group that has begun and not ended, "all_reduce [8, 4]"; "" = none.
+
+    Read from torch's flight recorder, which keeps the latest 2000.
+    """
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    # Older versions of torch have it for NCCL alone.
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    try:
+        entries = [] if dump is None else json.loads(dump()).get("entries", [])
+        for entry in entries:
+            is_over = entry["retired"] or entry["state"] == "completed"
+            if not is_over and entry["process_group"][0] == "0":
+                sizes = " ".join(map(str, entry["input_sizes"]))
+                return f"{entry['profiling_name'].rpartition(':')[2]} {sizes}".strip()
+    except _NOT_THERE:
+        return ""
+    return ""

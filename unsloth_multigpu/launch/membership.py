@@ -1,0 +1,259 @@
+"""Which nodes take part in a round: torch elastic's rendezvous, with a limit for every wait and a store for each round.
+
+Torch's own handler reuses one store for all rounds, counts restarts for each node apart, and may block for minutes in a
+call to a store whose machine went away without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.rendezvous import TCPStore
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch.backend import PlainStateBackend
+from unsloth_multigpu.launch.nodes import address_towards, is_one_node, listen_at, split_endpoint
+from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.option import num_nodes
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+# Set for the shell that becomes a rank, which makes it TORCHELASTIC_RESTART_COUNT.
+ENV_ROUND = "ROUND_OF_ALL_NODES"
+# How long a round of MIN:MAX nodes waits for more once MIN are there.
+LAST_CALL_S = 10.0
+# A call to a store that is there takes milliseconds.
+CALL_LIMIT_S = 15.0
+# Nothing depends on the others hearing that this node ends.
+GOODBYE_LIMIT_S = 3.0
+LAST_TO_LEAVE_S = 1.0
+_POLL_S = 1.0
+# What a call to a store or to torch's handler raises.
+_FAILURES = (RendezvousError, RuntimeError, OSError, ValueError)
+
+
+def make_handler(config: MultiGPUConfig, run_id: str) -> RendezvousHandler:
+    """How the nodes of this run meet. With several nodes, waits until the one that serves `rdzv_endpoint` is there.
+
+    Raises:
+        LaunchError: It cannot be reached, or was not there within `timeout_s`.
+    """
+    return LoopbackRendezvous(run_id) if is_one_node(config) else NodesRendezvous(config, run_id)
+
+
+class NodesRendezvous(RendezvousHandler):
+    """Lets this node meet the others at `rdzv_endpoint`, and go on without those that went away.
+
+    Args:
+        config: The run's options.
+        run_id: Name of the run among those that meet there.
+    """
+
+    # Ranks connect to a store of a supervisor instead of opening their own.
+    use_agent_store = True
+
+    def __init__(self, config: MultiGPUConfig, run_id: str) -> None:
+        self._config = config
+        self._run_id = run_id
+        host, port = split_endpoint(config)
+        address = address_towards(host, port)
+        listener = listen_at(host, port)
+        # Others reach the node that serves the endpoint by the name that they were given.
+        self._address = address if listener is None else host
+        self._store = self._open_store(host, port, listener)
+        fewest, most = num_nodes(config.nnodes)
+        backend = PlainStateBackend(C10dRendezvousBackend(self._store, run_id))
+        timeouts = RendezvousTimeout(timedelta(seconds=config.timeout_s), timedelta(seconds=LAST_CALL_S))
+        self._handler = DynamicRendezvousHandler.from_backend(
+            run_id, self._store, backend, fewest, most, self._address, timeouts
+        )
+        # Torch's handler keeps one store for the ranks of all rounds otherwise.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._ranks_store: TCPStore | None = None
+        self._is_server, self._round, self._num_nodes = listener is not None, -1, 1
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._lost: RendezvousError | None = None
+        self._stop = threading.Event()
+        threading.Thread(target=self._poll, name="unsloth_multigpu-nodes", daemon=True).start()
+
+    def _open_store(self, host: str, port: int, listener: socket.socket | None) -> TCPStore:
+        is_server = listener is not None
+        logger.info("nodes meet at %s:%d, nnodes=%s serves=%s", host, port, self._config.nnodes, is_server)
+        options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
+
+        def connect() -> TCPStore:
+            timeout = timedelta(seconds=self._config.timeout_s)
+            return TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout, **options)
+
+        try:
+            store = _within(self._config.timeout_s + CALL_LIMIT_S, connect)
+        except _FAILURES as error:
+            raise LaunchError(
+                f"No node serves rdzv_endpoint={self._config.rdzv_endpoint!r}; waited {self._config.timeout_s:g} s.",
+                hint="Start the same command on the node that has this address, and check that its port is open.",
+            ) from error
+        store.set_timeout(timedelta(seconds=CALL_LIMIT_S))
+        return store
+
+    def get_backend(self) -> str:
+        """Name under which torch elastic knows this kind."""
+        return "nodes"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for the nodes of the next round; the ranks that start then inherit its number.
+
+        Raises:
+            RendezvousError: Fewer than the fewest nodes came, the run was closed, or the store does not answer.
+        """
+        if not self._lock.acquire(timeout=CALL_LIMIT_S):
+            raise RendezvousTimeoutError("the store does not answer")
+        try:
+            info = _within(self._config.timeout_s + 2 * CALL_LIMIT_S, self._handler.next_rendezvous)
+            self._num_waiting = 0
+            return _within(2 * CALL_LIMIT_S, lambda: self._serve_ranks(info))
+        finally:
+            self._lock.release()
+
+    def _serve_ranks(self, info: RendezvousInfo) -> RendezvousInfo:
+        """A store for the ranks of this round alone, without addresses and keys of the ranks before them."""
+        key = "unsloth_multigpu/ranks"
+        if info.rank == 0:
+            listener = listen_at(self._address, 0)
+            if listener is None:
+                raise OSError(f"this machine cannot listen at its address {self._address}")
+            port = listener.getsockname()[1]
+            self._ranks_store = TCPStore(
+                self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            number = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
+            info.store.set(key, json.dumps([self._address, port, number]))
+        address, port, number = json.loads(info.store.get(key))
+        self._round, self._num_nodes = int(number), info.world_size
+        os.environ[ENV_ROUND] = str(self._round)
+        logger.info("round=%d nodes=%d node=%d", self._round, info.world_size, info.rank)
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(str(address), int(port)))
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that want to join, as of the last second. Does not wait.
+
+        Raises:
+            RendezvousConnectionError: The node that serves `rdzv_endpoint` has closed the connection.
+        """
+        if self._lost is not None:
+            raise self._lost
+        return self._num_waiting
+
+    def _poll(self) -> None:
+        """In a thread of its own: torch elastic asks in the loop by which it watches the ranks."""
+        is_silent = False
+        while not self._stop.wait(_POLL_S):
+            with self._lock:
+                try:
+                    self._num_waiting, is_silent = self._handler.num_nodes_waiting(), False
+                except RendezvousError as error:
+                    if isinstance(error.__cause__, DistNetworkError):
+                        self._lost = error
+                        return
+                    # A wire that is cut for a while mends; training goes on as long as its own connections hold.
+                    if not is_silent:
+                        logger.warning("rdzv_endpoint=%s does not answer", self._config.rdzv_endpoint)
+                    is_silent = True
+
+    def is_closed(self) -> bool:
+        """True once a node has ended the run for all."""
+        return bool(_within(CALL_LIMIT_S, self._handler.is_closed))
+
+    def set_closed(self) -> None:
+        """Ends the run for all nodes."""
+        _within(CALL_LIMIT_S, self._handler.set_closed)
+
+    def get_run_id(self) -> str:
+        """Identifier of the run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Ends the run for all nodes; False where they cannot be told."""
+        self._stop.set()
+        try:
+            is_told = bool(_within(GOODBYE_LIMIT_S, self._handler.shutdown))
+            _within(GOODBYE_LIMIT_S, self._leave)
+            return is_told
+        except _FAILURES as error:
+            logger.debug("the other nodes were not told: %s", error)
+            return False
+
+    def _leave(self) -> None:
+        """The store goes with the node that serves it: where all end together, that one ends last."""
+        key = f"unsloth_multigpu/{self._run_id}/left/{self._round}"
+        num_left, deadline = self._store.add(key, 1), time.monotonic() + LAST_TO_LEAVE_S
+        while self._is_server and num_left < self._num_nodes and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_left = self._store.add(key, 0)
+
+
+def explain(error: RendezvousError, config: MultiGPUConfig) -> LaunchError:
+    """What it means for the user that nodes could not meet."""
+    place = f"rdzv_endpoint={config.rdzv_endpoint!r}"
+    if isinstance(error, RendezvousClosedError):
+        return LaunchError(
+            f"Another node has ended the run {config.rdzv_id!r}.",
+            hint="Its own message names the cause. Start the command again on all nodes.",
+        )
+    if isinstance(error, RendezvousTimeoutError):
+        return LaunchError(
+            f"Fewer than {num_nodes(config.nnodes)[0]} node(s) met at {place}, or it does not answer; "
+            f"waited {config.timeout_s:g} s.",
+            hint="Start the command on the other nodes too, with the same rdzv_id, or set nnodes to MIN:MAX.",
+        )
+    if isinstance(error, RendezvousStateError):
+        return LaunchError(
+            f"{place}: {error}", hint="Use one version of torch on all nodes, in a network of their own."
+        )
+    return LaunchError(f"The node that serves {place} is gone.", hint="Start the command again on all nodes.")
+
+
+def _within(limit_s: float, call: Callable[[], T]) -> T:
+    """Calls in a thread: a socket whose other end is gone without a word blocks until the kernel gives up.
+
+    Raises:
+        RendezvousTimeoutError: It took longer than `limit_s`; the thread is left behind.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except _FAILURES as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="unsloth_multigpu-call", daemon=True).start()
+    try:
+        return outcome.result(timeout=limit_s)
+    except FutureTimeoutError:
+        raise RendezvousTimeoutError(f"no answer within {limit_s:g} s") from None

@@ -1,0 +1,122 @@
+"""Several nodes: by which address and interface of this machine the others are reached."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import random
+import socket
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.option import num_nodes
+
+_SIOCGIFCONF = 0x8912
+_IFREQ_BYTES = 40
+
+
+def is_one_node(config: MultiGPUConfig) -> bool:
+    """True if no other node can take part in the run."""
+    return num_nodes(config.nnodes)[1] == 1
+
+
+def shared_seed(config: MultiGPUConfig) -> int:
+    """Seed of what ranks choose before they meet, 0 .. 2^32 - 1: random, or the same on all nodes by the run's name."""
+    if is_one_node(config):
+        return random.SystemRandom().randrange(2**32)
+    return zlib.crc32(str(config.rdzv_id).encode())
+
+
+def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
+    """Variables that name the network interface of gloo and NCCL.
+
+    One node stays on its loopback interface. With several, gloo would take the interface of this host's name, which
+    often is loopback; it gets the one that leads to `rdzv_endpoint`. NCCL finds all that are there.
+
+    Raises:
+        LaunchError: `rdzv_endpoint` names no host that this machine can reach.
+    """
+    if is_one_node(config):
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    address = address_towards(*split_endpoint(config))
+    interface = _interfaces().get(address)
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+
+
+def split_endpoint(config: MultiGPUConfig) -> tuple[str, int]:
+    """Host and port of `rdzv_endpoint`; "[fd00::1]:29400" -> ("fd00::1", 29400)."""
+    host, _, port = str(config.rdzv_endpoint).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address that this machine has in the network of `host`. Nothing is sent.
+
+    Raises:
+        LaunchError: The name is unknown, or there is no way to it.
+    """
+    try:
+        family, address = _resolve(host, port)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(
+            f"rdzv_endpoint: this machine finds no way to {host!r}: {error.strerror or error}.",
+            hint="Name a node by an address that all nodes can reach.",
+        ) from error
+
+
+def listen_at(host: str, port: int) -> socket.socket | None:
+    """A listening socket at that place, None where the address is not this machine's or another process has the port.
+
+    Args:
+        host: An address or a name that resolves.
+        port: 0 = any that is free.
+
+    Raises:
+        LaunchError: This user may not use the port.
+    """
+    family, address = _resolve(host, port)
+    # Many machines know their own name as 127.0.1.1, where no other node would reach them.
+    is_alias = ipaddress.ip_address(address[0]).is_loopback and not _is_loopback_name(host)
+    try:
+        return socket.create_server(("", port) if is_alias else address[:2], family=family)
+    except PermissionError as error:
+        raise LaunchError(
+            f"rdzv_endpoint: this process may not listen at port {port}.", hint="Take a port above 1023."
+        ) from error
+    except OSError:
+        return None
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return found[0], found[4]
+
+
+def _is_loopback_name(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _interfaces() -> dict[str, str]:
+    """Every address of this machine -> the name of its interface. IPv4 by netdevice(7), IPv6 by proc(5)."""
+    buffer = array.array("B", bytes(128 * _IFREQ_BYTES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
+    data = buffer.tobytes()[: struct.unpack("iL", answer)[0]]
+    found = {}
+    for start in range(0, len(data), _IFREQ_BYTES):
+        name = data[start : start + 16].partition(b"\0")[0].decode()
+        # A second address of an interface can have a label, "eth0:1".
+        found[socket.inet_ntoa(data[start + 20 : start + 24])] = name.partition(":")[0]
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, *_, name = line.split()
+        found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
+    return found

@@ -1,0 +1,87 @@
+"""What the kernel says of a process and of the machine's memory. Linux."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+
+def is_alive(pid: int) -> bool:
+    """True if the process exists and is no zombie."""
+    return read_state(pid) not in "ZX"
+
+
+def read_state(pid: int) -> str:
+    """State of a process, one letter of proc(5): "R", "S", "D", "T" = stopped, "Z", "X" = gone."""
+    return _read_stat(pid)[0]
+
+
+def read_held_bytes(pid: int) -> int:
+    """Memory of the machine that the process holds now; 0 where it is gone."""
+    return int(_read_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait_for_exit(pid: int) -> int | None:
+    """Waits until a child of this process has ended, and leaves it to whoever started it to collect it.
+
+    Returns:
+        Its exit code, negative = the signal that ended it; None where it was collected before we could look.
+    """
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    assert ended is not None  # Only a call that does not wait returns None.
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Sends a signal; a process that has ended needs none."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        logger.debug("pid=%d had already ended", pid)
+
+
+def count_memory_kills() -> int:
+    """Processes that the kernel has killed for lack of memory, in this control group and on the machine, since ever.
+
+    Only a difference tells something; a kill is counted more than once where several counters see it.
+    """
+    return sum(map(_read_kills, _kill_counters()))
+
+
+def _read_stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on; the second holds the name, with any character in it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X"] + ["0"] * 49
+
+
+def _kill_counters() -> Iterator[Path]:
+    yield Path("/proc/vmstat")
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # Version 2; beside version 1 it is mounted one level deeper, without memory.
+            yield Path(f"/sys/fs/cgroup{path}") / "memory.events"
+        elif "memory" in controllers.split(","):
+            yield Path(f"/sys/fs/cgroup/memory{path}") / "memory.oom_control"
+
+
+def _read_kills(counter: Path) -> int:
+    try:
+        lines = counter.read_text().splitlines()
+    except OSError:
+        return 0  # A container may see its own group under another path.
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -1,0 +1,46 @@
+"""Stacks of the ranks' threads, as `faulthandler` writes them when it is asked by a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+_HEADER = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _PACKAGE, "<")
+_SITES = ("/site-packages/", "/dist-packages/")
+
+
+def stack_path(run_dir: str | os.PathLike[str], rank: int) -> Path:
+    """The file in the run's folder that a rank's stacks are written to."""
+    return Path(run_dir) / f"stack_rank_{rank}.txt"
+
+
+def main_frames(text: str) -> list[str]:
+    """Lines of the main thread's frames, innermost first. faulthandler begins with the youngest thread."""
+    frames: list[str] = []
+    is_thread = False
+    for line in text.splitlines():
+        if _HEADER.match(line):
+            is_thread, frames = True, []
+        elif is_thread and _FRAME.match(line):
+            frames.append(line)
+        else:
+            is_thread = False
+    return frames
+
+
+def place_of(frames: list[str]) -> str:
+    """The innermost frame of the user's own code: "train.py:41 in collate"; "" where there is none."""
+    for line in frames:
+        frame = _FRAME.match(line)
+        if frame is not None and not _is_library(frame["file"]):
+            return f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}"
+    return ""
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(site in file for site in _SITES)

@@ -1,0 +1,172 @@
+"""What the supervisor does when it is told to stop: lets the ranks save, and ends them when their time is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, VersionError
+from unsloth_multigpu.fault.beat import Phase, read_beats
+from unsloth_multigpu.fault.control import ControlPage
+from unsloth_multigpu.report import Event, read_events
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# `timeout` and job managers signal a process and its group: the same signal twice within this time is one.
+REPEAT_S = 0.2
+# The engine asks every 0.1 s while ranks run. When it has not asked for so long it is closing them, or waits for nodes.
+_QUIET_S = 1.0
+# What the same command meets again however often it is started. A script's own exit codes say nothing to us: those
+# failures are tried again, as max_restarts asks.
+PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
+
+
+class RestartRefused(Exception):
+    """Starting the ranks again would end the same way."""
+
+
+class Stop:
+    """Owns the supervisor's signals while ranks run.
+
+    The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP while a rank is inside `train()` asks the ranks to save and to stop.
+    The second, one while nobody trains, and the end of `grace_s` stop them at once. A signal that was ignored when
+    this process began (nohup, a job in the background) stays ignored.
+
+    Args:
+        run_dir: The run's private folder.
+        num_ranks: Ranks of this machine.
+        grace_s: How long the ranks may take to save and to leave, in seconds. 0 = the first signal ends them.
+        end: Raises what ends the engine. It passes the given signal on to the ranks.
+
+    Attributes:
+        number: The signal that asked to stop, 0 = none.
+        how: "saved" = the ranks were to stop by themselves, "late" = they did not within `grace_s`, "at once".
+    """
+
+    def __init__(
+        self, run_dir: Path, num_ranks: int, grace_s: float, end: Callable[[signal.Signals], NoReturn]
+    ) -> None:
+        self._run_dir = run_dir
+        self._grace_s = grace_s
+        self._end = end
+        self._page = ControlPage(run_dir, num_ranks)
+        self._before: dict[signal.Signals, Any] = {}
+        self._received: list[tuple[int, float]] = []
+        self._first_s = 0.0
+        self._turn_s = 0.0
+        self._attempt = 0
+        self.number = 0
+        self.how = "saved"
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._own_signals()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._page.close()
+
+    def begin_round(self, attempt: int) -> None:
+        """Called before each start of the ranks; `attempt` = how often they were started before.
+
+        Raises:
+            RestartRefused: The ranks were to stop, or failed by what a restart cannot cure.
+        """
+        if self.number:
+            raise RestartRefused(f"no restart after {signal.Signals(self.number).name}")
+        if any(_is_permanent(event) for event in read_events(self._run_dir, attempt - 1)):
+            raise RestartRefused("no restart: the ranks would fail the same way")
+        self._attempt = attempt
+        self._page.reset()
+
+    def turn(self) -> None:
+        """Called every 0.1 s by the engine's thread while the ranks run; acts on what was received."""
+        self._own_signals()
+        self._turn_s = time.monotonic()
+        while self._received:
+            number, time_s = self._received.pop(0)
+            if not self.number:
+                self._begin(number, time_s)
+            elif time_s - self._first_s > REPEAT_S:
+                self._end_now("at once")
+        if not self.number and self._page.signal:
+            # A rank heard of it from another node.
+            self.number, self._first_s = self._page.signal, self._turn_s
+        if self.number and self._turn_s > self._page.deadline_s:
+            self._end_now("late")
+
+    def _own_signals(self) -> None:
+        # Torch elastic puts handlers of its own in their place each time that it starts ranks, and torch 2.6 cannot be
+        # told not to.
+        for number, before in self._before.items():
+            wanted = signal.SIG_IGN if before == signal.SIG_IGN else self._receive
+            if signal.getsignal(number) != wanted:
+                signal.signal(number, wanted)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        now_s = time.monotonic()
+        if now_s - self._turn_s > _QUIET_S:
+            self.number, self.how = self.number or number, "at once"
+            self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        self._received.append((number, now_s))
+
+    def _begin(self, number: int, time_s: float) -> None:
+        self.number, self._first_s = number, time_s
+        if not self._grace_s or all(b.phase is Phase.SCRIPT for b in read_beats(self._run_dir).values()):
+            self.how = "at once"
+            # Scripts may catch Ctrl-C. The ranks must not take other signals for something else.
+            self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        self._page.ask(number, time_s + self._grace_s)
+        name = signal.Signals(number).name
+        sys.stderr.write(
+            f"\nunsloth_multigpu: {name}: the ranks finish their step, save and stop, within {self._grace_s:g} s "
+            "(grace_s). A second signal stops them at once.\n"
+        )
+
+    def _end_now(self, how: str) -> NoReturn:
+        self.how = how
+        # A rank may be stuck, stopped, or have a handler: the engine would wait half a minute for it.
+        for event in read_events(self._run_dir, self._attempt):
+            if event.kind == "started":
+                _kill(int(event.facts["pid"]))
+        self._end(signal.SIGTERM)
+
+
+def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float, resume: str) -> str:
+    """One or two sentences: where the ranks stopped, what is saved, how to go on.
+
+    Args:
+        events: All ranks' events of the last attempt, oldest first.
+        step: The last finished step, -1 before the first training.
+        grace_s: The ranks' limit.
+        resume: The option.
+    """
+    name = signal.Signals(stop.number).name
+    where = f"after step {step}" if step >= 0 else "before the first step"
+    saved = [str(event.facts["checkpoint"]) for event in events if event.facts.get("checkpoint")]
+    way = "The same command goes on" if resume == "auto" else "resume='auto' lets the same command go on"
+    rest = f" {way} from {saved[-1]}." if saved else " Nothing was saved."
+    if any(event.kind == "stopped" for event in events):
+        return f"stopped by {name} {where}.{rest}"
+    if stop.how == "late":
+        return f"stopped by {name}: the ranks did not stop within grace_s={grace_s:g} s and were ended {where}.{rest}"
+    return f"stopped by {name}, all ranks have ended.{rest if saved else ''}"
+
+
+def _is_permanent(event: Event) -> bool:
+    return event.kind == "exception" and event.facts.get("exit_code") in PERMANENT
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # It had ended already.
