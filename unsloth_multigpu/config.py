@@ -22,7 +22,7 @@ ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
 # Identifier of a run, the same for all its attempts.
 ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
-# Faults that `unsloth-multigpu chaos` plants, see fault.inject.
+# Faults that `unsloth-multigpu chaos` plants, see fault.chaos.
 ENV_CHAOS = ENV_PREFIX + "CHAOS"
 # What `unsloth-multigpu verify` wants to know of a run: a JSON object, see proof.receipt.
 ENV_RECEIPT = ENV_PREFIX + "RECEIPT"

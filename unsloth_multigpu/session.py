@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -126,7 +126,7 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
         from unsloth_multigpu.launch.rank import enter_rank
 
         session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
-    if ENV_RECEIPT in os.environ:
+    if ENV_RECEIPT in os.environ or ENV_CHAOS in os.environ:
         from unsloth_multigpu.proof.receipt import same_random_choices
 
         same_random_choices()

@@ -18,6 +18,7 @@ from unsloth_multigpu.cli import chaos_run
 from unsloth_multigpu.cli.chaos_plan import all_trials, random_trial, torn_trial
 from unsloth_multigpu.cli.chaos_result import Row, Trace, compare_samples, compare_weights, markdown, text_table
 from unsloth_multigpu.cli.chaos_run import Scene
+from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.config import ENV_ATTEMPT, ENV_CHAOS, MultiGPUConfig
 from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.errors import ConfigError
@@ -224,6 +225,21 @@ def test_faults_are_written_as_text():
     environment = fail_at("kill", 1, 5, folder="/somewhere", attempt=2)
     assert ChaosRequest.read(environment) == ChaosRequest("/somewhere", (Fault("kill", 1, 5, attempt=2),))
     assert ChaosRequest.read({}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--faults", "fly@1:2"], "kind='fly'"),
+        (["--faults", "kill@2:1"], "there are 2 ranks"),
+        (["--num-gpus", "1"], "at least 2 ranks"),
+    ],
+)
+def test_wrong_options_are_errors(tmp_path, capsys, options, message):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert main(["chaos", *options, str(script)]) == 64
+    assert message in capsys.readouterr().err
 
 
 def test_every_kind_has_an_end_and_an_action():

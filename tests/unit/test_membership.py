@@ -6,8 +6,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -25,8 +26,9 @@ from torch.distributed.rendezvous import TCPStore
 from tests.helpers.run import wait_until
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.fault.beat import Beat, Node, Phase
 from unsloth_multigpu.launch import membership
-from unsloth_multigpu.launch.membership import ENV_ROUND, NodesRendezvous, explain, make_handler
+from unsloth_multigpu.launch.membership import ENV_ROUND, Hear, NodesRendezvous, explain, make_handler
 from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous
 
 
@@ -40,9 +42,9 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodesRendezv
         port = probe.getsockname()[1]
     made: list[NodesRendezvous] = []
 
-    def make(nnodes: str = "2", timeout_s: float = 30.0) -> NodesRendezvous:
+    def make(nnodes: str = "2", timeout_s: float = 30.0, hear: Hear = lambda others: {}) -> NodesRendezvous:
         config = MultiGPUConfig(nnodes=nnodes, rdzv_endpoint=f"127.0.0.1:{port}", rdzv_id="job", timeout_s=timeout_s)
-        made.append(NodesRendezvous(config, "job"))
+        made.append(NodesRendezvous(config, "job", hear))
         return made[-1]
 
     yield make
@@ -67,7 +69,7 @@ def store_of_ranks(infos: list[RendezvousInfo]) -> TCPStore:
 
 
 def test_one_node_meets_nobody() -> None:
-    assert isinstance(make_handler(MultiGPUConfig(), "id"), LoopbackRendezvous)
+    assert isinstance(make_handler(MultiGPUConfig(), "id", lambda others: {}), LoopbackRendezvous)
 
 
 def test_each_round_has_a_store_of_its_own_and_one_number_for_all_nodes(node: Callable[..., NodesRendezvous]) -> None:
@@ -80,6 +82,44 @@ def test_each_round_has_a_store_of_its_own_and_one_number_for_all_nodes(node: Ca
     after = meet(first, second)
     assert os.environ[ENV_ROUND] == "1"
     assert not store_of_ranks(after).check(["address of a rank"])
+
+
+def test_nodes_hear_how_the_ranks_of_the_others_are(node: Callable[..., NodesRendezvous]) -> None:
+    heard: list[dict[int, Node]] = [{}, {}]
+    began_s = time.monotonic()
+    beats = [
+        {0: Beat(3, Phase.SAVE, 0, began_s - 5, began_s, 7, "all_reduce [4]")},
+        {1: Beat(4, Phase.DATA, 2, began_s - 50, began_s, -1, "")},
+    ]
+
+    def hearer(here: int) -> Hear:
+        def hear(others: Sequence[Node]) -> dict[int, Beat]:
+            heard[here] = {n.number: n for n in others}
+            return beats[here]
+
+        return hear
+
+    nodes = [node(hear=hearer(0)), node(hear=hearer(1))]
+    numbers = [info.rank for info in meet(*nodes)]
+    for here, there in ((0, 1), (1, 0)):
+        place = numbers[there]
+        assert list(heard[here]) == [place]
+        wait_until(lambda here=here, place=place: heard[here][place].beats, 5.0, "news of the other node")
+        before = heard[here][place]
+        wait_until(lambda here=here, place=place: heard[here][place].heard_s > before.heard_s + 0.5, 5.0, "more news")
+        ((rank, beat),) = before.beats.items()
+        said = beats[there][rank]
+        assert rank == there
+        # Times are those of this machine's clock, and up to a second younger than they were.
+        assert 0 <= beat.progress_s - said.progress_s < 1.5
+        assert replace(beat, progress_s=said.progress_s, alive_s=said.alive_s) == said
+    store = nodes[0]._info.store  # type: ignore[union-attr]
+    nodes[1].shutdown()
+    silent_since = heard[0][numbers[1]]
+    # What nobody understands is not heard.
+    store.set(membership._beats_key(numbers[1]), "cos\nsystem")
+    time.sleep(1.5)
+    assert heard[0][numbers[1]].heard_s <= silent_since.heard_s + 1.1
 
 
 def test_late_node_is_let_in_at_the_next_round(node: Callable[..., NodesRendezvous]) -> None:
@@ -115,7 +155,7 @@ def test_endpoint_that_nobody_serves_is_an_error(monkeypatch: pytest.MonkeyPatch
         port = probe.getsockname()[1]
     config = MultiGPUConfig(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_id="job", timeout_s=0.5)
     with pytest.raises(LaunchError, match=r"No node serves rdzv_endpoint='127.0.0.1:\d+'; waited 0.5 s"):
-        NodesRendezvous(config, "job")
+        NodesRendezvous(config, "job", lambda others: {})
 
 
 class Silent:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_multigpu.fault.beat import Beat, Phase
+from unsloth_multigpu.fault.beat import Beat, Node, Phase
 from unsloth_multigpu.fault.watchdog import Hang, find_hang
 
 LIMIT_S = 10.0
@@ -28,8 +29,13 @@ def beat(
     return Beat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation)
 
 
-def judge(*beats: Beat, is_one_node: bool = True, since_s: float = 0.0) -> Hang | None:
-    return find_hang(dict(enumerate(beats)), NOW_S, LIMIT_S, is_one_node=is_one_node, since_s=since_s)
+def judge(*beats: Beat, others: Sequence[Node] = (), since_s: float = 0.0) -> Hang | None:
+    return find_hang(dict(enumerate(beats)), NOW_S, LIMIT_S, others=others, since_s=since_s)
+
+
+def node(*beats: Beat, number: int = 1, unheard_s: float = 1.0, first_rank: int = 2) -> Node:
+    """Another node; its ranks begin with 2."""
+    return Node(number, NOW_S - unheard_s, dict(enumerate(beats, first_rank)))
 
 
 def expect(hang: Hang | None, rank: int | None, *texts: str) -> None:
@@ -193,14 +199,60 @@ def test_what_nobody_watched_is_forgotten() -> None:
     assert judge(*beats, since_s=NOW_S - 11) is not None
 
 
-def test_ranks_of_another_node_may_be_saving() -> None:
-    beats = [beat(still_s=99, collective=41, operation=ALL_REDUCE)] * 2
-    assert judge(*beats, is_one_node=False) is None
-    assert judge(beat(still_s=99), is_one_node=False) is None
-    beats = [beat(still_s=101, collective=41, operation=ALL_REDUCE)] * 2
-    expect(judge(*beats, is_one_node=False), None, "all ranks of this node wait in all_reduce [4] for 101 s")
+def waits(still_s: float = 15, collective: int = 41) -> Beat:
+    return beat(still_s=still_s, collective=collective, operation=ALL_REDUCE)
+
+
+@pytest.mark.parametrize("others", [[node()], [node(beat(), unheard_s=9)]])
+def test_rank_of_a_node_of_which_there_is_no_news_may_be_saving(others: list[Node]) -> None:
+    assert judge(waits(99), waits(99), others=others) is None
+    assert judge(beat(still_s=99), others=others) is None
+    expect(judge(waits(101), waits(101), others=others), None, "all ranks of this node wait in all_reduce [4] for 101")
     # Here one of this node's own ranks is the one.
-    expect(judge(beats[0], beat(collective=40), is_one_node=False), 1)
+    expect(judge(waits(), beat(collective=40), others=others), 1)
+
+
+def test_node_that_is_not_heard_is_named() -> None:
+    lost = node(beat(still_s=1), beat(still_s=1), unheard_s=11)
+    hang = judge(waits(), waits(12), others=[lost])
+    text = "all ranks of this node wait in all_reduce [4] for 12 s (in step 13, computing); node 1 (ranks 2, 3) has not"
+    expect(hang, None, f"{text} been heard for 11 s: the connection is gone, or that machine")
+    expect(judge(waits(), others=[node(unheard_s=11)]), None, "; node 1 has not been heard for 11 s")
+    # Names of operations are not known; a third node, which is heard, is ahead of this one and waits as well.
+    expect(judge(beat(), others=[lost]), None, "all ranks of this node make no progress for 11 s (in step 13, comp")
+    third = node(waits(18, collective=42), number=2, first_rank=4)
+    expect(judge(waits(), others=[lost, third]), None, "node 1 (ranks 2, 3) has not been heard")
+    # It is not missed while a rank here is busy, and longer than it may be.
+    assert judge(waits(), beat(Phase.SAVE, collective=40), others=[lost]) is None
+    expect(judge(waits(), beat(Phase.DATA, collective=40), others=[lost]), 1, "rank 1 hangs")
+    # What happened before this supervisor went on does not count.
+    assert judge(waits(), others=[lost], since_s=NOW_S - 10.5) is None
+
+
+def test_rank_of_another_node_is_left_to_its_own_supervisor_first() -> None:
+    assert judge(waits(), others=[node(beat(Phase.DATA, still_s=14, collective=40))]) is None
+    hang = judge(waits(), others=[node(beat(Phase.DATA, still_s=16, collective=40))])
+    expect(hang, 2, "rank 2 hangs: no progress for 16 s in step 13, getting samples; rank 2 is on node 1")
+    assert judge(waits(), others=[node(beat(still_s=14, silent_s=14, collective=40))]) is None
+    stopped = [node(beat(still_s=16, silent_s=16, collective=40))]
+    expect(judge(waits(16), others=stopped), 2, "no sign of life for 16 s", "; rank 2 is on node 1")
+    # Nobody waits for it here.
+    assert judge(beat(still_s=1, collective=41), others=stopped) is None
+    assert judge(beat(Phase.ENDED, still_s=99, collective=41), others=stopped) is None
+
+
+def test_rank_that_others_of_another_node_wait_for_is_named_at_once() -> None:
+    expect(judge(waits(), beat(Phase.DATA, collective=40), others=[node(waits())]), 1, "rank 1 hangs")
+
+
+@pytest.mark.parametrize("phase", [Phase.SAVE, Phase.EVALUATE, Phase.COMPILE])
+def test_longer_phase_on_another_node_is_waited_for(phase: Phase) -> None:
+    assert judge(waits(49), waits(49), others=[node(beat(phase, still_s=49, collective=40))]) is None
+
+
+def test_all_ranks_of_all_nodes_in_one_operation_are_no_ranks_fault() -> None:
+    assert judge(waits(), others=[node(waits(14))]) is None
+    expect(judge(waits(17), others=[node(waits(16))]), None, "all ranks wait in all_reduce [4] for 16 s")
 
 
 def test_hang_timeout_of_zero_judges_nothing() -> None:
@@ -224,16 +276,20 @@ BEATS = st.builds(
 RANKS = st.dictionaries(st.integers(0, 5), BEATS, max_size=4)
 
 
-@given(RANKS, st.booleans())
-def test_any_beats_give_a_rank_that_is_there_and_has_stood_still(beats: dict[int, Beat], is_one_node: bool) -> None:
-    hang = find_hang(beats, NOW_S, LIMIT_S, is_one_node=is_one_node)
+NODES = st.builds(Node, st.just(1), st.sampled_from([NOW_S, NOW_S - 5, NOW_S - 11]), RANKS)
+
+
+@given(RANKS, st.lists(NODES, max_size=1))
+def test_any_beats_give_a_rank_that_is_there_and_has_stood_still(beats: dict[int, Beat], others: list[Node]) -> None:
+    hang = find_hang(beats, NOW_S, LIMIT_S, others=others)
     if hang is None:
         return
+    known = {**{r: b for n in others for r, b in n.beats.items()}, **beats}
     assert hang.message
-    assert hang.rank is None or hang.rank in beats
+    assert hang.rank is None or hang.rank in known
     assert any(NOW_S - b.progress_s > LIMIT_S for b in beats.values())
     if hang.rank is not None and "no more batches" not in hang.message:
-        assert NOW_S - beats[hang.rank].progress_s > LIMIT_S
+        assert NOW_S - known[hang.rank].progress_s > LIMIT_S
 
 
 @given(RANKS, st.floats(-500, 500))

@@ -44,7 +44,7 @@ CHAOS_OPTIONS: dict[str, tuple[type, str]] = {
 # Those that are options of a run, too.
 PASSED_OPTIONS = ("num_gpus", "device", "max_restarts", "hang_timeout_s", "grace_s", "balance")
 # The planner measures, and deals otherwise from run to run; weights then differ by rounding. Hangs need not take long.
-_DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance": "off"}
+DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance": "off"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
     if read_identity(os.environ) is not None:
         raise SetupError("chaos starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
     given = {name: getattr(options, name) for name in PASSED_OPTIONS}
-    run_options = {**_DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
+    run_options = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     config = MultiGPUConfig.resolve(run_options)
     if (config.num_gpus or 0) < 2:
         raise ConfigError("chaos needs at least 2 ranks.", hint="Give --num-gpus 2.")

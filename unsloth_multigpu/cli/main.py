@@ -155,9 +155,12 @@ def _verify_options() -> dict[str, tuple[type, str]]:
 
 
 def _chaos_options() -> dict[str, tuple[type, str]]:
-    from unsloth_multigpu.cli.chaos import CHAOS_OPTIONS, PASSED_OPTIONS
+    from unsloth_multigpu.cli.chaos import CHAOS_OPTIONS, DEFAULTS, PASSED_OPTIONS
 
-    return {**CHAOS_OPTIONS, **{name: RUN_OPTIONS[name] for name in PASSED_OPTIONS}}
+    table = {**CHAOS_OPTIONS, **{name: RUN_OPTIONS[name] for name in PASSED_OPTIONS}}
+    for name, value in DEFAULTS.items():
+        table[name] = (table[name][0], f"{table[name][1].rpartition(' [')[0]} [{value}]")
+    return table
 
 
 class _Parser(argparse.ArgumentParser):

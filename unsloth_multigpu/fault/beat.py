@@ -1,14 +1,20 @@
-"""Where each rank is: one page of memory per rank that it writes and its supervisor reads. No lock, no system call."""
+"""Where each rank is: one page of memory per rank that it writes and its supervisor reads. No lock, no system call.
+
+Supervisors of several nodes tell each other what they have read, as JSON.
+"""
 
 from __future__ import annotations
 
 import enum
+import json
 import mmap
 import os
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class Phase(enum.IntEnum):
@@ -48,13 +54,30 @@ class Beat:
     operation: str = ""
 
 
-# Written by the main thread: step, phase, micro-batch, time. A field of 8 bytes in the machine's own order is written at
+@dataclass(frozen=True)
+class Node:
+    """What is known of the ranks of another node.
+
+    Args:
+        number: Of the node, among those of this round.
+        heard_s: When it was last heard, or when the round began, on `time.monotonic`'s clock.
+        beats: Of its ranks, as it was last heard; empty while it has not all of them at work.
+    """
+
+    number: int
+    heard_s: float
+    beats: Mapping[int, Beat]
+
+
+# Written by the main thread: step, phase, micro-batch, time. Each has 8 bytes in the machine's own order, written at
 # once.
 _MAIN = struct.Struct("@qqqd")
 # Written by the pulse thread: time, number of the collective, its name.
 _PULSE = struct.Struct("@dq112s")
 _SIZE = 256
 _PULSE_OFFSET = 64
+_NAME_BYTES = 112
+_MAX_TEXT_BYTES = 2**20
 
 
 class BeatPage:
@@ -83,7 +106,7 @@ class BeatPage:
 
     def pulse(self, collective: int, operation: str) -> None:
         """Called by the pulse thread alone; see `Beat`."""
-        name = operation.encode("ascii", "replace")[:112]
+        name = operation.encode("ascii", "replace")[:_NAME_BYTES]
         _PULSE.pack_into(self._memory, _PULSE_OFFSET, time.monotonic(), collective, name)
 
 
@@ -95,6 +118,46 @@ def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Beat]:
         if len(data) == _SIZE:  # Shorter: the rank is just making it, or the disk is full.
             found[int(path.name.rpartition("_")[2])] = _parse(data)
     return found
+
+
+def encode_beats(beats: Mapping[int, Beat], now_s: float) -> str:
+    """What one supervisor tells the others: ages instead of times, because each machine has a clock of its own.
+
+    The first value is that clock, by which two texts differ even if nothing has happened in between.
+    """
+    rows = [
+        [r, b.step, b.phase, b.micro_batch, b.collective, b.operation, now_s - b.progress_s, now_s - b.alive_s]
+        for r, b in beats.items()
+    ]
+    return json.dumps([now_s, rows])
+
+
+def decode_beats(text: bytes, now_s: float) -> dict[int, Beat] | None:
+    """Beats with times on this machine's clock; None for a text that `encode_beats` does not write.
+
+    Anyone who reaches the store can have written it: nothing but numbers and plain names gets through.
+    """
+    if len(text) > _MAX_TEXT_BYTES:
+        return None
+    try:
+        _, rows = json.loads(text)
+        return dict(_decode(*row, now_s=now_s) for row in rows)
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _decode(*row: Any, now_s: float) -> tuple[int, Beat]:
+    rank, step, phase, micro_batch, collective, operation, progress_age_s, alive_age_s = row
+    numbers = (rank, step, phase, micro_batch, collective)
+    if any(type(n) is not int or not -1 <= n < 2**63 for n in numbers) or rank < 0:
+        raise ValueError("no number")
+    if not (isinstance(operation, str) and operation.isascii() and operation.isprintable()):
+        raise ValueError("no name")
+    # False for NaN as well.
+    if not all(type(age_s) is float and -1.0 <= age_s <= 1e12 for age_s in (progress_age_s, alive_age_s)):
+        raise ValueError("no age")
+    times_s = (now_s - progress_age_s, now_s - alive_age_s)
+    return rank, Beat(step, Phase(phase), micro_batch, *times_s, collective, operation[:_NAME_BYTES])
 
 
 def _parse(data: bytes) -> Beat:

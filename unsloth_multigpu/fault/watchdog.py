@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from unsloth_multigpu.fault.beat import Beat, Phase
+from unsloth_multigpu.fault.beat import Beat, Node, Phase
 
 # A rank may be silent for so many times `hang_timeout_s`.
 _FACTORS = {Phase.DATA: 1, Phase.COMPUTE: 1, Phase.UPDATE: 1, Phase.EVALUATE: 5}
 _LONGEST_FACTOR = 10
 # Kernels are compiled and memory is laid out in the first step.
 _FIRST_STEP_FACTOR = 2
+# Nodes say once a second how their ranks are. What is older says nothing of now.
+_NEWS_S = 3.0
+# A rank of another node is left for so long to its own supervisor, which knows more of it.
+_OTHERS_GRACE_S = 5.0
 
 # Outside the training: the rank's own business, and there may be hours of it.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
@@ -50,36 +54,49 @@ def find_hang(
     hang_timeout_s: float,
     *,
     since_s: float = 0.0,
-    is_one_node: bool = True,
+    others: Sequence[Node] = (),
 ) -> Hang | None:
     """Judges ranks by their latest beats.
 
     A rank is hung when its pulse has stopped, or when its main thread has said nothing, for longer than its phase may
     take. Not one that can be waiting for a rank that is still within its own limit: saving on rank 0 keeps the
-    others waiting, and they have its time.
+    others waiting, and they have its time. Ranks of other nodes count as soon as one of this node stands still.
 
     Args:
         beats: Of the ranks of this node that live and train.
         now_s: The time, on `time.monotonic`'s clock.
-        hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged.
+        hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged. A node that
+            is not heard for longer counts as lost.
         since_s: What happened earlier does not count, because nobody watched, or the machine stood still.
-        is_one_node: False where ranks of other nodes take part, whose phases nobody knows here.
+        others: The other nodes of this round.
     """
     if hang_timeout_s <= 0:
         return None
-    silent_s = {r: now_s - max(b.alive_s, b.progress_s, since_s) for r, b in beats.items()}
-    stopped = [r for r, b in beats.items() if silent_s[r] > hang_timeout_s * _factor(b)]
+    unheard_s = {n.number: now_s - max(n.heard_s, since_s) for n in others}
+    heard = [n for n in others if unheard_s[n.number] <= _NEWS_S]
+    known = {**{r: b for n in heard for r, b in n.beats.items()}, **beats}
+    limit_s = {r: hang_timeout_s * _factor(b) + (0 if r in beats else _OTHERS_GRACE_S) for r, b in known.items()}
+    still_s = {r: now_s - max(b.progress_s, since_s) for r, b in known.items()}
+    overdue = {r for r, b in known.items() if b.phase not in _OUTSIDE and still_s[r] > limit_s[r]}
+    silent_s = {r: now_s - max(b.alive_s, b.progress_s, since_s) for r, b in known.items()}
+    stopped = [r for r in known if silent_s[r] > limit_s[r] and (r in beats or overdue & beats.keys())]
     if stopped:
-        rank = max(stopped, key=lambda r: silent_s[r])
-        lost = f"no sign of life for {silent_s[rank]:.0f} s {where(beats[rank])}"
+        rank = max(stopped, key=lambda r: (r in beats, silent_s[r]))
+        lost = f"no sign of life for {silent_s[rank]:.0f} s {where(known[rank])}"
         message = f"rank {rank} hangs: {lost}; its process is stopped, or native code holds the interpreter's lock"
-        return Hang(rank, message, beats[rank].step)
-    still_s = {r: now_s - max(b.progress_s, since_s) for r, b in beats.items()}
-    overdue = {r for r, b in beats.items() if b.phase not in _OUTSIDE and still_s[r] > hang_timeout_s * _factor(b)}
-    hung = {r for r in overdue if not any(_may_wait_for(beats[r], beats[q]) for q in beats.keys() - overdue)}
-    if not hung:
+        return _name_node(Hang(rank, message, known[rank].step), heard, beats)
+    hung = {r for r in overdue if not any(_may_wait_for(known[r], known[q]) for q in known.keys() - overdue)}
+    if not hung & beats.keys():
         return None
-    return _find_left(beats, hung) or _blame(beats, hung, still_s, hang_timeout_s, is_one_node)
+    lost_s = {n: s for n, s in unheard_s.items() if s > max(hang_timeout_s, _NEWS_S)}
+    is_complete = all(n in heard and n.beats for n in others)
+    hang = _find_left(known, hung)
+    if hang is None and not is_complete and _waits_for_others(known, hung, beats):
+        waits = hung & beats.keys()
+        if not lost_s and min(still_s[r] for r in waits) <= hang_timeout_s * _LONGEST_FACTOR:
+            return None  # A rank of a node that is still to be heard may be saving.
+        return _blame_nodes({r: beats[r] for r in waits}, still_s, [n for n in others if n.number in lost_s], lost_s)
+    return _name_node(hang or _blame(known, hung, still_s), heard, beats)
 
 
 def where(beat: Beat) -> str:
@@ -137,34 +154,60 @@ def _find_left(beats: Mapping[int, Beat], hung: Collection[int]) -> Hang | None:
     return None
 
 
-def _blame(
-    beats: Mapping[int, Beat],
-    hung: Collection[int],
-    still_s: Mapping[int, float],
-    hang_timeout_s: float,
-    is_one_node: bool,
-) -> Hang | None:
+def _find_last(beats: Mapping[int, Beat], hung: Collection[int]) -> list[int]:
+    return [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
+
+
+def _waits_for_others(beats: Mapping[int, Beat], hung: Collection[int], own: Collection[int]) -> bool:
+    """True if ranks of nodes that are not heard can be to blame, because none that is known is busy or behind."""
+    last = _find_last(beats, hung)
+    if any(b.operation for b in beats.values()):
+        return all(beats[r].operation for r in last)
+    return set(own) <= set(last)
+
+
+def _blame_nodes(
+    waits: Mapping[int, Beat], still_s: Mapping[int, float], lost: Sequence[Node], lost_s: Mapping[int, float]
+) -> Hang:
+    rank = min(waits, key=lambda r: still_s[r])
+    beat, name = waits[rank], waits[rank].operation
+    doing = f"wait in {name} for {still_s[rank]:.0f} s" if name else f"make no progress for {still_s[rank]:.0f} s"
+    why = "the connection between ranks is gone, or a device has stopped computing"
+    if lost:
+        each = [f"node {n.number}{_ranks_of(n)} has not been heard for {lost_s[n.number]:.0f} s" for n in lost]
+        why = f"{', '.join(each)}: the connection is gone, or that machine"
+    return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {why}", beat.step)
+
+
+def _ranks_of(node: Node) -> str:
+    named = ", ".join(map(str, sorted(node.beats)))
+    return f" (rank{'s' * (len(node.beats) > 1)} {named})" if named else ""
+
+
+def _name_node(hang: Hang, heard: Sequence[Node], own: Collection[int]) -> Hang:
+    if hang.rank is None or hang.rank in own:
+        return hang
+    number = next(n.number for n in heard if hang.rank in n.beats)
+    return replace(hang, message=f"{hang.message}; rank {hang.rank} is on node {number}")
+
+
+def _blame(beats: Mapping[int, Beat], hung: Collection[int], still_s: Mapping[int, float]) -> Hang:
     # Those that stand furthest back, and among them those that wait in no collective.
-    last = [r for r in sorted(hung) if not any(_is_before(beats[q], beats[r]) for q in hung)]
+    last = _find_last(beats, hung)
     busy = [r for r in last if not beats[r].operation]
     silent_s = min(still_s[r] for r in last)
     beat = beats[last[0]]
-    is_known = any(b.operation for b in beats.values())
-    if len(last) == len(beats) and not is_one_node and (not busy or not is_known):
-        if silent_s <= hang_timeout_s * _LONGEST_FACTOR:
-            return None  # A rank of another node may be saving.
-    elif len(busy or last) < len(beats) or len(beats) == 1:
+    if len(busy or last) < len(beats) or len(beats) == 1:
         last = busy or last
         beat = beats[last[0]]
         inside = f", in {beat.operation}, which the others have left" if beat.operation else ""
         who = f"rank {last[0]} hangs" if len(last) == 1 else f"ranks {' and '.join(map(str, last))} hang"
         message = f"{who}: no progress for {silent_s:.0f} s {where(beat)}{inside}"
         return Hang(last[0] if len(last) == 1 else None, message, beat.step)
-    whose = "all ranks" if is_one_node else "all ranks of this node"
     if len({beats[r].operation for r in last}) > 1:
         each = ", ".join(f"rank {r} in {beats[r].operation}" for r in last)
         return Hang(None, f"the ranks wait in different operations for {silent_s:.0f} s: {each}", beat.step)
     if not beat.operation:
-        return Hang(None, f"{whose} hang: no progress for {silent_s:.0f} s {where(beat)}", beat.step)
-    waits = f"{whose} wait in {beat.operation} for {silent_s:.0f} s ({where(beat)})"
+        return Hang(None, f"all ranks hang: no progress for {silent_s:.0f} s {where(beat)}", beat.step)
+    waits = f"all ranks wait in {beat.operation} for {silent_s:.0f} s ({where(beat)})"
     return Hang(None, f"{waits}: the connection between ranks is gone, or a device has stopped computing", beat.step)

@@ -162,7 +162,7 @@ def _from_exception(event: Event) -> Cause:
 def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
     # Real-time signals have numbers only.
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    held = f"it held {memory.held_bytes[rank] / 2**30:.1f} GiB" if rank in memory.held_bytes else ""
+    held = f"it held {memory.held_bytes[rank] / 2**30:.1f} GiB" if memory.held_bytes.get(rank) else ""
     likely = ""
     if code == -signal.SIGKILL and memory.num_kills > 0:
         likely = "; the kernel killed it for lack of memory" + (held and f", {held}")

@@ -78,7 +78,7 @@ class DDPLauncher:
             stop = stack.enter_context(Stop(run_dir, self.num_ranks, grace_s, _end_engine))
             exit_codes: dict[int, int] = {}
             try:
-                rounds = Rounds(make_handler(self.config, run_id), stop.begin_round, stop.turn)
+                rounds = Rounds(make_handler(self.config, run_id, watch.hear), stop.begin_round, stop.turn)
                 run_elastic(self.command, self.num_ranks, self.config, run_id, run_dir, rounds)
             except LaunchError as apart:
                 sys.stderr.write(f"\nunsloth_multigpu: {apart}\n")

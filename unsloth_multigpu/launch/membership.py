@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.fault.beat import Beat, Node, decode_beats, encode_beats
 from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.nodes import address_towards, is_one_node, listen_at, split_endpoint
 from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous
@@ -55,15 +56,16 @@ LAST_TO_LEAVE_S = 1.0
 _POLL_S = 1.0
 # What a call to a store or to torch's handler raises.
 _FAILURES = (RendezvousError, RuntimeError, OSError, ValueError)
+Hear = Callable[[Sequence[Node]], Mapping[int, Beat]]
 
 
-def make_handler(config: MultiGPUConfig, run_id: str) -> RendezvousHandler:
+def make_handler(config: MultiGPUConfig, run_id: str, hear: Hear) -> RendezvousHandler:
     """How the nodes of this run meet. With several nodes, waits until the one that serves `rdzv_endpoint` is there.
 
     Raises:
         LaunchError: It cannot be reached, or was not there within `timeout_s`.
     """
-    return LoopbackRendezvous(run_id) if is_one_node(config) else NodesRendezvous(config, run_id)
+    return LoopbackRendezvous(run_id) if is_one_node(config) else NodesRendezvous(config, run_id, hear)
 
 
 class NodesRendezvous(RendezvousHandler):
@@ -72,14 +74,17 @@ class NodesRendezvous(RendezvousHandler):
     Args:
         config: The run's options.
         run_id: Name of the run among those that meet there.
+        hear: Told about once a second what is known of the other nodes of the round, in a thread of its own; returns
+            the latest beats of this node's ranks, which the other nodes hear then.
     """
 
     # Ranks connect to a store of a supervisor instead of opening their own.
     use_agent_store = True
 
-    def __init__(self, config: MultiGPUConfig, run_id: str) -> None:
+    def __init__(self, config: MultiGPUConfig, run_id: str, hear: Hear) -> None:
         self._config = config
         self._run_id = run_id
+        self._hear = hear
         host, port = split_endpoint(config)
         address = address_towards(host, port)
         listener = listen_at(host, port)
@@ -95,6 +100,9 @@ class NodesRendezvous(RendezvousHandler):
         # Torch's handler keeps one store for the ranks of all rounds otherwise.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._ranks_store: TCPStore | None = None
+        self._info: RendezvousInfo | None = None
+        self._others: dict[int, Node] = {}
+        self._texts: dict[int, bytes] = {}
         self._is_server, self._round, self._num_nodes = listener is not None, -1, 1
         self._lock = threading.Lock()
         self._num_waiting = 0
@@ -152,9 +160,16 @@ class NodesRendezvous(RendezvousHandler):
                 self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
             number = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
+            for node in range(info.world_size):
+                # A key that is missing would keep its readers waiting.
+                info.store.set(_beats_key(node), "")
             info.store.set(key, json.dumps([self._address, port, number]))
         address, port, number = json.loads(info.store.get(key))
-        self._round, self._num_nodes = int(number), info.world_size
+        self._round, self._num_nodes, self._info = int(number), info.world_size, info
+        now_s = time.monotonic()
+        self._others = {node: Node(node, now_s, {}) for node in range(info.world_size) if node != info.rank}
+        self._texts.clear()
+        self._hear(list(self._others.values()))
         os.environ[ENV_ROUND] = str(self._round)
         logger.info("round=%d nodes=%d node=%d", self._round, info.world_size, info.rank)
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(str(address), int(port)))
@@ -175,15 +190,31 @@ class NodesRendezvous(RendezvousHandler):
         while not self._stop.wait(_POLL_S):
             with self._lock:
                 try:
-                    self._num_waiting, is_silent = self._handler.num_nodes_waiting(), False
-                except RendezvousError as error:
-                    if isinstance(error.__cause__, DistNetworkError):
+                    self._num_waiting = self._handler.num_nodes_waiting()
+                    self._exchange_beats()
+                    is_silent = False
+                except _FAILURES as error:
+                    if isinstance(error, RendezvousError) and isinstance(error.__cause__, DistNetworkError):
                         self._lost = error
                         return
                     # A wire that is cut for a while mends; training goes on as long as its own connections hold.
                     if not is_silent:
                         logger.warning("rdzv_endpoint=%s does not answer", self._config.rdzv_endpoint)
                     is_silent = True
+
+    def _exchange_beats(self) -> None:
+        """Hears how the ranks of the other nodes are, and says how those of this one are."""
+        if self._info is None:
+            return
+        store, others = self._info.store, list(self._others)
+        texts = store.multi_get([_beats_key(node) for node in others]) if others else []
+        now_s = time.monotonic()
+        for node, text in zip(others, texts, strict=True):
+            beats = decode_beats(text, now_s) if text != self._texts.get(node) else None
+            if beats is not None:
+                self._others[node], self._texts[node] = Node(node, now_s, beats), text
+        own = self._hear(list(self._others.values()))
+        store.set(_beats_key(self._info.rank), encode_beats(own, time.monotonic()))
 
     def is_closed(self) -> bool:
         """True once a node has ended the run for all."""
@@ -236,6 +267,10 @@ def explain(error: RendezvousError, config: MultiGPUConfig) -> LaunchError:
             f"{place}: {error}", hint="Use one version of torch on all nodes, in a network of their own."
         )
     return LaunchError(f"The node that serves {place} is gone.", hint="Start the command again on all nodes.")
+
+
+def _beats_key(node: int) -> str:
+    return f"unsloth_multigpu/beats/{node}"
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:

@@ -6,11 +6,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.fault.beat import Beat, read_beats
+from unsloth_multigpu.fault.beat import Beat, Node, read_beats
 from unsloth_multigpu.fault.watchdog import Hang, find_hang
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
 from unsloth_multigpu.launch.nodes import is_one_node
@@ -71,6 +71,8 @@ class Watch:
         self._num_kills_before = count_memory_kills()
         self._held_bytes: dict[int, int] = {}
         self._beats: dict[int, Beat] = {}
+        self._own_beats: dict[int, Beat] = {}
+        self._others: Sequence[Node] = ()
         self._last_look_s = time.monotonic()
         self._begin_attempt(0)
 
@@ -96,6 +98,15 @@ class Watch:
         """Ends the thread; `cause` and `events` stay usable."""
         self._stop.set()
         self._thread.join()
+
+    def hear(self, others: Sequence[Node]) -> Mapping[int, Beat]:
+        """Takes what is known of the other nodes of this round. May be called in any thread.
+
+        Returns:
+            The latest beats of this node's ranks; none unless all are at work.
+        """
+        self._others = others
+        return self._own_beats
 
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
@@ -153,16 +164,18 @@ class Watch:
         self._last_look_s = now_s
         is_ending = {e.kind for e in events} & {HANG, "exception", *STOPS}
         if is_ending or self.gone or len(pids) < self._num_ranks:
+            self._own_beats = {}
             return
-        beats = {r: b for r, b in self._beats.items() if r in pids}
-        hang = find_hang(beats, now_s, self._hang_timeout_s, since_s=self._since_s, is_one_node=self._is_one_node)
+        self._own_beats = {r: b for r, b in self._beats.items() if r in pids}
+        hang = find_hang(self._own_beats, now_s, self._hang_timeout_s, since_s=self._since_s, others=self._others)
         if hang is None:
             return
         facts = self._describe(hang, self._collect_stacks(pids))
-        rank = -1 if hang.rank is None else hang.rank
-        self._hang = Event(HANG, rank, self._attempt, now_s, hang.step, facts)
+        # A rank of another node is ended there; here its message is all that counts.
+        guilty = [r for r in pids if r == hang.rank]
+        self._hang = Event(HANG, guilty[0] if guilty else -1, self._attempt, now_s, hang.step, facts)
         # The engine sees that a rank has ended, and ends the others.
-        for victim in pids if hang.rank is None else [hang.rank]:
+        for victim in guilty or pids:
             send_signal(pids[victim], signal.SIGKILL)
 
     def _collect_stacks(self, pids: dict[int, int]) -> dict[int, str]:
@@ -191,14 +204,14 @@ class Watch:
         return stacks
 
     def _describe(self, hang: Hang, stacks: Mapping[int, str]) -> dict[str, str]:
-        shown = sorted(stacks) if hang.rank is None else [hang.rank]
+        shown = [r for r in stacks if r == hang.rank] or sorted(stacks)
         text = ""
         for rank in shown:
             frames = main_frames(stacks[rank])[:_NUM_FRAMES]
             text += f"Stack of rank {rank} (most recent call first):\n" + "".join(f"{line}\n" for line in frames)
         text += f"Stacks of all threads: {self._log_dir}/stack_rank_N.txt\n"
         text += f"Hint: Raise hang_timeout_s={self._hang_timeout_s:g} where this only takes long.\n"
-        place = "" if hang.rank is None else place_of(main_frames(stacks[hang.rank]))
+        place = "" if hang.rank is None else place_of(main_frames(stacks.get(hang.rank, "")))
         return {"message": hang.message + (place and f" ({place})"), "stacks": text}
 
     def _end_stuck_teardown(self, events: list[Event], pids: dict[int, int], alive: set[int]) -> None:
