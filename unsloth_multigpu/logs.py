@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 
 class RankFilter(logging.Filter):
@@ -22,6 +23,15 @@ class RankFilter(logging.Filter):
             record.msg = f"[rank {rank}] {record.msg}"
             record.has_rank = True
         return True
+
+
+def tell(text: str) -> None:
+    """Writes what a supervisor has to say to stderr. A terminal or a pipe that is gone ends no run."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError as gone:
+        logging.getLogger(__name__).debug("nobody reads stderr: %s", gone)
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -49,6 +49,7 @@ _NOT_SERIAL: dict[str, Any] = {
     "nnodes": "1",
 }
 _MAY_BE_NONE = ("grad_compression", "ddp_backend", "gradient_aggregation")
+_MIN_HANG_TIMEOUT_S = 2.0
 # 31 years; torch counts in nanoseconds of 64 bits.
 _MAX_SECONDS = 1e9
 
@@ -75,6 +76,12 @@ def check_options(config: MultiGPUConfig) -> None:
     _check_seconds("timeout_s", config.timeout_s, example=1800.0)
     _check_seconds("grace_s", config.grace_s, example=30.0)
     _check_number("hang_timeout_s", config.hang_timeout_s, expected="seconds of at least 0")
+    if 0 < config.hang_timeout_s < _MIN_HANG_TIMEOUT_S:
+        raise ConfigError(
+            f"hang_timeout_s={config.hang_timeout_s!r}; ranks beat every 0.5 seconds, so expected at least "
+            f"{_MIN_HANG_TIMEOUT_S:g}, or 0 for never.",
+            hint="Set hang_timeout_s=120.0.",
+        )
     _check_nodes(config)
     if not isinstance(config.log_dir, str) or not config.log_dir:
         raise ConfigError(f"log_dir={config.log_dir!r}; expected a folder name.", hint='Set log_dir="logs".')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,8 @@ def start(
     own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
     environment = {**own, **QUIET, **ON_CPU, "OMP_NUM_THREADS": "1", **(env or {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    # A suite that a shell runs in the background inherits an ignored Ctrl-C, and so would the script.
+    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=cwd, env=environment, **{**pipes, **options})
 
 

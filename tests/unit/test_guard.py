@@ -101,7 +101,7 @@ class Model:
 
 
 def test_training_is_marked_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsloth_multigpu.core.guard._phase_callback", lambda _page: object())
+    monkeypatch.setattr("unsloth_multigpu.core.guard._phase_callback", lambda _guard, _page: object())
     page = BeatPage(None, 0)
     trainer = Model(page)
     page.mark(step=7)
@@ -125,7 +125,7 @@ def test_training_is_marked_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> N
     assert (page.phase, page.step) == (Phase.SCRIPT, 2)
     assert [(name, phase.name, passes) for name, phase, passes in trainer.seen] == [
         ("samples", "SETUP", 0),
-        ("step", "COMPUTE", 0),
+        ("step", "WARM_UP", 0),
         ("step", "COMPUTE", 1),
         ("log", "UPDATE", 0),
         ("flos", "UPDATE", 0),

@@ -27,6 +27,7 @@ def end(number):
 def beat(tmp_path):
     page = BeatPage(tmp_path, 0)
     page.mark(Phase.COMPUTE, step=3)
+    EventWriter(tmp_path, 0, 0, page).write("started", pid=2**30)
     return page
 
 
@@ -45,7 +46,7 @@ def asked(tmp_path):
     page.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat, asked, capfd, number):
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), number)  # At once: the same again.
@@ -70,6 +71,40 @@ def test_without_grace_the_first_signal_ends_all_at_once(tmp_path, beat):
     assert stop.how == "at once"
 
 
+def test_lost_terminal_ends_all_at_once(stop, beat):
+    os.kill(os.getpid(), signal.SIGHUP)
+    with pytest.raises(Ended):
+        stop.turn()
+    assert (stop.number, stop.how) == (signal.SIGHUP, "at once")
+
+
+def test_signal_between_two_starts_of_the_ranks_refuses_the_second(stop):
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(RestartRefused):
+        stop.begin_round(1)
+    assert (stop.number, stop.how) == (signal.SIGTERM, "at once")
+
+
+def test_page_of_a_rank_that_has_ended_asks_nobody(stop, tmp_path, beat):
+    # The next attempt's rank is still importing.
+    stop.begin_round(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Ended):
+        stop.turn()
+    assert stop.how == "at once"
+
+
+def test_script_that_caught_ctrl_c_may_take_its_time(stop, tmp_path, beat):
+    writer = EventWriter(tmp_path, 0, 0, beat)
+    writer.write("started", pid=2**30)
+    os.kill(os.getpid(), signal.SIGINT)
+    stop.turn()
+    stop._page.ask(signal.SIGINT, time.monotonic() - 1.0)
+    writer.write("stopped", signal="SIGINT", checkpoint="")
+    stop.turn()
+    assert stop.how == "saved"
+
+
 @pytest.mark.parametrize(("number", "passed"), [(signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)])
 def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, number, passed):
     beat.mark(Phase.SCRIPT)
@@ -88,7 +123,7 @@ def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
 
 def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
     # A stopped process does not hear SIGTERM.
-    rank = subprocess.Popen(["sleep", "100"])
+    rank = subprocess.Popen(["sleep", "100"], start_new_session=True)
     rank.send_signal(signal.SIGSTOP)
     EventWriter(tmp_path, 0, 0, beat).write("started", pid=rank.pid)
     stop._receive(signal.SIGTERM, None)

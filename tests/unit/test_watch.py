@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.launch.cause import Cause
+from unsloth_multigpu.fault import watchdog
+from unsloth_multigpu.fault.beat import Beat, BeatPage, Node, Phase
 from unsloth_multigpu.launch.process import read_state
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
+from unsloth_multigpu.report import EventWriter
 
 RANK = """
 import os, signal, sys, time
@@ -45,18 +48,20 @@ work()
 """
 
 
+RESTARTS: list[tuple[str, int]] = []
+
+
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Callable[..., tuple[Watch, list[subprocess.Popen]]]]:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    restarts: list[Cause] = []
     with ExitStack() as stack:
 
-        def begin(*kinds: str, hang_timeout_s: float = 1.0) -> tuple[Watch, list[subprocess.Popen]]:
+        def begin(*kinds: str, hang_timeout_s: float = 2.0) -> tuple[Watch, list[subprocess.Popen]]:
             config = MultiGPUConfig(hang_timeout_s=hang_timeout_s)
             watch = Watch(
                 tmp_path,
-                lambda cause, _: restarts.append(cause),
+                lambda cause, attempt: RESTARTS.append((cause.message, attempt)),
                 log_dir=tmp_path / "logs",
                 num_ranks=len(kinds),
                 config=config,
@@ -69,6 +74,7 @@ def ranks(tmp_path: Path) -> Iterator[Callable[..., tuple[Watch, list[subprocess
                 stack.callback(process.kill)
             return watch, started
 
+        RESTARTS.clear()
         (tmp_path / "logs").mkdir()
         yield begin
 
@@ -87,11 +93,38 @@ def test_hung_rank_is_killed_and_named(ranks: Callable, tmp_path: Path) -> None:
     assert other.poll() is None
     cause = watch.cause({0: -signal.SIGKILL})
     assert (cause.rank, cause.exit_code) == (0, 124)
-    assert cause.message == "rank 0 hangs: no progress for 1 s in step 3, computing (rank.py:24 in work)"
+    assert cause.message == "rank 0 hangs: no progress for 2 s in step 3, computing (rank.py:24 in work)"
     assert f"Stacks of all threads: {tmp_path}/logs/stack_rank_N.txt\n" in cause.traceback
     assert "rank.py" in (tmp_path / "logs" / "stack_rank_1.txt").read_text()
     # It does not end by itself, and nobody else ends it here.
     wait_until(lambda: read_state(other.pid) == "Z")
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_other_nodes_are_judged_as_well(ranks: Callable, monkeypatch: pytest.MonkeyPatch, is_heard: bool) -> None:
+    monkeypatch.setattr(watchdog, "_OTHERS_GRACE_S", 0.5)
+    monkeypatch.setattr(watchdog, "_NEWS_S", 0.5)
+    watch, processes = ranks("sleep", "sleep")
+    there = {2: Beat(1, Phase.DATA, 0, time.monotonic() - 60, time.monotonic() + 60)}
+    heard_s = time.monotonic()
+    wait_until(lambda: sorted(watch.hear([Node(1, heard_s, there)])) == [0, 1])
+    while all(read_state(process.pid) != "Z" for process in processes):
+        watch.hear([Node(1, time.monotonic() if is_heard else heard_s, there)])
+        time.sleep(0.05)
+    cause = watch.cause({0: -signal.SIGKILL, 1: -signal.SIGKILL})
+    assert (cause.rank, cause.exit_code) == (-1, 124)
+    text = r"all ranks of this node make no progress for \d s .*; node 1 \(rank 2\) has not been heard for \d s"
+    if is_heard:
+        text = r"rank 2 hangs: no progress for \d s in step 2, getting samples; rank 2 is on node 1"
+    assert re.match(text, cause.message)
+    assert "Stack of rank 0 " in cause.traceback
+    assert "Stack of rank 1 " in cause.traceback
+    wait_until(lambda: not watch.hear([]))
+    # Told before the nodes meet, and once.
+    watch.begin_round(1)
+    EventWriter(watch._run_dir, 0, 1, BeatPage(None, 0)).write("started", pid=processes[0].pid)
+    wait_until(lambda: watch._attempt == 1)
+    assert [(cause.message, 1)] == RESTARTS
 
 
 def test_survivor_that_does_not_listen_is_killed(ranks: Callable) -> None:
@@ -104,9 +137,9 @@ def test_survivor_that_does_not_listen_is_killed(ranks: Callable) -> None:
     assert message.startswith("rank 1 was killed by SIGKILL after step 2; the usual cause is that the machine")
 
 
-@pytest.mark.parametrize(("kind", "hang_timeout_s"), [("sleep", 0.0), ("stopping", 1.0)])
+@pytest.mark.parametrize(("kind", "hang_timeout_s"), [("sleep", 0.0), ("stopping", 2.0)])
 def test_rank_that_is_not_to_be_judged_is_left_alone(ranks: Callable, kind: str, hang_timeout_s: float) -> None:
     watch, (still, _) = ranks(kind, "wait", hang_timeout_s=hang_timeout_s)
     wait_until(lambda: len(watch.events()) >= 4)
     with pytest.raises(subprocess.TimeoutExpired):
-        still.wait(1.5)
+        still.wait(2.5)

@@ -116,7 +116,8 @@ class StepCheck:
         if not self._judges or not self._is_shared:
             return original(parameters, max_norm, norm_type)
         norm = total_norm(parameters, norm_type)
-        if math.isfinite(self._judge(norm)):
+        self._judge(norm)
+        if not self._is_skipped:
             # What accelerate's own does for plain tensors; what others put in its place may do more.
             if not getattr(original, "__module__", "").startswith("accelerate."):
                 return original(parameters, max_norm, norm_type)
@@ -144,12 +145,13 @@ class StepCheck:
         """What follows is neither a forward nor a backward pass."""
         self._place, self._is_evaluation = "", False
 
-    def _judge(self, gradient_norm: torch.Tensor) -> float:
-        """Returns the norm; where it is not finite it raises, or takes the gradients away."""
+    def _judge(self, gradient_norm: torch.Tensor) -> None:
+        """Where the norm is not finite it raises, or takes the gradients away."""
         self._is_judged = True
         norm = float(gradient_norm)
-        if math.isfinite(norm):
-            return norm
+        # Of finite gradients the sum of squares may overflow. Clipping by it makes them zero, as everywhere.
+        if math.isfinite(norm) or (math.isinf(norm) and not not_finite_parameters(self._trainer.model)):
+            return
         fact = self._fact(norm)
         if self._on_nan == "raise":
             raise NonFiniteGradientError(
@@ -163,7 +165,6 @@ class StepCheck:
                 parameter.grad = None
         if self._rank == 0:
             logger.warning("%s", warning)
-        return norm
 
     def _fact(self, norm: float) -> str:
         mine = not_finite_losses(self._losses)

@@ -21,6 +21,7 @@ from unsloth_multigpu.data.sampler import StepSampler
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, clear_parts, put_in_place, rotate, seal
+from unsloth_multigpu.fault.memory import is_out_of_memory
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
@@ -114,9 +115,17 @@ class Checkpoints:
                     instance_attribute(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent))
                 )
                 stack.enter_context(instance_attribute(trainer, "_push_from_checkpoint", pushes.append))
+                if self._manager.identity.rank != 0 and hasattr(trainer.model, "should_save_on_this_rank"):
+                    # transformers 5 knows rank 0 only, and would leave other nodes' folders without weights.
+                    own = instance_attribute(trainer.model, "should_save_on_this_rank", lambda is_main: is_main)
+                    stack.enter_context(own)
                 original(model, trial)
+            best = os.path.join(run_dir, f"checkpoint-{trainer.state.best_global_step}")
             if trainer.state.best_model_checkpoint == os.fspath(part):
                 trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
+            elif trainer.state.best_global_step and os.path.isdir(best):
+                # As the Trainer does, which looked for it beside the hidden folder.
+                trainer.state.best_model_checkpoint = best
             # Every rank has written its files. What rank 0 says is the name of this save, and of no other.
             name = self._manager.gather_texts(uuid.uuid4().hex)[0]
             self._in_writers(name, final, functools.partial(self._complete, part, final, before))
@@ -160,7 +169,7 @@ class Checkpoints:
             run_id=os.environ.get(ENV_RUN_ID, ""),
             step=state.global_step,
             world_size=self._manager.identity.world_size,
-            is_resumable=(part / _STATE_FILE).is_file() and (part / _OPTIMIZER_FILE).is_file(),
+            is_resumable=(part / _STATE_FILE).is_file() and (part / _OPTIMIZER_FILE).is_file() and _has_weights(part),
             facts=self._facts,
             cursor=self._cursor(loader),
             planner=self._steps.balancer.state_dict(),
@@ -194,7 +203,8 @@ class Checkpoints:
                 with suppress(OSError):
                     part.parent.rmdir()
             # torch and safetensors say that a disk is full in errors of their own.
-            if isinstance(error, (OSError, RuntimeError, SafetensorError)) and not isinstance(error, MultiGPUError):
+            is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
+            if is_disks and not isinstance(error, MultiGPUError):
                 raise OSError(f"{final} could not be saved, earlier checkpoints are untouched: {error}") from error
             raise
 
@@ -203,6 +213,11 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     """Time and size of each file: what shows that it was written."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in folder.rglob("*") if p.is_file()}
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
+
+
+def _has_weights(folder: Path) -> bool:
+    names = {p.name for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin")}
+    return bool(names - {"training_args.bin"})
 
 
 def _move_changed(folder: Path, before: dict[str, tuple[int, int]], target: Path) -> None:

@@ -13,6 +13,9 @@ from unsloth_multigpu.core.steps import instance_attribute
 from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.report import EventWriter
 
+_GENERATES = ("_generate_and_score_completions", "generate_on_policy_outputs")
+_PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")
+
 
 class Guard:
     """Marks the phases of a training on this rank's page.
@@ -31,6 +34,8 @@ class Guard:
         self.beat = beat
         self._compiler = CompilerPhase(beat)
         self._is_in_loop = False
+        self._is_warm = False
+        self.is_epoch_new = False
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
@@ -49,7 +54,10 @@ class Guard:
             "_save_checkpoint": functools.partial(self._within, Phase.SAVE),
             "_load_best_model": functools.partial(self._within, Phase.SAVE),
         }
-        callback = _phase_callback(self.beat)
+        # Trainers that make their samples do so inside a training step, for minutes; some pass over all data first.
+        for names, phase in ((_GENERATES, Phase.GENERATE), (_PASSES, None)):
+            overrides |= {n: functools.partial(self._within, phase) for n in names if hasattr(trainer, n)}
+        callback = _phase_callback(self, self.beat)
         with ExitStack() as stack:
             for name, override in overrides.items():
                 within = functools.partial(override, getattr(trainer, name))
@@ -65,14 +73,16 @@ class Guard:
         self._compiler.enter()
         # The first samples may take long: workers start, and a resumed stream is read up to its place.
         if self.beat.phase != Phase.SETUP:
-            self.beat.mark(Phase.DATA)
+            self.beat.mark(Phase.FILL if self.is_epoch_new else Phase.DATA)
+        self.is_epoch_new = False
         result = original(*args, **kwargs)
         self.beat.mark(Phase.COMPUTE)
         return result
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.beat.mark(Phase.COMPUTE)
+        self.beat.mark(Phase.COMPUTE if self._is_warm else Phase.WARM_UP)
         result = original(*args, **kwargs)
+        self._is_warm = True
         # The micro-batches that are behind it tell the update of a step from what follows the step.
         self.beat.mark(Phase.UPDATE, micro_batch=self.beat.micro_batch + 1)
         return result
@@ -81,9 +91,10 @@ class Guard:
         # Callbacks that send a checkpoint away belong to saving it.
         phase = Phase.SAVE if self.trainer.control.should_save else self.beat.phase
         self._is_in_loop = True
-        result = self._within(phase, original, *args, **kwargs)
-        self._is_in_loop = False
-        return result
+        try:
+            return self._within(phase, original, *args, **kwargs)
+        finally:
+            self._is_in_loop = False
 
     def _store_flos(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Outside of the above and of a save, it is the first thing behind the last step, and a collective.
@@ -91,12 +102,13 @@ class Guard:
             self.beat.mark(Phase.ENDED)
         return original(*args, **kwargs)
 
-    def _within(self, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _within(self, phase: Phase | None, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = self.beat.phase
         self.beat.mark(phase)
-        result = original(*args, **kwargs)
-        self.beat.mark(before)
-        return result
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.beat.mark(before)
 
 
 class CompilerPhase:
@@ -139,12 +151,15 @@ class CompilerPhase:
             self._beat.mark(self._before)
 
 
-def _phase_callback(beat: BeatPage) -> Any:
+def _phase_callback(guard: Guard, beat: BeatPage) -> Any:
     from transformers import TrainerCallback
 
     class PhaseCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             beat.mark(step=state.global_step)
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            guard.is_epoch_new = True
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)

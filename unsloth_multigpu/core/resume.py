@@ -85,6 +85,11 @@ class Resume:
         attempts = self._manager.gather_int64([int(os.environ.get(ENV_ATTEMPT, "0"))])
         if may_look and run_id and any(attempt for (attempt,) in attempts):
             step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
+        if step is None and config.resume == "auto" and may_look:
+            # Before what the script names: the same command names the same place however far it has come since.
+            step = self._newest(folder, this_training)
+            if step is None and asked is None:
+                logger.info("resume='auto': no whole checkpoint of this training in %s, it begins at step 0", folder)
         if step is None and asked is True:
             step = self._newest(folder, any_training)
             # Without any checkpoint, Hugging Face's own error is right.
@@ -93,10 +98,6 @@ class Resume:
         elif step is None and asked is not None:
             named = Path(str(asked))
             self._answers(lambda: Found(0, check_asked(named, any_training)))
-        elif step is None and config.resume == "auto" and may_look:
-            step = self._newest(folder, this_training)
-            if step is None:
-                logger.info("resume='auto': no whole checkpoint of this training in %s, it begins at step 0", folder)
         if step is not None:
             arguments["resume_from_checkpoint"] = asked = os.path.join(run_dir, f"checkpoint-{step}")
             logger.info("goes on from %s", asked)
@@ -185,8 +186,8 @@ def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, numb
         "trainer": type(trainer).__name__,
         "number of the train() call": number + 1,
         "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
-        **{name: found[name] for name in ("max_steps", "num_train_epochs", "seed", "trainable parameters")},
-        **{name: found[name] for name in ("samples", "sampled rows") if name in found},
+        **{name: found[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
+        **{name: found[name] for name in ("trainable parameters", "samples", "sampled rows") if name in found},
     }
     return dict(json.loads(json.dumps(facts)))
 

@@ -20,7 +20,7 @@ from unsloth_multigpu.data.sampler import StepLoader, step_loader
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.fault.beat import BeatPage, Phase
+from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
@@ -182,7 +182,7 @@ class StepFeed:
         for i, micro_batch in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
             self.current = micro_batch
-            self._beat.mark(Phase.COMPUTE, micro_batch=i)
+            self._beat.mark(micro_batch=i)
             self._piece_factor = self._factor(micro_batch, step, num_items)
             self.balancer.stopwatch.start()
             with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):

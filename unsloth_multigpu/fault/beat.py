@@ -29,6 +29,9 @@ class Phase(enum.IntEnum):
     SAVE = 6
     COMPILE = 7  # torch.compile at work.
     ENDED = 8  # No more batches, or behind the last step.
+    GENERATE = 9  # Making samples to train on, as GRPO does.
+    WARM_UP = 10  # COMPUTE in the first step: kernels are compiled and memory is laid out.
+    FILL = 11  # DATA at the start of an epoch: workers start, a stream fills its buffer.
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class BeatPage:
         self.phase = Phase.SCRIPT
         self.micro_batch = 0
         # A restarted rank must not look like the one before it.
-        _PULSE.pack_into(self._memory, _PULSE_OFFSET, 0.0, -1, b"")
+        self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1, b""))
         self.mark(Phase.SCRIPT)
 
     def mark(self, phase: Phase | None = None, *, step: int | None = None, micro_batch: int | None = None) -> None:
@@ -102,12 +105,16 @@ class BeatPage:
         self.phase = self.phase if phase is None else phase
         self.step = self.step if step is None else step
         self.micro_batch = self.micro_batch if micro_batch is None else micro_batch
-        _MAIN.pack_into(self._memory, 0, self.step, self.phase, self.micro_batch, time.monotonic())
+        self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, time.monotonic()))
 
     def pulse(self, collective: int, operation: str) -> None:
         """Called by the pulse thread alone; see `Beat`."""
         name = operation.encode("ascii", "replace")[:_NAME_BYTES]
-        _PULSE.pack_into(self._memory, _PULSE_OFFSET, time.monotonic(), collective, name)
+        self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective, name))
+
+    def _put(self, offset: int, data: bytes) -> None:
+        # `pack_into` would first write zeros: a reader in between would see a rank that stands still since ever.
+        self._memory[offset : offset + len(data)] = data
 
 
 def read_beats(run_dir: str | os.PathLike[str]) -> dict[int, Beat]:

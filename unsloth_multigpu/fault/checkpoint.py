@@ -7,6 +7,7 @@ write the files can write the manifest.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any
 
 MANIFEST = "unsloth_multigpu.json"
 # Checkpoints are written in this folder of the output folder, and renamed when they are whole.
-PART_FOLDER = ".unsloth_multigpu_part"
+PART_FOLDER = "_unsloth_multigpu_part"
 _REPLACED = "replaced-"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
@@ -83,6 +84,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from error
     try:
         stored = json.loads(text)
         body = stored["manifest"]
@@ -112,12 +115,15 @@ def check(folder: Path, *, reads_files: bool = True) -> str | None:
         return f"{MANIFEST} is missing"
     for name, (size, crc) in manifest.files.items():
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes of {size}"
-        if reads_files and _measured(path)[1] != crc:
-            return f"{name} was changed after it was written"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes of {size}"
+            if reads_files and _measured(path)[1] != crc:
+                return f"{name} was changed after it was written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 
@@ -185,7 +191,8 @@ def superfluous(saved: Sequence[Saved], limit: int | None, keep: Collection[int]
     is_dated = max(times) - min(times) >= _LEAST_SPREAD_S
     by_age = sorted(saved, key=lambda s: (s.time_s if is_dated else 0.0, s.step))
     kept = {s.step for s in saved if s.step in keep} | {s.step for s in [s for s in by_age if s.is_whole][-1:]}
-    others = [s.step for s in by_age if s.step not in kept]
+    # Torn ones go first: a torn one must not push out a whole one.
+    others = [s.step for s in sorted(by_age, key=lambda s: s.is_whole) if s.step not in kept]
     return others[: max(0, len(saved) - max(limit, len(kept)))]
 
 
@@ -229,6 +236,10 @@ def _flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems flush files only.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from unsloth_multigpu.fault.beat import Beat, Node, Phase
 
 # A rank may be silent for so many times `hang_timeout_s`.
-_FACTORS = {Phase.DATA: 1, Phase.COMPUTE: 1, Phase.UPDATE: 1, Phase.EVALUATE: 5}
+_FACTORS = {Phase.DATA: 1, Phase.COMPUTE: 1, Phase.UPDATE: 1, Phase.WARM_UP: 2, Phase.FILL: 5, Phase.EVALUATE: 5}
+# Between two steps: callbacks may generate a sample, a tracker may wait for its server.
+_CALLBACKS_FACTOR = 5
 _LONGEST_FACTOR = 10
-# Kernels are compiled and memory is laid out in the first step.
-_FIRST_STEP_FACTOR = 2
 # Nodes say once a second how their ranks are. What is older says nothing of now.
 _NEWS_S = 3.0
 # A rank of another node is left for so long to its own supervisor, which knows more of it.
@@ -30,6 +30,9 @@ _DOING = {
     Phase.SAVE: "saving",
     Phase.COMPILE: "compiling",
     Phase.ENDED: "behind the last step",
+    Phase.GENERATE: "generating samples",
+    Phase.WARM_UP: "computing",
+    Phase.FILL: "getting the first samples of an epoch",
 }
 
 
@@ -72,7 +75,7 @@ def find_hang(
     """
     if hang_timeout_s <= 0:
         return None
-    unheard_s = {n.number: now_s - max(n.heard_s, since_s) for n in others}
+    unheard_s = {n.number: now_s - n.heard_s for n in others}
     heard = [n for n in others if unheard_s[n.number] <= _NEWS_S]
     known = {**{r: b for n in heard for r, b in n.beats.items()}, **beats}
     limit_s = {r: hang_timeout_s * _factor(b) + (0 if r in beats else _OTHERS_GRACE_S) for r, b in known.items()}
@@ -110,8 +113,9 @@ def where(beat: Beat) -> str:
 
 
 def _factor(beat: Beat) -> float:
-    is_first = beat.step <= 0 and beat.phase in (Phase.DATA, Phase.COMPUTE, Phase.UPDATE)
-    return _FIRST_STEP_FACTOR if is_first else _FACTORS.get(beat.phase, _LONGEST_FACTOR)
+    if beat.phase == Phase.UPDATE and _is_between_steps(beat):
+        return _CALLBACKS_FACTOR
+    return _FACTORS.get(beat.phase, _LONGEST_FACTOR)
 
 
 def _is_between_steps(beat: Beat) -> bool:
@@ -135,7 +139,8 @@ def _is_before(one: Beat, other: Beat) -> bool:
 
 def _place(beat: Beat) -> tuple[int, int, int]:
     """Grows while a rank trains. UPDATE stands before a step's micro-batches and behind each of them."""
-    order = {Phase.SETUP: -1, Phase.DATA: 1, Phase.COMPUTE: 2, Phase.COMPILE: 2}
+    order = {Phase.SETUP: -1, Phase.DATA: 1, Phase.FILL: 1}
+    order |= dict.fromkeys((Phase.COMPUTE, Phase.WARM_UP, Phase.COMPILE, Phase.GENERATE), 2)
     return beat.step, beat.micro_batch, order.get(beat.phase, 0)
 
 

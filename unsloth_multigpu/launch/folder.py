@@ -56,9 +56,12 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
             except BlockingIOError:
                 log_dir = Path(tempfile.mkdtemp(prefix=f"job_{os.getpid()}_", dir=log_dir))
                 logger.warning("log_dir is in use by another job, logs=%s", log_dir)
+            (log_dir / "stack_rank_0.txt").unlink(missing_ok=True)
             for rank in range(1, num_ranks):
                 log = log_dir / f"rank_{rank}.log"
                 log.unlink(missing_ok=True)
+                # Of an earlier run; it would be taken for this one's.
+                (log_dir / f"stack_rank_{rank}.txt").unlink(missing_ok=True)
                 os.close(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             yield log_dir.resolve()
         finally:

@@ -7,10 +7,10 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from unsloth_multigpu.config import (
     ENV_LOG_DIR_OF_RUN,
@@ -23,12 +23,12 @@ from unsloth_multigpu.config import (
 )
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
-from unsloth_multigpu.launch.cause import Cause
+from unsloth_multigpu.launch.cause import HANG, Cause
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
-from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.logs import get_logger, tell
 
 logger = get_logger(__name__)
 
@@ -78,17 +78,26 @@ class DDPLauncher:
             stop = stack.enter_context(Stop(run_dir, self.num_ranks, grace_s, _end_engine))
             exit_codes: dict[int, int] = {}
             try:
-                rounds = Rounds(make_handler(self.config, run_id, watch.hear), stop.begin_round, stop.turn)
+
+                def begin_round(attempt: int) -> None:
+                    stop.begin_round(attempt)
+                    watch.begin_round(attempt)
+
+                rounds = Rounds(make_handler(self.config, run_id, watch.hear), begin_round, stop.turn)
                 run_elastic(self.command, self.num_ranks, self.config, run_id, run_dir, rounds)
             except LaunchError as apart:
-                sys.stderr.write(f"\nunsloth_multigpu: {apart}\n")
+                watch.close()
+                if {event.kind for event in watch.events()} & {HANG, "exception"} == {"exception"}:
+                    # Why the ranks were to be started again; a hang is told before.
+                    _tell(watch.cause(exit_codes), log_dir, self.num_ranks)
+                tell(f"\nunsloth_multigpu: {apart}\n")
                 return apart.exit_code
             except SignalException as stopped:
                 stop.number = stop.number or int(stopped.sigval)
                 self._tell_stop(stop, watch, run_dir)
                 return -stop.number
             except RestartRefused as refused:
-                sys.stderr.write(f"\nunsloth_multigpu: {refused}\n")
+                tell(f"\nunsloth_multigpu: {refused}\n")
             except ChildFailedError as failed:
                 exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             else:
@@ -102,13 +111,14 @@ class DDPLauncher:
                 self._tell_stop(stop, watch, run_dir)
                 return -stop.number
             cause = watch.cause(exit_codes)
-            _tell(cause, log_dir, self.num_ranks, sys.stderr)
+            _tell(cause, log_dir, self.num_ranks)
             return cause.exit_code
 
     def _tell_stop(self, stop: Stop, watch: Watch, run_dir: Path) -> None:
+        watch.close()
         step = max((beat.step for beat in read_beats(run_dir).values()), default=-1)
         text = describe_stop(stop, watch.events(), step, self.config.grace_s, self.config.resume)
-        sys.stderr.write(f"\nunsloth_multigpu: {text}\n")
+        tell(f"\nunsloth_multigpu: {text}\n")
 
 
 def _end_engine(number: signal.Signals) -> NoReturn:
@@ -143,8 +153,9 @@ def rank_environment(
 
 def exit_like(code: int) -> None:
     """Ends this process as `DDPLauncher.run` says: with an exit code, or by the signal -code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # Its reader may be gone.
+            stream.flush()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -152,15 +163,15 @@ def exit_like(code: int) -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _tell(cause: Cause, log_dir: Path, num_ranks: int, out: TextIO) -> None:
-    out.write(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
+def _tell(cause: Cause, log_dir: Path, num_ranks: int) -> None:
+    tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
     log = log_dir / f"rank_{cause.rank}.log"
     if not cause.traceback and log.exists():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        out.write("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in tail))
+        tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in tail))
     if num_ranks > 1:
-        out.write(f"unsloth_multigpu: logs of ranks that have no terminal: {log_dir}/rank_N.log\n")
+        tell(f"unsloth_multigpu: logs of ranks that have no terminal: {log_dir}/rank_N.log\n")
 
 
 def _tell_restart(cause: Cause, attempt: int) -> None:
-    sys.stderr.write(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. Starting all ranks again ({attempt}).\n")
+    tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. Starting all ranks again ({attempt}).\n")

@@ -139,7 +139,8 @@ class NodesRendezvous(RendezvousHandler):
         Raises:
             RendezvousError: Fewer than the fewest nodes came, the run was closed, or the store does not answer.
         """
-        if not self._lock.acquire(timeout=CALL_LIMIT_S):
+        # Behind a cut wire a call hangs until the wire is mended.
+        if not self._lock.acquire(timeout=self._config.timeout_s):
             raise RendezvousTimeoutError("the store does not answer")
         try:
             info = _within(self._config.timeout_s + 2 * CALL_LIMIT_S, self._handler.next_rendezvous)

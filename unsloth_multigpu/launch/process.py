@@ -49,6 +49,14 @@ def send_signal(pid: int, number: signal.Signals) -> None:
         logger.debug("pid=%d had already ended", pid)
 
 
+def kill_rank(pid: int) -> None:
+    """SIGKILL to a rank and what it has started: a rank leads a group of processes, and those may hold its device."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        send_signal(pid, signal.SIGKILL)  # It leads none, or all of it has ended.
+
+
 def count_memory_kills() -> int:
     """Processes that the kernel has killed for lack of memory, in this control group and on the machine, since ever.
 

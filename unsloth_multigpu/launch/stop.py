@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,9 +12,11 @@ from typing import Any, NoReturn
 from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, VersionError
 from unsloth_multigpu.fault.beat import Phase, read_beats
 from unsloth_multigpu.fault.control import ControlPage
+from unsloth_multigpu.launch.process import kill_rank
+from unsloth_multigpu.logs import tell
 from unsloth_multigpu.report import Event, read_events
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # `timeout` and job managers signal a process and its group: the same signal twice within this time is one.
 REPEAT_S = 0.2
 # The engine asks every 0.1 s while ranks run. When it has not asked for so long it is closing them, or waits for nodes.
@@ -33,9 +33,10 @@ class RestartRefused(Exception):
 class Stop:
     """Owns the supervisor's signals while ranks run.
 
-    The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP while a rank is inside `train()` asks the ranks to save and to stop.
-    The second, one while nobody trains, and the end of `grace_s` stop them at once. A signal that was ignored when
-    this process began (nohup, a job in the background) stays ignored.
+    The first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 while a rank is inside `train()` asks the ranks to save and to stop.
+    The second, one while nobody trains, and the end of `grace_s` stop them at once; SIGHUP as well, since rank 0
+    writes to a terminal that is gone then. A signal that was ignored when this process began (nohup, a job in the
+    background) stays ignored.
 
     Args:
         run_dir: The run's private folder.
@@ -60,6 +61,7 @@ class Stop:
         self._first_s = 0.0
         self._turn_s = 0.0
         self._attempt = 0
+        self._is_over = False
         self.number = 0
         self.how = "saved"
 
@@ -80,6 +82,9 @@ class Stop:
         Raises:
             RestartRefused: The ranks were to stop, or failed by what a restart cannot cure.
         """
+        if self._received and not self.number:
+            # It came while the engine was between two starts, and asked nobody.
+            self.number, self.how = self._received[0][0], "at once"
         if self.number:
             raise RestartRefused(f"no restart after {signal.Signals(self.number).name}")
         if any(_is_permanent(event) for event in read_events(self._run_dir, attempt - 1)):
@@ -100,8 +105,14 @@ class Stop:
         if not self.number and self._page.signal:
             # A rank heard of it from another node.
             self.number, self._first_s = self._page.signal, self._turn_s
-        if self.number and self._turn_s > self._page.deadline_s:
+        if self.number and self._turn_s > self._page.deadline_s and not self._is_script_at_work():
             self._end_now("late")
+
+    def _is_script_at_work(self) -> bool:
+        """True where all ranks have left `train()` by a KeyboardInterrupt: what the script does then is its own."""
+        events = read_events(self._run_dir, self._attempt)
+        kinds = {kind: {e.rank for e in events if e.kind == kind} for kind in ("started", "stopped")}
+        return self.number == signal.SIGINT and kinds["started"] == kinds["stopped"]
 
     def _own_signals(self) -> None:
         # Torch elastic puts handlers of its own in their place each time that it starts ranks, and torch 2.6 cannot be
@@ -113,30 +124,36 @@ class Stop:
 
     def _receive(self, number: int, _frame: object) -> None:
         now_s = time.monotonic()
-        if now_s - self._turn_s > _QUIET_S:
-            self.number, self.how = self.number or number, "at once"
-            self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        if self._is_over or now_s - self._turn_s > _QUIET_S:
+            self._end_at_once(number)
         self._received.append((number, now_s))
 
     def _begin(self, number: int, time_s: float) -> None:
         self.number, self._first_s = number, time_s
-        if not self._grace_s or all(b.phase is Phase.SCRIPT for b in read_beats(self._run_dir).values()):
-            self.how = "at once"
-            # Scripts may catch Ctrl-C. The ranks must not take other signals for something else.
-            self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        # A page outlives its rank, and the next one is there only when its script has come so far.
+        started = {e.rank for e in read_events(self._run_dir, self._attempt) if e.kind == "started"}
+        beats = read_beats(self._run_dir)
+        is_outside = all(b.phase is Phase.SCRIPT for r, b in beats.items() if r in started)
+        if not self._grace_s or is_outside or number == signal.SIGHUP:
+            self._end_at_once(number)
         self._page.ask(number, time_s + self._grace_s)
         name = signal.Signals(number).name
-        sys.stderr.write(
+        tell(
             f"\nunsloth_multigpu: {name}: the ranks finish their step, save and stop, within {self._grace_s:g} s "
             "(grace_s). A second signal stops them at once.\n"
         )
 
+    def _end_at_once(self, number: int) -> NoReturn:
+        self.number, self.how, self._is_over = self.number or number, "at once", True
+        # Scripts may catch Ctrl-C. The ranks must not take other signals for something else.
+        self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
     def _end_now(self, how: str) -> NoReturn:
-        self.how = how
+        self.how, self._is_over = how, True
         # A rank may be stuck, stopped, or have a handler: the engine would wait half a minute for it.
         for event in read_events(self._run_dir, self._attempt):
             if event.kind == "started":
-                _kill(int(event.facts["pid"]))
+                kill_rank(int(event.facts["pid"]))
         self._end(signal.SIGTERM)
 
 
@@ -163,10 +180,3 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
 
 def _is_permanent(event: Event) -> bool:
     return event.kind == "exception" and event.facts.get("exit_code") in PERMANENT
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # It had ended already.

@@ -17,6 +17,7 @@ from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.process import (
     count_memory_kills,
     is_alive,
+    kill_rank,
     read_held_bytes,
     read_state,
     send_signal,
@@ -81,6 +82,7 @@ class Watch:
         self._since_s = self._last_look_s
         self._ending_since_s: float | None = None
         self._is_told_to_end = False
+        self._is_told = False
         self._hang: Event | None = None
         # By process id, because a thread of the attempt before may be late.
         self._exit_codes: dict[int, int | None] = {}
@@ -108,10 +110,17 @@ class Watch:
         self._others = others
         return self._own_beats
 
+    def begin_round(self, attempt: int) -> None:
+        """Called before the ranks are started for that time: says at once what a hang was, as nodes may meet late."""
+        if self._hang is not None:
+            self._is_told = True
+            self._on_restart(self._find_cause(self._read_events(), {}), attempt)
+
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
         while read_events(self._run_dir, self._attempt + 1):
-            self._on_restart(self._find_cause(self._read_events(), self._own_exit_codes()), self._attempt + 1)
+            if not self._is_told:
+                self._on_restart(self._find_cause(self._read_events(), self._own_exit_codes()), self._attempt + 1)
             self._begin_attempt(self._attempt + 1)
         return self._read_events()
 
@@ -167,7 +176,13 @@ class Watch:
             self._own_beats = {}
             return
         self._own_beats = {r: b for r, b in self._beats.items() if r in pids}
-        hang = find_hang(self._own_beats, now_s, self._hang_timeout_s, since_s=self._since_s, others=self._others)
+        if self._find_hang(now_s) is None:
+            return
+        # A page is read while it is written: its fields may be of two moments. A hang is there at the next look too.
+        time.sleep(POLL_S)
+        beats = read_beats(self._run_dir)
+        self._own_beats = {r: b for r, b in beats.items() if r in pids}
+        hang = self._find_hang(time.monotonic())
         if hang is None:
             return
         facts = self._describe(hang, self._collect_stacks(pids))
@@ -176,7 +191,10 @@ class Watch:
         self._hang = Event(HANG, guilty[0] if guilty else -1, self._attempt, now_s, hang.step, facts)
         # The engine sees that a rank has ended, and ends the others.
         for victim in guilty or pids:
-            send_signal(pids[victim], signal.SIGKILL)
+            kill_rank(pids[victim])
+
+    def _find_hang(self, now_s: float) -> Hang | None:
+        return find_hang(self._own_beats, now_s, self._hang_timeout_s, since_s=self._since_s, others=self._others)
 
     def _collect_stacks(self, pids: dict[int, int]) -> dict[int, str]:
         """Every rank's stacks, which are kept in the log folder as well; "" for one that writes none."""
@@ -221,7 +239,7 @@ class Watch:
                 and event.rank in alive
                 and time.monotonic() - event.time_s > 2 * TEARDOWN_LIMIT_S
             ):
-                send_signal(pids[event.rank], signal.SIGKILL)
+                kill_rank(pids[event.rank])
 
     def _end_waiting(self, events: list[Event], pids: dict[int, int], alive: Collection[int]) -> None:
         """Ends the survivors of a rank that failed or left, where the engine does not see it or they do not listen."""
@@ -245,7 +263,7 @@ class Watch:
 
     def _signal_all(self, pids: dict[int, int], ranks: Collection[int], number: signal.Signals) -> None:
         for rank in ranks:
-            send_signal(pids[rank], number)
+            kill_rank(pids[rank]) if number == signal.SIGKILL else send_signal(pids[rank], number)
 
 
 def _write_private(path: Path, text: str) -> None:
