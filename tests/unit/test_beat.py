@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 import stat
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -131,19 +132,16 @@ def test_text_of_another_kind_is_not_heard(text: bytes) -> None:
 
 
 def test_reader_never_sees_a_page_half_written(tmp_path: Path) -> None:
-    page, is_over = BeatPage(tmp_path, 0), threading.Event()
-    page.pulse(1, "barrier")
-
-    def write() -> None:
-        while not is_over.is_set():
-            page.mark(Phase.COMPUTE, step=5)
-            page.pulse(2, "barrier")
-
-    writer = threading.Thread(target=write)
-    writer.start()
+    # Another process, as in a run: a thread of this one would be held by the interpreter's lock.
+    writes = "page = BeatPage(sys.argv[1], 0)\nwhile True: page.mark(Phase.COMPUTE, step=5); page.pulse(2, 'barrier')"
+    source = f"import sys\nfrom unsloth_multigpu.fault.beat import BeatPage, Phase\n{writes}"
+    writer = subprocess.Popen([sys.executable, "-c", source, tmp_path])
     try:
-        beats = [read_beats(tmp_path)[0] for _ in range(3000)]
+        deadline_s = time.monotonic() + 30.0
+        while not any(beat.alive_s for beat in read_beats(tmp_path).values()):
+            assert time.monotonic() < deadline_s
+        beats = [read_beats(tmp_path)[0] for _ in range(5000)]
     finally:
-        is_over.set()
-        writer.join()
+        writer.kill()
+        writer.wait()
     assert min(min(b.progress_s, b.alive_s) for b in beats) > 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import signal
@@ -110,10 +111,13 @@ class Chaos:
             row.told = f"{len(planted)} faults, {len(ended.told)} messages; the last: {row.told}"
             if len(planted) < len(trial.faults):
                 row.reasons.append(f"met only {len(planted)} of {len(trial.faults)} faults\n{_tail(ended)}")
-        for fault in planted:
+        following_s = [*(fault["time_s"] for fault in planted[1:]), math.inf]
+        for fault, next_s in zip(planted, following_s, strict=True):
             end = KINDS[fault["kind"]]
             bound_s = limit_s(end, hang_timeout_s=float(str(self.options["hang_timeout_s"])), grace_s=self._grace_s)
             step_s = trace.first_step_s(fault["time_s"])
+            if step_s is not None and step_s > next_s:
+                continue  # This start met its own fault before it made a step.
             if step_s is not None:
                 self._judge_start(row, step_s - fault["time_s"], bound_s or 0.0)
             elif ended.code != 0 or end is not End.NONE:
