@@ -14,6 +14,7 @@ from typing import Any
 
 from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_ID
 from unsloth_multigpu.core.exchange import Exchange
+from unsloth_multigpu.core.loss import kept_random_state
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.resume import ORDER_FILE, Resume, training_facts
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
@@ -48,6 +49,7 @@ class Checkpoints:
         self._exchange = exchange
         self._facts: dict[str, Any] = {}
         self._writers: list[int] = [0]
+        self._evaluation: ExitStack | None = None
 
     @contextmanager
     def on_trainer(self, arguments: dict[str, Any], number: int) -> Iterator[None]:
@@ -72,7 +74,11 @@ class Checkpoints:
         resume = Resume(trainer, self._manager, self._steps, self._writers)
         resume.choose(run_dir, arguments, self._facts)
         save = functools.partial(self._save, trainer._save_checkpoint)
-        with resume.on_trainer(), instance_attribute(trainer, "_save_checkpoint", save):
+        evaluate = functools.partial(self._evaluate, trainer.evaluate)
+        with ExitStack() as stack:
+            stack.enter_context(resume.on_trainer())
+            stack.enter_context(instance_attribute(trainer, "_save_checkpoint", save))
+            stack.enter_context(instance_attribute(trainer, "evaluate", evaluate))
             yield
 
     @property
@@ -101,6 +107,16 @@ class Checkpoints:
         if self._is_writer:
             clear_parts(folder)
 
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.evaluate`: what it draws is its own, so that a training that a stop cuts off in it goes on alike."""
+        with ExitStack() as stack:
+            stack.enter_context(kept_random_state())
+            self._evaluation = stack
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._evaluation = None
+
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """`Trainer._save_checkpoint`: a folder has its name only when it is whole. Collective."""
         trainer = self._trainer
@@ -108,6 +124,8 @@ class Checkpoints:
         final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
         part = final.parent / PART_FOLDER / final.name
         pushes: list[Any] = []
+        if self._evaluation is not None:
+            self._evaluation.close()  # The random state of the training is what belongs into the checkpoint.
         with self._cleared_on_failure(part, final):
             before = _listing(final) if self._is_writer else {}
             with ExitStack() as stack:

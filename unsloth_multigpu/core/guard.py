@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import instance_attribute
 from unsloth_multigpu.fault.beat import BeatPage, Phase
@@ -73,7 +75,9 @@ class Guard:
         self._compiler.enter()
         # The first samples may take long: workers start, and a resumed stream is read up to its place.
         if self.beat.phase != Phase.SETUP:
-            self.beat.mark(Phase.FILL if self.is_epoch_new else Phase.DATA)
+            # A stream fills its buffer anew.
+            is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
+            self.beat.mark(Phase.FILL if self.is_epoch_new and is_stream else Phase.DATA)
         self.is_epoch_new = False
         result = original(*args, **kwargs)
         self.beat.mark(Phase.COMPUTE)

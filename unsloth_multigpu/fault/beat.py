@@ -31,7 +31,7 @@ class Phase(enum.IntEnum):
     ENDED = 8  # No more batches, or behind the last step.
     GENERATE = 9  # Making samples to train on, as GRPO does.
     WARM_UP = 10  # COMPUTE in the first step: kernels are compiled and memory is laid out.
-    FILL = 11  # DATA at the start of an epoch: workers start, a stream fills its buffer.
+    FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
 
 
 @dataclass(frozen=True)
