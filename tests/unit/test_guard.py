@@ -64,6 +64,7 @@ class Model:
         self.page = page
         self.seen: list[tuple[str, Phase, int]] = []
         self.control = SimpleNamespace(should_save=False)
+        self.train_dataset: list[int] = []
 
     def note(self, name: str) -> None:
         self.seen.append((name, self.page.phase, self.page.micro_batch))
