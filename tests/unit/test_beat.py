@@ -40,6 +40,16 @@ def test_what_a_mark_leaves_out_stays(tmp_path: Path) -> None:
     assert beat.progress_s > before
 
 
+def test_phase_ends_with_its_block(tmp_path: Path) -> None:
+    page = BeatPage(tmp_path, 0)
+    page.mark(Phase.UPDATE, step=3)
+    with page.within(Phase.AGREE):
+        assert read_beats(tmp_path)[0].phase == Phase.AGREE
+    assert read_beats(tmp_path)[0].phase == Phase.UPDATE
+    with page.within(None):
+        assert read_beats(tmp_path)[0].phase == Phase.UPDATE
+
+
 def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
     first = BeatPage(tmp_path, 0)
     first.mark(Phase.COMPUTE, step=7)

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, TCPStore
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.fault.agreement import PageAgreement, StoreAgreement
+from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.control import ControlPage
 from unsloth_multigpu.fault.preempt import Caught, Preemption
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -211,7 +212,7 @@ class FakeTrainer:
 def preemption(trainer, tmp_path, *, local_world_size=1, may_stop=lambda: True, **options):
     identity = RankIdentity(0, 0, 1, local_world_size, "unsloth_multigpu")
     manager = SimpleNamespace(identity=identity, config=MultiGPUConfig(**options), store=None)
-    return Preemption(trainer, manager, None, str(tmp_path), may_stop)
+    return Preemption(trainer, manager, None, str(tmp_path), BeatPage(None, 0), may_stop)
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ def expect(hang: Hang | None, rank: int | None, *texts: str) -> None:
         (Phase.WARM_UP, 2),
         (Phase.GENERATE, 10),
         (Phase.FILL, 5),
+        (Phase.AGREE, 1),
         (Phase.EVALUATE, 5),
         (Phase.SAVE, 10),
         (Phase.COMPILE, 10),
@@ -75,6 +76,18 @@ def test_callbacks_between_two_steps_may_take_longer() -> None:
     assert judge(waits, waits) is not None
     updates = beat(Phase.UPDATE, micro_batch=1, still_s=LIMIT_S + 0.1)
     assert judge(updates, updates) is not None
+
+
+@pytest.mark.parametrize("phase", [Phase.UPDATE, Phase.EVALUATE])
+def test_waiting_in_a_collective_is_no_work(phase: Phase) -> None:
+    """Logging between two steps and evaluating gather from all ranks; a cut wire must not take five times the limit."""
+    waits = beat(phase, still_s=LIMIT_S + 0.1, collective=41, operation=ALL_REDUCE)
+    expect(judge(waits, waits), None, "all ranks wait in all_reduce [4]")
+    expect(judge(waits, waits, others=[node(beat(phase), unheard_s=11)]), None, "node 1 (rank 2) has not been heard")
+    # One that is busy in its callbacks, or evaluating, has its time, and those that wait have it too.
+    waits = beat(phase, still_s=5 * LIMIT_S - 0.1, collective=41, operation=ALL_REDUCE)
+    assert judge(waits, beat(phase, still_s=5 * LIMIT_S - 0.1, collective=40)) is None
+    expect(judge(waits, beat(phase, still_s=5 * LIMIT_S + 0.1, collective=40)), 1, "rank 1 hangs")
 
 
 @pytest.mark.parametrize("phase", [Phase.SCRIPT, Phase.ENDED])

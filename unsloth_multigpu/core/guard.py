@@ -107,12 +107,8 @@ class Guard:
         return original(*args, **kwargs)
 
     def _within(self, phase: Phase | None, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = self.beat.phase
-        self.beat.mark(phase)
-        try:
+        with self.beat.within(phase):
             return original(*args, **kwargs)
-        finally:
-            self.beat.mark(before)
 
 
 class CompilerPhase:

@@ -55,7 +55,7 @@ class DDPTrainer:
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
         is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
-        self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), self._may_stop)
+        self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), beat, self._may_stop)
         self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
         self.num_steps = 0
         self._is_proof_due = False

@@ -11,7 +11,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Phase(enum.IntEnum):
     GENERATE = 9  # Making samples to train on, as GRPO does.
     WARM_UP = 10  # COMPUTE in the first step: kernels are compiled and memory is laid out.
     FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
+    AGREE = 12  # Asking the other ranks after a step whether to stop.
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,16 @@ class BeatPage:
         self.step = self.step if step is None else step
         self.micro_batch = self.micro_batch if micro_batch is None else micro_batch
         self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, time.monotonic()))
+
+    @contextmanager
+    def within(self, phase: Phase | None) -> Iterator[None]:
+        """Marks a phase, None = the one before, and at the end the one before."""
+        before = self.phase
+        self.mark(phase)
+        try:
+            yield
+        finally:
+            self.mark(before)
 
     def pulse(self, collective: int, operation: str) -> None:
         """Called by the pulse thread alone; see `Beat`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.fault.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
+from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.fault.control import ControlPage
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.report import EventWriter
@@ -70,6 +71,7 @@ class Preemption:
         manager: This rank's manager.
         events: Where the rank's events go, if a supervisor of ours reads them.
         run_dir: The run's private folder, None without a supervisor of ours.
+        beat: This rank's page of beats.
         may_stop: False between two points at which a stop changes nothing, the same on all ranks.
 
     Attributes:
@@ -82,6 +84,7 @@ class Preemption:
         manager: DDPManager,
         events: EventWriter | None,
         run_dir: str | None,
+        beat: BeatPage,
         may_stop: Callable[[], bool] = lambda: True,
     ) -> None:
         self._trainer = trainer
@@ -89,6 +92,7 @@ class Preemption:
         self._config = manager.config
         self._events = events
         self._run_dir = run_dir
+        self.beat = beat
         self._page: ControlPage | None = None
         self._may_stop = may_stop
         self._caught = Caught()
@@ -203,7 +207,10 @@ def _preemption_callback(preemption: Preemption) -> Any:
     class PreemptionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             preemption.begin_step()
-            if preemption.is_stopping():
+            # Over nodes the answer comes through the wire, which may be cut.
+            with preemption.beat.within(Phase.AGREE):
+                is_stopping = preemption.is_stopping()
+            if is_stopping:
                 # The loop still logs this step, so that the saved history is whole.
                 control.should_save = preemption.is_save_wanted
                 control.should_evaluate = False

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from unsloth_multigpu.fault.beat import Beat, Node, Phase
 
 # A rank may be silent for so many times `hang_timeout_s`.
-_FACTORS = {Phase.DATA: 1, Phase.COMPUTE: 1, Phase.UPDATE: 1, Phase.WARM_UP: 2, Phase.FILL: 5, Phase.EVALUATE: 5}
+_FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
+_FACTORS |= {Phase.WARM_UP: 2, Phase.FILL: 5, Phase.EVALUATE: 5}
 # Between two steps: callbacks may generate a sample, a tracker may wait for its server.
 _CALLBACKS_FACTOR = 5
 _LONGEST_FACTOR = 10
@@ -33,6 +34,7 @@ _DOING = {
     Phase.GENERATE: "generating samples",
     Phase.WARM_UP: "computing",
     Phase.FILL: "getting the first samples of an epoch",
+    Phase.AGREE: "asking the other ranks whether to stop",
 }
 
 
@@ -113,13 +115,16 @@ def where(beat: Beat) -> str:
 
 
 def _factor(beat: Beat) -> float:
+    # In a collective a rank does nothing that takes long itself; whom it waits for has the limit of its own phase.
+    if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE):
+        return 1
     if beat.phase == Phase.UPDATE and _is_between_steps(beat):
         return _CALLBACKS_FACTOR
     return _FACTORS.get(beat.phase, _LONGEST_FACTOR)
 
 
 def _is_between_steps(beat: Beat) -> bool:
-    return beat.micro_batch == 0 and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE)
+    return beat.micro_batch == 0 and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE, Phase.AGREE)
 
 
 def _may_wait_for(waiting: Beat, other: Beat) -> bool:

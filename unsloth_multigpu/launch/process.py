@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -46,6 +47,15 @@ def send_signal(pid: int, number: signal.Signals) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
+        logger.debug("pid=%d had already ended", pid)
+
+
+def send_to_main_thread(pid: int, number: signal.Signals) -> None:
+    """Sends a signal that no other thread may take: a stopped process then handles it before it goes on."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30.
+    if tgkill is None:
+        send_signal(pid, number)
+    elif tgkill(pid, pid, number) != 0:
         logger.debug("pid=%d had already ended", pid)
 
 

@@ -21,6 +21,7 @@ from unsloth_multigpu.launch.process import (
     read_held_bytes,
     read_state,
     send_signal,
+    send_to_main_thread,
     wait_for_exit,
 )
 from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
@@ -202,12 +203,12 @@ class Watch:
         for rank, pid in pids.items():
             # Before faulthandler is set up, the signal would end the process.
             if paths[rank].exists():
-                send_signal(pid, signal.SIGUSR2)
+                send_to_main_thread(pid, signal.SIGUSR2)
                 if read_state(pid) == "T":
                     send_signal(pid, signal.SIGCONT)
         deadline_s, sizes = time.monotonic() + _STACK_LIMIT_S, [-1]
         while time.monotonic() < deadline_s:
-            # Short: a stopped rank goes on from here until it is killed.
+            # Short: a rank that was stopped goes on, once it has written where it stood, until it is killed.
             time.sleep(_STACK_POLL_S)
             before, sizes = sizes, [path.stat().st_size for path in paths.values() if path.exists()]
             if sizes == before and all(sizes):
