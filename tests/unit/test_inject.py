@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
 from unsloth_multigpu.cli import chaos_run
-from unsloth_multigpu.cli.chaos_plan import all_trials, random_trial, torn_trial
+from unsloth_multigpu.cli.chaos import Chaos
+from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.cli.chaos_result import Row, Trace, compare_samples, compare_weights, markdown, text_table
-from unsloth_multigpu.cli.chaos_run import Scene
+from unsloth_multigpu.cli.chaos_run import Ended, Scene
 from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.config import ENV_ATTEMPT, ENV_CHAOS, MultiGPUConfig
 from unsloth_multigpu.core.inject import planted_faults
@@ -286,6 +287,23 @@ def test_samples_of_a_step_that_was_made_again_count_once():
     assert compare_samples(whole, Trace([*first, step_record(9, 3, 2, {"c": 1, "d": 2})])) == (1, 2)
     assert compare_samples(whole, Trace(first)) == (2, 0)
     assert whole.samples()[0, 1] == Counter(a=1, b=1)
+
+
+@pytest.mark.parametrize(
+    ("has_stepped", "took_s", "is_late"),
+    [(True, 34.9, False), (True, 35.1, True), (False, 124.9, False), (False, 125.1, True)],
+)
+def test_hang_before_the_first_step_may_take_longer(tmp_path, has_stepped, took_s, is_late):
+    """A limit of 10 s, a cold start of 10 s: 10 + 5 + 20 s from the fault to the next step, or 100 + 5 + 20."""
+    fault = {"event": "planted", "kind": "loop", "time_s": 100.0, "pid": 1, "rank": 1, "step": 9}
+    steps = [step_record(90.0, 1, 8, {})] if has_stepped else []
+    trace = Trace([*steps, fault, step_record(100.0 + took_s, 2, 9, {})])
+    scene = Scene(tmp_path, [], {}, None, 600.0)
+    whole = Trace([{"event": "begin", "config": {"grace_s": 30.0}, "time_s": 0.0, "pid": 9}])
+    judge = Chaos(tmp_path, scene, whole, 10.0, {"hang_timeout_s": 10.0}, resumes=True)
+    row = Row("loop@1:9")
+    judge._judge_end(row, Trial("loop@1:9", (parse_fault("loop@1:9"),)), Ended(0, 0.0, 200.0, 0, (), ""), trace)
+    assert bool(row.reasons) == is_late, row.reasons
 
 
 def test_weights_are_compared_by_bits_and_by_size(tmp_path):

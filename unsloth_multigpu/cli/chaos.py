@@ -28,6 +28,7 @@ from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.fault.chaos import KINDS, End, limit_s, parse_fault
+from unsloth_multigpu.fault.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.launch.folder import private_dir
 from unsloth_multigpu.launch.identity import read_identity
 
@@ -114,7 +115,10 @@ class Chaos:
         following_s = [*(fault["time_s"] for fault in planted[1:]), math.inf]
         for fault, next_s in zip(planted, following_s, strict=True):
             end = KINDS[fault["kind"]]
-            bound_s = limit_s(end, hang_timeout_s=float(str(self.options["hang_timeout_s"])), grace_s=self._grace_s)
+            hang_timeout_s = float(str(self.options["hang_timeout_s"]))
+            if not trace.has_stepped(fault):
+                hang_timeout_s *= LONGEST_FACTOR  # Up to its first step a rank may be filling its caches.
+            bound_s = limit_s(end, hang_timeout_s=hang_timeout_s, grace_s=self._grace_s)
             step_s = trace.first_step_s(fault["time_s"])
             if step_s is not None and step_s > next_s:
                 continue  # This start met its own fault before it made a step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ class Trace:
         """When the first step ended in a process that began to train after `since_s`; None if there is none."""
         before = {r["pid"] for r in self.records if r["time_s"] <= since_s}
         return next((float(r["time_s"]) for r in self.of("step") if r["pid"] not in before), None)
+
+    def has_stepped(self, fault: Mapping[str, Any]) -> bool:
+        """True if the process that met the fault had made a step before."""
+        return any(r["pid"] == fault["pid"] and r["time_s"] < fault["time_s"] for r in self.of("step"))
 
     def samples(self) -> dict[tuple[int, int], Counter[str]]:
         """Samples of each (training, step) over all ranks. A step that was made again counts as it was made last."""

@@ -12,7 +12,8 @@ _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE),
 _FACTORS |= {Phase.WARM_UP: 2, Phase.FILL: 5, Phase.EVALUATE: 5}
 # Between two steps: callbacks may generate a sample, a tracker may wait for its server.
 _CALLBACKS_FACTOR = 5
-_LONGEST_FACTOR = 10
+# Loading, saving, compiling, and all up to the first samples of a training.
+LONGEST_FACTOR = 10
 # Nodes say once a second how their ranks are. What is older says nothing of now.
 _NEWS_S = 3.0
 # A rank of another node is left for so long to its own supervisor, which knows more of it.
@@ -98,7 +99,7 @@ def find_hang(
     hang = _find_left(known, hung)
     if hang is None and not is_complete and _waits_for_others(known, hung, beats):
         waits = hung & beats.keys()
-        if not lost_s and min(still_s[r] for r in waits) <= hang_timeout_s * _LONGEST_FACTOR:
+        if not lost_s and min(still_s[r] for r in waits) <= hang_timeout_s * LONGEST_FACTOR:
             return None  # A rank of a node that is still to be heard may be saving.
         return _blame_nodes({r: beats[r] for r in waits}, still_s, [n for n in others if n.number in lost_s], lost_s)
     return _name_node(hang or _blame(known, hung, still_s), heard, beats)
@@ -120,7 +121,7 @@ def _factor(beat: Beat) -> float:
         return 1
     if beat.phase == Phase.UPDATE and _is_between_steps(beat):
         return _CALLBACKS_FACTOR
-    return _FACTORS.get(beat.phase, _LONGEST_FACTOR)
+    return _FACTORS.get(beat.phase, LONGEST_FACTOR)
 
 
 def _is_between_steps(beat: Beat) -> bool:
