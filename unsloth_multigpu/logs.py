@@ -40,3 +40,39 @@ def get_logger(name: str) -> logging.Logger:
     if not any(isinstance(f, RankFilter) for f in logger.filters):
         logger.addFilter(RankFilter())
     return logger
+
+
+class _NotebookHandler(logging.StreamHandler):  # type: ignore[type-arg]  # No class is subscripted in Python 3.10.
+    """Facts go to stdout: a front end paints stderr as it paints an error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr if record.levelno >= logging.WARNING else sys.stdout)
+        super().emit(record)
+
+
+class Console:
+    """Shows this package's facts on stderr, unless the application has configured logging before.
+
+    While it is open records go no further: libraries put handlers of their own on the root logger.
+    """
+
+    def __init__(self, *, debug: bool, is_notebook: bool = False) -> None:
+        self._package = logging.getLogger("unsloth_multigpu")
+        self._before = (self._package.level, self._package.propagate)
+        self._handler: logging.Handler | None = None
+        if debug:
+            self._package.setLevel(logging.DEBUG)
+        elif self._package.level == logging.NOTSET:
+            self._package.setLevel(logging.INFO)
+        if not self._package.hasHandlers():
+            self._handler = _NotebookHandler() if is_notebook else logging.StreamHandler()
+            self._handler.setFormatter(logging.Formatter("unsloth_multigpu: %(message)s"))
+            self._package.addHandler(self._handler)
+            self._package.propagate = False
+
+    def close(self) -> None:
+        """Puts the logger back as it was."""
+        level, self._package.propagate = self._before
+        self._package.setLevel(level)
+        if self._handler is not None:
+            self._package.removeHandler(self._handler)

@@ -55,7 +55,10 @@ def wrap_model_multi_gpu(
     """
     from unsloth_multigpu.core.wrap import wrap_model
 
-    return wrap_model(model, _manager(), strategy, find_unused_parameters=find_unused_parameters)
+    wrapped = wrap_model(model, _manager(), strategy, find_unused_parameters=find_unused_parameters)
+    if plugin._session is not None and plugin._session.trainings is not None:
+        plugin._session.trainings.note_wrapper(wrapped)
+    return wrapped
 
 
 def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -122,15 +125,7 @@ def distributed_loader(
     from unsloth_multigpu.data.loader import distributed_loader as make_loader
 
     manager = _manager()
-    config = manager.config
-    if global_batch == "keep" and config.batch_size_per_gpu is not None:
-        raise ConfigError(
-            f"global_batch='keep', but enable_multi_gpu() has batch_size_per_gpu={config.batch_size_per_gpu}.",
-            hint="Leave out one of them.",
-        )
-    if global_batch is None:
-        global_batch = "keep" if config.keeps_global_batch else "scale"
-        batch_size = config.batch_size_per_gpu or batch_size
+    global_batch, batch_size = _step_of(manager.config, global_batch, batch_size)
     return make_loader(
         dataset,
         batch_size,
@@ -143,6 +138,18 @@ def distributed_loader(
         collate_fn=collate_fn,
         **loader_options,
     )
+
+
+def _step_of(config: MultiGPUConfig, global_batch: str | None, batch_size: int) -> tuple[str, int]:
+    """`global_batch` and `batch_size` of a loader: what the call says, else what the options say."""
+    if global_batch == "keep" and config.batch_size_per_gpu is not None:
+        raise ConfigError(
+            f"global_batch='keep', but enable_multi_gpu() has batch_size_per_gpu={config.batch_size_per_gpu}.",
+            hint="Leave out one of them.",
+        )
+    if global_batch is not None:
+        return global_batch, batch_size
+    return "keep" if config.keeps_global_batch else "scale", config.batch_size_per_gpu or batch_size
 
 
 def _manager() -> DDPManager:

@@ -12,9 +12,10 @@ from typing import Any
 from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RECEIPT, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
+from unsloth_multigpu.logs import Console
 from unsloth_multigpu.patching import PatchRow
 from unsloth_multigpu.report import RunReport
-from unsloth_multigpu.session import Console, Session, open_session
+from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command
 
 
@@ -24,7 +25,7 @@ class MultiGPUStatus:
 
     Args:
         is_enabled: `enable_multi_gpu` is in effect.
-        launcher: Who started the ranks: "unsloth_multigpu", "torchrun", "slurm", "openmpi" or "none".
+        launcher: Who started the ranks: "unsloth_multigpu", "notebook", "torchrun", "slurm", "openmpi" or "none".
         log_dir: Folder with the logs of ranks above 0; None where another launcher keeps them.
         patches: Every function of another library that is steered, and whether it is.
         report: Figures of the last training; None before the first, or with one rank.
@@ -69,6 +70,7 @@ def enable_multi_gpu(
     outer_momentum: float | None = None,
     gradient_aggregation: str | None = None,
     verify_every: int | None = None,
+    replay: bool = False,
     hang_timeout_s: float | None = None,
     resume: str | None = None,
     grace_s: float | None = None,
@@ -111,6 +113,7 @@ def enable_multi_gpu(
         outer_momentum: Its Nesterov momentum [0.9].
         gradient_aggregation: "weighted", "mean" or "sum" of the shards with enable_ddp=False ["weighted"].
         verify_every: Steps between two comparisons of all ranks' weights, 0 = never [100].
+        replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
         hang_timeout_s: Without progress for so long while it trains, a rank is called hung and the run ends, 0 = never
             [120].
         resume: "auto" goes on from the last whole checkpoint of this training, "off" does what the script says ["off"].
@@ -128,7 +131,7 @@ def enable_multi_gpu(
     """
     global _session
     # Here the parameters are all there is; `legacy` stands for the rest.
-    arguments = {name: value for name, value in locals().items() if name != "legacy"}
+    arguments = {name: value for name, value in locals().items() if name not in ("legacy", "replay")}
     arguments.update(translate_legacy(legacy))
     config = _as_verified(MultiGPUConfig.resolve(_in_config_types(arguments)))
     if _session is not None:
@@ -138,18 +141,33 @@ def enable_multi_gpu(
         return
     if config.memory_optimization:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    console = Console(debug=config.debug)
+    from unsloth_multigpu.notebook.start import find_shell
+
+    shell = find_shell()
+    console = Console(debug=config.debug, is_notebook=shell is not None)
     try:
-        identity = read_identity(os.environ)
-        if identity is None:
-            num_ranks = ranks_to_start(config)
-            if needs_supervisor(config, num_ranks):
-                start_this_command(config, num_ranks)
-            identity = SINGLE_PROCESS
-        _session = open_session(config, identity, console)
+        _session = _open_here(config, console, shell, replay=replay)
     except BaseException:
         console.close()
         raise
+
+
+def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: bool) -> Session:
+    """Opens the session of this process: a rank, a notebook's kernel, or alone. A supervisor does not return."""
+    from unsloth_multigpu.notebook.start import open_notebook, wait_for_kernel_at_close
+
+    identity = read_identity(os.environ)
+    if identity is None:
+        num_ranks = ranks_to_start(config)
+        if needs_supervisor(config, num_ranks):
+            if shell is not None:
+                return open_notebook(config, num_ranks, console, shell, replay=replay)
+            start_this_command(config, num_ranks)
+        identity = SINGLE_PROCESS
+    session = open_session(config, identity, console)
+    if identity.launcher == "notebook":
+        wait_for_kernel_at_close(session)
+    return session
 
 
 def disable_multi_gpu() -> None:
@@ -158,8 +176,12 @@ def disable_multi_gpu() -> None:
     if _session is None:
         return
     session, _session = _session, None
-    session.registry.undo()
-    session.console.close()
+    session.close()
+
+
+def active_session() -> Session | None:
+    """What `enable_multi_gpu` has opened in this process."""
+    return _session
 
 
 def is_multi_gpu_enabled() -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,17 +14,20 @@ from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGP
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
-from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.report import EventWriter, RunReport
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
     from unsloth_multigpu.core.trainer import DDPTrainer
+    from unsloth_multigpu.notebook.recovery import Trainings
 
 logger = get_logger(__name__)
 
 _OTHER_PARALLELISM = ("UNSLOTH_FSDP2", "UNSLOTH_TP_SIZE")
+# What `_claim_device` tells accelerate.
+_DEVICE_VARIABLES = ("ACCELERATE_BYPASS_DEVICE_MAP", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
 
 
 @dataclass
@@ -37,21 +41,66 @@ class Session:
     beat: BeatPage = field(default_factory=lambda: BeatPage(None, 0))
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
+    on_close: ExitStack = field(default_factory=ExitStack)
+    # Raises where a training cannot begin.
+    before_training: Callable[[], None] = lambda: None
+    # In a notebook: True on a rank above 0 once rank 0 has ended its part of the cell; and the trainers to be healed.
+    has_rank_0_left: Callable[[], bool] = lambda: False
+    trainings: Trainings | None = None
+    num_trainings: int = 0
+    num_finished: int = 0
+    is_closed: bool = False
+    # Counts the sessions of this process.
+    number: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
-    _num_trainings: int = 0
 
     def manager(self) -> DDPManager:
         """This rank's manager, made when it is first needed."""
         if self._manager is None:
             from unsloth_multigpu.core.manager import DDPManager
 
-            self._manager = DDPManager(self.identity, self.config)
+            self._manager = DDPManager(self.identity, self.config, self.number)
+            self._manager.has_rank_0_left = lambda: self.has_rank_0_left()
         return self._manager
+
+    def open_manager(self) -> DDPManager | None:
+        """The same; None once this session is closed."""
+        return None if self.is_closed else self.manager()
+
+    def leave_group(self) -> None:
+        """In a notebook: the process group is about to be closed, and a new one opened."""
+        if self.trainings is not None:
+            self.trainings.unwrap()
+
+    def enter_group(self, num_trainings: int, *, heals: bool) -> None:
+        """In a notebook: a new process group was opened. Collective.
+
+        Args:
+            num_trainings: How many trainings rank 0 has begun.
+            heals: Rank 0 knows trainers, which are to be made equal on all ranks.
+
+        Raises:
+            DivergenceError: A trainer is another one on another rank.
+        """
+        lengths = {} if self._manager is None else self._manager.lengths_of
+        self._manager = None  # What was exchanged by the old group is gone.
+        self.manager().lengths_of = lengths
+        self.num_trainings = num_trainings
+        if heals and self.trainings is not None:
+            self.num_finished = self.trainings.make_equal(self.manager(), self.num_finished)
+
+    def close(self) -> None:
+        """Takes every patch out again, and closes what was opened for the run."""
+        self.is_closed = True
+        self.registry.undo()
+        self.on_close.close()
+        self.console.close()
 
     def run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
         self.registry.verify()
-        number, self._num_trainings = self._num_trainings, self._num_trainings + 1
+        self.before_training()
+        number, self.num_trainings = self.num_trainings, self.num_trainings + 1
         if not self.config.enable_ddp:
             return self._run_serial(trainer, original_train)
         steered = None
@@ -66,12 +115,17 @@ class Session:
             from unsloth_multigpu.core.trainer import DDPTrainer
 
             steered = DDPTrainer(trainer, self.manager(), self.events, self.beat)
+            if self.trainings is not None:
+                steered.on_agreed = functools.partial(self.trainings.note, trainer, number)
         train = original_train
         if steered is not None:
-            train = functools.partial(steered.run, original_train, arguments, number)
+            # In a notebook the cell of a training that was cut off is run again: it is the same training.
+            place = number if self.trainings is None else self.num_finished
+            train = functools.partial(steered.run, original_train, arguments, place)
         if ENV_RECEIPT in os.environ:
             self._record(trainer, train, is_filler=functools.partial(_computes_filler, steered))
         result = train()
+        self.num_finished += 1
         if steered is not None:
             self.report = steered.report
         return result
@@ -122,7 +176,17 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
             f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
             hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
         )
-    if identity.launcher != "none":
+    if identity.launcher == "notebook":
+        from unsloth_multigpu.launch.rank import enter_notebook
+        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+
+        session.trainings = Trainings()
+        session.on_close.callback(become_one_process)
+        session.on_close.callback(session.trainings.end, keeps_global_batch=config.keeps_global_batch)
+        session.on_close.enter_context(_kept_variables(*_DEVICE_VARIABLES))
+        session.beat, end_pulse = enter_notebook(identity, config.hang_timeout_s)
+        session.on_close.callback(end_pulse)
+    elif identity.launcher != "none":
         from unsloth_multigpu.launch.rank import enter_rank
 
         session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
@@ -170,7 +234,7 @@ def _patches(session: Session) -> list[Patch]:
     return [
         *patches,
         *placement_patches(device_type, local_device(identity, config).index or 0),
-        *saving_patches(identity.rank, session.manager),
+        *saving_patches(identity.rank, session.open_manager),
         *dataset_patches(os.environ.get(ENV_RUN_DIR), session.manager),
     ]
 
@@ -209,29 +273,14 @@ def _claim_device(session: Session) -> str:
     return device.type
 
 
-class Console:
-    """Shows this package's facts on stderr, unless the application has configured logging before.
-
-    While it is open records go no further: libraries put handlers of their own on the root logger.
-    """
-
-    def __init__(self, *, debug: bool) -> None:
-        self._package = logging.getLogger("unsloth_multigpu")
-        self._before = (self._package.level, self._package.propagate)
-        self._handler: logging.Handler | None = None
-        if debug:
-            self._package.setLevel(logging.DEBUG)
-        elif self._package.level == logging.NOTSET:
-            self._package.setLevel(logging.INFO)
-        if not self._package.hasHandlers():
-            self._handler = logging.StreamHandler()
-            self._handler.setFormatter(logging.Formatter("unsloth_multigpu: %(message)s"))
-            self._package.addHandler(self._handler)
-            self._package.propagate = False
-
-    def close(self) -> None:
-        """Puts the logger back as it was."""
-        level, self._package.propagate = self._before
-        self._package.setLevel(level)
-        if self._handler is not None:
-            self._package.removeHandler(self._handler)
+@contextmanager
+def _kept_variables(*names: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -17,9 +17,11 @@ SUPPORTED: Mapping[str, str] = {
     "unsloth_zoo": ">=2026.10.1",
     "wrapt": ">=1.17",
 }
+# What runs a notebook. It has no part in the training, so ranks on several nodes may differ in it.
+SUPPORTED_IN_NOTEBOOKS: Mapping[str, str] = {"ipython": ">=7.34", "ipykernel": ">=6.17"}
 
 # Without these the package still trains a plain transformers script.
-OPTIONAL = frozenset({"unsloth", "unsloth_zoo"})
+OPTIONAL = frozenset({"unsloth", "unsloth_zoo", *SUPPORTED_IN_NOTEBOOKS})
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class VersionRow:
 
 
 def version_rows() -> list[VersionRow]:
-    """Returns one row per library of `SUPPORTED`, in its order. An optional library may be absent and is ok then."""
-    rows = [check_version(name + supported) for name, supported in SUPPORTED.items()]
+    """Returns one row per library of both tables, in their order. An optional library may be absent and is ok then."""
+    rows = [check_version(name + supported) for name, supported in {**SUPPORTED, **SUPPORTED_IN_NOTEBOOKS}.items()]
     return [replace(row, ok=row.ok or (row.installed is None and row.name in OPTIONAL)) for row in rows]
 
 

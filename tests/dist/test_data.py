@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import run_python
+from tests.helpers.run import LIGHT, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "data.py"
 SOURCES = [
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
         out = path / str(num_ranks)
         out.mkdir()
         names = [",".join([*ON_THREE, *RESUMED])] if num_ranks == 3 else []
-        run = run_python([SCRIPT, str(num_ranks), out, *names], cwd=path)
+        run = run_python([SCRIPT, str(num_ranks), out, *names], path, LIGHT)
         assert run.code == 0, run.err
         (out / "stderr.txt").write_text(run.err)
     return path
@@ -104,7 +104,8 @@ def test_one_process_is_planned_when_asked(folder):
     names = ["plain", "workers", "list", "end_to_end"]
     out = folder / "one"
     out.mkdir()
-    run = run_python([SCRIPT, "1", out, ",".join(names)], cwd=folder, env={"UNSLOTH_MULTIGPU_BALANCE": "tokens"})
+    variables = {**LIGHT, "UNSLOTH_MULTIGPU_BALANCE": "tokens"}
+    run = run_python([SCRIPT, "1", out, ",".join(names)], folder, variables)
     assert run.code == 0, run.err
     for name in names:
         planned, (plain,) = json.loads((out / f"{name}_0.json").read_text()), ranks(folder, 1, name)

@@ -6,6 +6,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.run import LIGHT, orphans, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
@@ -14,6 +16,7 @@ HANG_TIMEOUT_S = 3.0
 SLACK_S = 5.0
 
 
+@pytest.mark.alone
 def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
     """First an endless loop while samples are got, behind slow steps; then, started again, a stopped process."""
     script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.

@@ -67,7 +67,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path, program):
         "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
         "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
     }[program]
-    run = run_python(["-m", *module, SCRIPT, tmp_path], cwd=tmp_path)
+    run = run_python(["-m", *module, SCRIPT, tmp_path], tmp_path, LIGHT)
     assert run.code == 0, run.err
     assert {f["launcher"] for f in facts(tmp_path)} == {"torchrun"}
 
@@ -116,7 +116,7 @@ def test_other_number_of_ranks_than_asked_is_refused(tmp_path):
 def test_work_before_the_line_is_named(tmp_path):
     script = tmp_path / "late.py"
     script.write_text("import transformers\nimport unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\n")
-    run = run_python([script], cwd=tmp_path)
+    run = run_python([script], tmp_path, LIGHT)
     assert run.code == 0, run.err
     assert "of work (imported: transformers), which each of the 2 ranks does again" in run.err
 

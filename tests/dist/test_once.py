@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import run_python
+from tests.helpers.run import LIGHT, run_python
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "once.py"
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "once.py"
 def ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp("once")
     build_tiny(path / "model")
-    run = run_python([SCRIPT, path / "model", path], cwd=path)
+    run = run_python([SCRIPT, path / "model", path], path, LIGHT)
     assert run.code == 0, run.err
     return [json.loads((path / f"once_{rank}.json").read_text()) for rank in (0, 1)]
 

@@ -14,11 +14,6 @@ TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **LIGHT}
 GRACE_S = 60.0  # The default of the script.
 
 
-def hear_signals():
-    # A job in the background of a shell ignores Ctrl-C, and so would all that it starts.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def steps(folder):
     return {int((folder / f"step_{rank}").read_text() or 0) for rank in range(2)}
 
@@ -60,7 +55,7 @@ def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_ag
 
 def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ranks(tmp_path):
     options = ["--sync", "local_sgd", "--save", "steps", "--catch"]
-    process = start([SCRIPT, *options], tmp_path, TWO_RANKS, preexec_fn=hear_signals)
+    process = start([SCRIPT, *options], tmp_path, TWO_RANKS)
     wait_for(tmp_path, "step_1", process)
     process.send_signal(signal.SIGINT)
     run = finish(process)
@@ -107,7 +102,7 @@ def test_second_signal_and_the_end_of_grace_s_end_ranks_that_are_stuck(tmp_path,
     (tmp_path / "stuck.py").write_text(STUCK.replace("GRACE", "60" if is_repeated else "1"))
     err = tmp_path / "err"
     with err.open("w") as file:
-        process = start([tmp_path / "stuck.py"], tmp_path, LIGHT, stderr=file, preexec_fn=hear_signals)
+        process = start([tmp_path / "stuck.py"], tmp_path, LIGHT, stderr=file)
         for rank in range(2):
             wait_for(tmp_path, f"stuck_{rank}", process)
         begin_s = time.monotonic()

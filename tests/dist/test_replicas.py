@@ -1,25 +1,66 @@
 """Ranks whose weights differ are stopped at the next check; compressed gradients keep the ranks equal."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import run_python
+from tests.helpers.run import LIGHT, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "replicas.py"
 pytestmark = pytest.mark.slow
 
+EXACT = {"verify_every": 1, "max_steps": 14}
+# Several in one process group. The last one ends the run.
+RUNS = {
+    "start": {"plant": "start"},
+    "scale": {"plant": "scale"},
+    "unseen": {"plant": "scale", "verify_every": 0},
+    "none": EXACT,
+    "fp16": {**EXACT, "grad_compression": "fp16"},
+    # This model has one bucket, so gloo can carry powersgd for once: there is nothing to get out of order.
+    "powersgd": {**EXACT, "grad_compression": "powersgd", "plant": "one_bucket"},
+    "twice": {"grad_compression": "fp16", "max_steps": 2, "plant": "twice"},
+    "refused_bf16": {"grad_compression": "bf16"},
+    "refused_powersgd": {"grad_compression": "powersgd"},
+    "last_step": {"plant": "flip", "verify_every": 100},
+}
+COMPRESSED = "grad_compression={}: gradients are sent smaller and are no longer exact"
+HINT = "Hint: Look for what changes weights or gradients on one rank alone"
 
-def run(folder, num_ranks, plant, *options):
-    return run_python([SCRIPT, str(num_ranks), plant, *options], cwd=folder)
+
+def run(folder, num_ranks, **lines):
+    arguments = [f"{name}={json.dumps(line)}" for name, line in lines.items()]
+    return run_python([SCRIPT, str(num_ranks), *arguments], folder, LIGHT)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    return folder, run(folder, 2, **RUNS)
+
+
+@pytest.fixture(scope="module")
+def lines(trained):
+    """What the user read of each training."""
+    _, *parts = re.split(r"\[training (\w+)\]\n", trained[1].err)
+    assert parts[::2] == list(RUNS), trained[1].err
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def facts(trained, name, rank=0):
+    return json.loads((trained[0] / f"facts_{name}_{rank}.json").read_text())
+
+
+def saved_in(folder, name):
+    return {path.name for path in (folder / f"checkpoints_{name}").glob("checkpoint-*")}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "plant", "step", "message", "since"),
+    ("plant", "step", "message", "since"),
     [
         (
-            2,
             "start",
             1,
             "rank 0 and rank 1 differ in 8 of 21 trainable tensors: model.layers.0.self_attn.q_proj.weight, "
@@ -28,60 +69,60 @@ def run(folder, num_ranks, plant, *options):
             "It is the first check.",
         ),
         (
-            2,
             "scale",
             4,
             "rank 0 and rank 1 differ in 1 of 21 trainable tensors: lm_head.weight",
             "All ranks were equal after step 2.",
         ),
-        (
-            3,
-            "flip",
-            4,
-            "rank 2 differs from the other ranks in 1 of 21 trainable tensors: model.layers.0.input_layernorm.weight",
-            "All ranks were equal after step 2.",
-        ),
     ],
 )
-def test_planted_divergence_is_caught_at_the_next_check(tmp_path, num_ranks, plant, step, message, since):
-    found = run(tmp_path, num_ranks, plant)
+def test_planted_divergence_is_caught_at_the_next_check(trained, plant, step, message, since):
+    for rank in range(2):
+        found = facts(trained, plant, rank)
+        assert f"DivergenceError: The ranks' replicas differ after step {step}: {message}. {since}" in found["error"]
+        assert HINT in found["error"]
+        assert found["exit_code"] == 77
+        assert len(found["norms"]) == step - 1  # That of the step is logged behind the check.
+    assert saved_in(trained[0], plant) == set()
+
+
+def test_rank_that_differs_from_the_others_is_named_and_ends_the_run(tmp_path):
+    found = run(tmp_path, 3, flip={"plant": "flip"})
     assert found.code == 77, found.err
-    assert f"DivergenceError: The ranks' replicas differ after step {step}: {message}. {since}" in found.err
-    assert "Hint: Look for what changes weights or gradients on one rank alone" in found.err
+    named = "rank 2 differs from the other ranks in 1 of 21 trainable tensors: model.layers.0.input_layernorm.weight"
+    since = "All ranks were equal after step 2."
+    assert f"DivergenceError: The ranks' replicas differ after step 4: {named}. {since}" in found.err
+    assert HINT in found.err
     assert not list(tmp_path.glob("facts_*"))
     # The state that was found to be different is not saved.
-    saved = {path.name for path in tmp_path.glob("checkpoints/checkpoint-*")}
-    assert saved == ({"checkpoint-1", "checkpoint-2", "checkpoint-3"} if plant == "flip" else set())
+    assert saved_in(tmp_path, "flip") == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
 
 
-def test_last_step_is_compared_although_none_is_due(tmp_path):
-    found = run(tmp_path, 2, "flip", "verify_every=100")
-    assert found.code == 77, found.err
-    assert "All ranks were equal after step 1." in found.err
+def test_last_step_is_compared_although_none_is_due(trained, lines):
+    folder, ended = trained
+    assert ended.code == 77, ended.err
+    assert "All ranks were equal after step 1." in lines["last_step"]
+    assert not list(folder.glob("facts_last_step_*"))
 
 
-def test_divergence_goes_unseen_where_nothing_is_compared(tmp_path):
-    found = run(tmp_path, 2, "scale", "verify_every=0")
-    assert found.code == 0, found.err
+def test_divergence_goes_unseen_where_nothing_is_compared(trained):
+    found = facts(trained, "unseen")
+    assert "error" not in found
+    assert len(found["norms"]) == 5
 
 
 @pytest.fixture(scope="module")
-def norms(tmp_path_factory):
-    """Gradient norms of 12 steps by compression, with every step compared."""
+def norms(trained, lines):
+    """Gradient norms of 14 steps by compression, with every step compared."""
     result = {}
     for compression in ("none", "fp16", "powersgd"):
-        folder = tmp_path_factory.mktemp(compression)
-        options = [] if compression == "none" else [f"grad_compression={compression}"]
-        # This model has one bucket, so gloo can carry powersgd for once: there is nothing to get out of order.
-        plant = "one_bucket" if compression == "powersgd" else "none"
-        found = run(folder, 2, plant, "verify_every=1", "max_steps=14", *options)
-        assert found.code == 0, found.err
-        line = f"grad_compression={compression}: gradients are sent smaller and are no longer exact"
-        assert found.err.count(line) == len(options)
-        facts = json.loads((folder / "facts_0.json").read_text())
+        found = facts(trained, compression)
+        assert "error" not in found
+        assert lines[compression].count(COMPRESSED.format(compression)) == (compression != "none")
         # What DDP was told of the model, in a real training.
-        assert facts["ddp"] == {"find_unused_parameters": False, "bucket_view": True}
-        result[compression] = facts["norms"]
+        assert found["ddp"] == {"find_unused_parameters": False, "bucket_view": True}
+        result[compression] = found["norms"]
+        assert len(result[compression]) == EXACT["max_steps"]
     return result
 
 
@@ -97,15 +138,16 @@ def test_powersgd_begins_with_the_tenth_gradient(norms):
     assert norms["powersgd"][10:] == pytest.approx(norms["none"][10:], rel=0.5)
 
 
-def test_second_training_of_a_trainer_is_compressed_as_the_first(tmp_path):
-    found = run(tmp_path, 2, "twice", "grad_compression=fp16", "max_steps=2")
-    assert found.code == 0, found.err
-    assert found.err.count("grad_compression=fp16: gradients are sent smaller and are no longer exact") == 2
+def test_second_training_of_a_trainer_is_compressed_as_the_first(trained, lines):
+    assert "error" not in facts(trained, "twice")
+    assert lines["twice"].count(COMPRESSED.format("fp16")) == 2
 
 
 @pytest.mark.parametrize("compression", ["bf16", "powersgd"])
-def test_compression_that_gloo_cannot_carry_is_refused_before_training(tmp_path, compression):
-    found = run(tmp_path, 2, "none", f"grad_compression={compression}")
-    assert found.code == 69, found.err
-    assert f"grad_compression='{compression}' needs NCCL or XCCL; the gradients of this run go over gloo." in found.err
-    assert "'loss'" not in found.out
+def test_compression_that_gloo_cannot_carry_is_refused_before_training(trained, compression):
+    for rank in range(2):
+        found = facts(trained, f"refused_{compression}", rank)
+        fact = f"grad_compression='{compression}' needs NCCL or XCCL; the gradients of this run go over gloo."
+        assert fact in found["error"]
+        assert found["exit_code"] == 69
+        assert found["norms"] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import run_python
+from tests.helpers.run import LIGHT, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "resume.py"
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ RUNS = {
 
 def train(folder, num_gpus, lines):
     configurations = [f"{name}={json.dumps(line)}" for name, line in lines.items()]
-    run = run_python([SCRIPT, str(num_gpus), json.dumps(OPTIONS), *configurations], cwd=folder)
+    run = run_python([SCRIPT, str(num_gpus), json.dumps(OPTIONS), *configurations], folder, LIGHT)
     assert run.code == 0, run.err
     return run.err
 

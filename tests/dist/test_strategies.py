@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import run_python
+from tests.helpers.run import LIGHT, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "strategies.py"
 pytestmark = pytest.mark.slow
@@ -42,10 +42,10 @@ RUNS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("strategies")
-    run = run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in RUNS.items())], cwd=path)
+    run = run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in RUNS.items())], path, LIGHT)
     assert run.code == 0, run.err
     (path / "stderr.txt").write_text(run.err)
-    one = run_python([SCRIPT, "1", "one=" + json.dumps({})], cwd=path)
+    one = run_python([SCRIPT, "1", "one=" + json.dumps({})], path, LIGHT)
     assert one.code == 0, one.err
     return path
 
@@ -142,7 +142,7 @@ def test_summary_says_what_was_sent(folder):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     path = tmp_path_factory.mktemp("ends")
-    run = run_python([SCRIPT.with_name("strategy_ends.py")], cwd=path)
+    run = run_python([SCRIPT.with_name("strategy_ends.py")], path, LIGHT)
     return run, [json.loads((path / f"ends_{rank}.json").read_text()) for rank in range(2)]
 
 

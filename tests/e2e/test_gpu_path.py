@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.run import ROOT, finish, start
+from tests.helpers.run import ROOT, finish, hide, start
 from tests.helpers.tiny import build_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,7 +37,9 @@ class Run:
 def start_script(name: str, model: Path, folder: Path, *options: str) -> subprocess.Popen:
     folder.mkdir()
     # Unsloth's compile cache and our logs go to the working directory.
-    return start([SCRIPTS / name, model, folder, *options], cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    env = hide("scipy", "sklearn")
+    env["PYTHONPATH"] += f":{ROOT}"
+    return start([SCRIPTS / name, model, folder, *options], cwd=folder, env=env)
 
 
 def finish_script(process: subprocess.Popen, folder: Path, *, num_ranks: int) -> Run:

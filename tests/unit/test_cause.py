@@ -112,6 +112,17 @@ def test_hard_exit_inside_training_is_an_early_exit(rank: int) -> None:
     assert cause.message == f"rank {rank} left with exit code 0 after step 2, while other ranks were training"
 
 
+def test_exit_is_the_cause_although_the_process_outlives_the_broken_connection() -> None:
+    run = Run().training(0, 1).add("exiting", 0).fails(1, CLOSED, step=2)
+    cause = find_cause(run.events, {1: 1}, gone={1}, beats=at_steps({0: 1, 1: 2}))
+    assert cause.message == "rank 0 left with exit code 0 after step 1, while other ranks were training"
+
+
+def test_exit_behind_a_broken_connection_is_a_consequence() -> None:
+    run = Run().training(0, 1).fails(1, CLOSED, step=2).add("exiting", 0)
+    assert find_cause(run.events, {1: 1}, gone={1}).rank == 1
+
+
 def test_rank_that_never_trains_while_others_do_is_an_early_exit() -> None:
     run = Run(3).training(0, 2).add("exiting", 1)
     left = find_early_exit(run.events, {1})

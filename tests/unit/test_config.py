@@ -16,8 +16,8 @@ import pytest
 from unsloth_multigpu.config import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.logs import Console
 from unsloth_multigpu.plugin import enable_multi_gpu
-from unsloth_multigpu.session import Console
 
 DEFAULTS = {
     "num_gpus": None,
@@ -483,6 +483,16 @@ def test_debug_is_the_level_of_the_console(debug: bool, level: int) -> None:
         assert (package.level, len(package.handlers), package.propagate) == (level, 1, False)
         console.close()
         assert (package.level, package.handlers, package.propagate) == (logging.NOTSET, [], True)
+
+
+def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with unconfigured_logging() as package:
+        console = Console(debug=False, is_notebook=True)
+        package.info("a fact")
+        package.warning("a warning")
+        console.close()
+    out, err = capsys.readouterr()
+    assert (out, err) == ("unsloth_multigpu: a fact\n", "unsloth_multigpu: a warning\n")
 
 
 def test_console_is_left_to_an_application_that_has_its_own() -> None:

@@ -33,6 +33,7 @@ class Ranks:
     def __init__(self, num_ranks: int, per_node: int, run_dir: Path | None = None) -> None:
         self.store: set[str] = set()
         self.calls: list[tuple[int, str, dict[str, Any]]] = []
+        self.has_left = False
         self.maps = [self._map(rank, num_ranks, per_node, run_dir) for rank in range(num_ranks)]
 
     def _map(self, rank: int, num_ranks: int, per_node: int, run_dir: Path | None) -> Callable[..., Any]:
@@ -41,6 +42,7 @@ class Ranks:
             config=SimpleNamespace(timeout_s=LIMIT_S),
             publish=self.store.add,
             is_published=self.store.__contains__,
+            has_rank_0_left=lambda: self.has_left,
         )
         (patch,) = dataset_patches(None if run_dir is None else str(run_dir), lambda: manager)  # type: ignore[arg-type, return-value]
 
@@ -105,6 +107,13 @@ def test_rank_waits_for_the_limit_and_names_it() -> None:
         ranks.maps[1](FakeData("a"), work)
     assert "Hint: Call Dataset.map on all ranks" in str(error.value)
     assert ranks.calls == []
+
+
+def test_rank_works_by_itself_where_rank_0_has_left_the_cell() -> None:
+    ranks = Ranks(2, per_node=2)
+    ranks.has_left = True
+    ranks.maps[1](FakeData("a"), work)
+    assert ranks.order == [(1, "a")]
 
 
 def test_error_of_the_first_rank_sets_the_others_free() -> None:

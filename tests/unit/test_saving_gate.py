@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import threading
@@ -28,6 +29,10 @@ class FakeManager:
 
     def __init__(self, store: dict[str, str]) -> None:
         self._store = store
+        self.has_left = False
+
+    def has_rank_0_left(self) -> bool:
+        return self.has_left
 
     def publish(self, key: str, value: str = "") -> None:
         self._store[key] = value
@@ -48,9 +53,17 @@ class Ranks:
     """A gate and a note of the calls that got through, for each rank. Ranks take their turns in one thread."""
 
     def __init__(self, num_ranks: int = 2) -> None:
-        store: dict[str, str] = {}
-        self.gates = [SaveGate(rank, lambda: FakeManager(store)) for rank in range(num_ranks)]  # type: ignore[arg-type, return-value]
+        self.gates = [SaveGate(rank, functools.partial(self._manager_of, rank)) for rank in range(num_ranks)]
+        self.renew()
         self.calls: list[list[str]] = [[] for _ in range(num_ranks)]
+
+    def renew(self) -> None:
+        """New managers with an empty store, as after a notebook's cell that failed."""
+        store: dict[str, str] = {}
+        self.managers: list[FakeManager | None] = [FakeManager(store) for _ in self.gates]
+
+    def _manager_of(self, rank: int) -> Any:
+        return self.managers[rank]
 
     def saver(self, rank: int, name: str = "save", *, everywhere: bool = False, result: Any = None) -> Write:
         """A saver as a patch leaves it: `(model, path)` notes the call and returns or raises `result`."""
@@ -76,6 +89,47 @@ def test_rank_0_writes_and_the_other_does_not(ranks: Ranks) -> None:
     for rank in (0, 1):
         ranks.saver(rank)("model", "out")
     assert ranks.calls == [["save"], []]
+
+
+def test_ranks_that_made_different_numbers_of_saves_count_anew_with_a_new_store(ranks: Ranks) -> None:
+    for path in ("out", "out"):
+        ranks.saver(0)("model", path)  # Rank 1 was stopped before the first of them.
+    ranks.renew()
+    for rank in (0, 1):
+        ranks.saver(rank)("model", "out")
+    assert ranks.calls == [["save"] * 3, []]
+
+
+def test_rank_does_not_wait_for_rank_0_that_has_left_the_cell(ranks: Ranks) -> None:
+    manager = ranks.managers[1]
+    assert manager is not None
+    manager.has_left = True
+    with pytest.raises(DistributedError, match="rank 0 has left the cell"):
+        ranks.saver(1)("model", "out")
+    ranks.renew()
+    ranks.saver(0)("model", "out")
+    manager = ranks.managers[1]
+    assert manager is not None
+    manager.has_left = True
+    ranks.saver(1)("model", "out")  # What it saved before it left is there.
+    assert ranks.calls == [["save"], []]
+
+
+def test_own_folder_needs_no_grace_once_rank_0_has_left_the_cell(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "OWN_PATH_GRACE_S", 100 * LIMIT_S)
+    ranks.saver(0)("model", "one of rank 0's")
+    manager = ranks.managers[1]
+    assert manager is not None
+    manager.has_left = True
+    ranks.saver(1)("model", "one of rank 1's")
+    assert ranks.calls == [["save"], ["save"]]
+
+
+def test_savers_that_outlive_the_session_save(ranks: Ranks) -> None:
+    ranks.managers = [None, None]
+    for rank in (0, 1):
+        ranks.saver(rank)("model", "out")
+    assert ranks.calls == [["save"], ["save"]]
 
 
 def test_saver_of_all_ranks_runs_on_each(ranks: Ranks) -> None:

@@ -140,11 +140,11 @@ def test_piped_program_is_refused(arguments: list[str]) -> None:
     assert "SetupError: enable_multi_gpu() cannot start this program again" in done.stderr
 
 
-def test_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipython_at_a_terminal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))  # type: ignore[arg-type]
-    with pytest.raises(SetupError, match="cannot start ranks from a notebook") as error:
-        relaunch_command(["python", "-m", "ipykernel_launcher"], ModuleType("__main__"), "PY")
-    assert "Hint: Export it" in str(error.value)
+    with pytest.raises(SetupError, match="cannot start ranks from IPython at a terminal") as error:
+        relaunch_command(["python", "/usr/bin/ipython"], ModuleType("__main__"), "PY")
+    assert "Hint: Use a notebook" in str(error.value)
 
 
 def test_script_that_only_imports_ipython_is_no_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_check_version_of_an_absent_library_is_not_ok(fake_installed: FakeInstal
 def test_version_rows_let_only_optional_libraries_be_absent(fake_installed: FakeInstalled) -> None:
     fake_installed({})
     rows = versions.version_rows()
-    assert [row.name for row in rows] == list(versions.SUPPORTED)
+    assert [row.name for row in rows] == [*versions.SUPPORTED, *versions.SUPPORTED_IN_NOTEBOOKS]
     assert {row.name for row in rows if row.ok} == versions.OPTIONAL
 
 
@@ -79,13 +79,15 @@ def test_version_rows_refuse_an_optional_library_outside_its_range(fake_installe
 
 def test_pyproject_names_the_ranges_of_the_table() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["unsloth"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["unsloth"], *extras["notebook"]]
     wanted = {canonicalize_name(r.name): r.specifier for r in map(Requirement, lines)}
-    table = {canonicalize_name(name): Requirement(name + s).specifier for name, s in versions.SUPPORTED.items()}
+    ranges = {**versions.SUPPORTED, **versions.SUPPORTED_IN_NOTEBOOKS}
+    table = {canonicalize_name(name): Requirement(name + s).specifier for name, s in ranges.items()}
     assert {name: str(wanted.get(name)) for name in table} == {name: str(s) for name, s in table.items()}
 
 
 def test_versions_imports_none_of_the_libraries() -> None:
     code = "import sys, unsloth_multigpu.versions as v; v.version_rows(); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    assert not set(versions.SUPPORTED) & set(out.stdout.split())
+    assert not {*versions.SUPPORTED, "IPython", "ipykernel"} & set(out.stdout.split())

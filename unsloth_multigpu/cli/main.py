@@ -253,7 +253,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
-    from unsloth_multigpu.session import Console
+    from unsloth_multigpu.logs import Console
     from unsloth_multigpu.start import needs_supervisor, ranks_to_start, supervise
 
     given: dict[str, Any] = {name: getattr(options, name) for name in RUN_OPTIONS}

@@ -36,6 +36,7 @@ _IMPORT_ERRORS = (
 def all_patches() -> list[Patch]:
     """Every patch of a rank on a GPU, under `verify`, whatever this machine has; they are to land, not to be called."""
     from unsloth_multigpu.hooks.datasets import dataset_patches
+    from unsloth_multigpu.hooks.notebook import notebook_patches
     from unsloth_multigpu.hooks.saving import saving_patches
     from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
     from unsloth_multigpu.hooks.unsloth import placement_patches
@@ -46,6 +47,7 @@ def all_patches() -> list[Patch]:
         *placement_patches("cuda", 0),
         *saving_patches(0, _not_in_a_run),
         *dataset_patches(None, _not_in_a_run),
+        *notebook_patches(_not_in_a_run),
     ]
 
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.core.collation import as_collated
-from unsloth_multigpu.core.loss import LossScale, has_router_loss, kept_random_state
+from unsloth_multigpu.core.loss import LossScale, has_router_loss
 from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.stopwatch import Lap, Stopwatch
 from unsloth_multigpu.data.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
 from unsloth_multigpu.data.deal import Balance, Piece, balance_step

@@ -14,8 +14,8 @@ from typing import Any
 
 from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_ID
 from unsloth_multigpu.core.exchange import Exchange
-from unsloth_multigpu.core.loss import kept_random_state
 from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.resume import ORDER_FILE, Resume, training_facts
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.data.sampler import StepSampler

@@ -193,13 +193,8 @@ class Injector:
         if self._rank == 0:
             named = self._trainer.model.named_parameters()
             weights = {name: p.detach().cpu().clone().contiguous() for name, p in named if p.requires_grad}
-            save_file(weights, self._folder / weights_file(self._training))
+            save_file(weights, self._folder / f"weights_{self._training}.safetensors")
         self.write("end", step=int(self._trainer.state.global_step))
-
-
-def weights_file(training: int) -> str:
-    """Name of the file with the weights of a run's training, counted from 0."""
-    return f"weights_{training}.safetensors"
 
 
 def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:

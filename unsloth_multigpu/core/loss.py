@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.errors import SetupError
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
@@ -226,20 +226,6 @@ def _forked(device: torch.device) -> Any:
     if device.type == "cpu":
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device], device_type=device.type)
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Keeps what reading and collating a row may draw: the training must not miss it."""
-    import numpy
-
-    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numpys)
-        torch.set_rng_state(torchs)
 
 
 def count_weights(inputs: Any, weighing: str) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +17,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
+from unsloth_multigpu.core.random_state import read_random_state, write_random_state
+from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
 
 _POLL_S = 0.02
+_PREFIX = "unsloth_multigpu"
 
 
 class DDPManager:
@@ -33,11 +34,15 @@ class DDPManager:
     Args:
         identity: Place of this rank.
         config: The run's options.
+        number: Counts what `enable_multi_gpu` has opened in this process: a later one must not read an earlier's keys.
     """
 
-    def __init__(self, identity: RankIdentity, config: MultiGPUConfig) -> None:
+    def __init__(self, identity: RankIdentity, config: MultiGPUConfig, number: int = 0) -> None:
         self.identity = identity
         self.config = config
+        self._number = number
+        # In a notebook: rank 0 has ended its part of the cell that runs here, and publishes nothing more in it.
+        self.has_rank_0_left: Callable[[], bool] = lambda: False
         self._store: Store | None = None
         # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
         self.lengths_of: dict[str, list[int]] = {}
@@ -47,7 +52,7 @@ class DDPManager:
     def store(self) -> Store:
         """Keys and values shared by all ranks, which work before there is a process group and without collectives."""
         if self._store is None:
-            self._store = _connect_store(self.identity, self.config.timeout_s)
+            self._store = PrefixStore(str(self._number), _connect_store(self.identity, self.config.timeout_s))
         return self._store
 
     def open_group(self) -> None:
@@ -79,9 +84,15 @@ class DDPManager:
 
         Raises:
             RankTimeoutError: It was not published within `timeout_s`; `what` says what was waited for.
+            DistributedError: Rank 0 has left the notebook's cell without it.
         """
         deadline = time.monotonic() + timeout_s
-        while not self.is_published(key):
+        while True:
+            has_left = self.has_rank_0_left()  # Asked first: what it published before is seen below.
+            if self.is_published(key):
+                break
+            if has_left:
+                raise left_alone(self.identity.rank, what)
             if time.monotonic() > deadline:
                 raise RankTimeoutError(
                     f"rank {self.identity.rank} waited {timeout_s:g} seconds for {what}.",
@@ -144,24 +155,31 @@ class DDPManager:
         parts = torch.split(flat[num_batches:], flat[:num_batches].tolist())
         return [part.tolist() for part in parts]
 
+    def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Writes rank 0's values into every rank's tensors, bit by bit. Collective.
+
+        Args:
+            tensors: Equally many of equal shapes and types on all ranks, wherever each of them lies.
+        """
+        device = _wire_device()
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            plain = tensor.detach()
+            wire = plain.to(device).contiguous()
+            # As bytes: not every backend sends every type.
+            self._finish(dist.broadcast(wire.reshape(-1).view(torch.uint8), src=0, async_op=True))
+            if wire.data_ptr() != plain.data_ptr():
+                plain.copy_(wire)
+
     def broadcast_random_state(self) -> None:
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
-        import numpy
+        if self.identity.world_size > 1:
+            kind = local_device(self.identity, self.config).type
+            write_random_state(json.loads(self.broadcast_text(json.dumps(read_random_state(kind)))), kind)
 
-        if self.identity.world_size == 1:
-            return
-        state: Any = numpy.random.get_state(legacy=True)
-        on_device = getattr(torch, local_device(self.identity, self.config).type)
-        device_state = [] if on_device is torch.cpu else on_device.get_rng_state().tolist()
-        mine = [random.getstate(), [state[0], state[1].tolist(), *state[2:]], torch.get_rng_state().tolist()]
-        python, numpys, torchs, device_state = json.loads(self._broadcast_text(json.dumps([*mine, device_state])))
-        random.setstate((python[0], tuple(python[1]), python[2]))
-        numpy.random.set_state((numpys[0], numpy.array(numpys[1], dtype=numpy.uint32), *numpys[2:]))
-        torch.set_rng_state(torch.tensor(torchs, dtype=torch.uint8))
-        if device_state:
-            on_device.set_rng_state(torch.tensor(device_state, dtype=torch.uint8))
-
-    def _broadcast_text(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
+        """Rank 0's `text`. Collective."""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())
         length = torch.tensor([len(data)], device=data.device)
         self._finish(dist.broadcast(length, src=0, async_op=True))
@@ -208,6 +226,14 @@ class DDPManager:
         return [g.tolist() for g in gathered]
 
 
+def left_alone(rank: int, what: str) -> DistributedError:
+    """The error of a rank that waits for rank 0 in a cell that rank 0 has left."""
+    return DistributedError(
+        f"rank {rank} waits for {what}, and rank 0 has left the cell.",
+        hint="Let all ranks take the same way through the cell.",
+    )
+
+
 def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device:
     """The device of this rank."""
     if config.device == "cpu":
@@ -240,6 +266,9 @@ def _wire_device() -> torch.device:
 
 
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
+    if identity.launcher == "notebook":
+        # A kernel and its workers meet by a file; a group that is made anew brings an empty store.
+        return PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
     timeout = timedelta(seconds=timeout_s)
     # Torch elastic serves a store for the ranks. Elsewhere rank 0 does, and init_process_group joins the same server.
     is_server = identity.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -252,4 +281,4 @@ def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
         multi_tenant=True,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"unsloth_multigpu/{attempt}", store)
+    return PrefixStore(f"{_PREFIX}/{attempt}", store)

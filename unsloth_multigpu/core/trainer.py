@@ -48,6 +48,8 @@ class DDPTrainer:
         self.manager = manager
         self.config: MultiGPUConfig = manager.config
         self.report: RunReport | None = None
+        # Called once all ranks are about to train this trainer.
+        self.on_agreed: Callable[[], None] = lambda: None
         self.events = events
         self.steps = StepFeed(trainer, manager, beat)
         self.check = StepCheck(trainer, manager, self.steps)
@@ -70,6 +72,7 @@ class DDPTrainer:
         self._refuse_what_cannot_work()
         self.manager.open_group()
         self.manager.check_same(facts_of_run(self.trainer, self.config, self.steps.num_accumulated))
+        self.on_agreed()
         start = time.monotonic()
         with ExitStack() as stack:
             stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))

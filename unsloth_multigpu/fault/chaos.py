@@ -11,7 +11,7 @@ from typing import Any
 from unsloth_multigpu.config import ENV_CHAOS
 from unsloth_multigpu.errors import ConfigError
 
-PHASES = ("train", "save", "evaluate")
+_PHASES = ("train", "save", "evaluate")
 DAMAGES = ("cut", "empty", "missing", "flip")
 # As a rank: every rank.
 ALL_RANKS = -1
@@ -94,7 +94,7 @@ class Fault:
     delay_s: float = 0.3
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", tuple(KINDS)), ("phase", PHASES), ("damage", DAMAGES)):
+        for name, known in (("kind", tuple(KINDS)), ("phase", _PHASES), ("damage", DAMAGES)):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"A fault of {name}={getattr(self, name)!r}; expected one of: {', '.join(known)}.",

@@ -127,7 +127,7 @@ def check(folder: Path, *, reads_files: bool = True) -> str | None:
     return None
 
 
-def step_of(name: str) -> int | None:
+def _step_of(name: str) -> int | None:
     """40 for "checkpoint-40", None for names that no checkpoint has."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
@@ -137,7 +137,7 @@ def checkpoints_in(output_dir: Path) -> list[tuple[int, Path]]:
     """Step and folder of each checkpoint, the newest first."""
     if not output_dir.is_dir():
         return []
-    found = [(step_of(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
+    found = [(_step_of(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
     return sorted(((step, path) for step, path in found if step is not None), reverse=True)
 
 
@@ -158,7 +158,7 @@ def clear_parts(output_dir: Path) -> None:
     parts = output_dir / PART_FOLDER
     if not parts.is_dir():
         return
-    for part in [p for p in parts.iterdir() if step_of(p.name) is not None]:
+    for part in [p for p in parts.iterdir() if _step_of(p.name) is not None]:
         if check(part) is None:
             put_in_place(part, output_dir / part.name)
     for older in parts.glob(f"{_REPLACED}*"):

@@ -48,6 +48,7 @@ def damage(checkpoint: Path, file: str, how: str) -> None:
 
 
 def loop() -> NoReturn:
+    """Keeps the main thread busy for ever."""
     while True:
         pass
 
@@ -66,6 +67,7 @@ def _tell_supervisor(number: signal.Signals, *, times: int = 1) -> None:
 
 
 def run_out_of_memory(device: torch.device) -> None:
+    """Raises what torch raises where a device's memory is not enough."""
     if device.type == "cpu":
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         # Lifted afterwards, for those who tell of the error.
@@ -120,6 +122,7 @@ ACTIONS: dict[str, Callable[[], Any]] = {
 
 @contextmanager
 def limited(kind: int, limit: int) -> Iterator[None]:
+    """Lowers a limit of this process, one of `resource.RLIMIT_*`, while it is open."""
     soft, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (limit, hard))
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from unsloth_multigpu.fault.beat import BeatPage
@@ -21,7 +23,9 @@ PERIOD_S = 0.5
 _NOT_THERE = (RuntimeError, AttributeError, ValueError, LookupError, TypeError)
 
 
-def start_pulse(page: BeatPage, run_dir: str | os.PathLike[str], rank: int, hang_timeout_s: float) -> None:
+def start_pulse(
+    page: BeatPage, run_dir: str | os.PathLike[str], rank: int, hang_timeout_s: float
+) -> Callable[[], None]:
     """Starts the thread, and lets SIGUSR2 write the stacks of all threads into the run's folder.
 
     Args:
@@ -30,6 +34,9 @@ def start_pulse(page: BeatPage, run_dir: str | os.PathLike[str], rank: int, hang
         rank: This rank.
         hang_timeout_s: The supervisor's limit. The name of a collective costs up to 0.1 s, so it is asked for
             only when a rank has stood still for half of it.
+
+    Returns:
+        Ends the thread, and leaves SIGUSR2 alone again.
     """
     path = stack_path(run_dir, rank)
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -39,13 +46,16 @@ def start_pulse(page: BeatPage, run_dir: str | os.PathLike[str], rank: int, hang
     pulse = Pulse(page, hang_timeout_s)
     thread = threading.Thread(target=pulse.run, args=(stop,), name="unsloth_multigpu-pulse", daemon=True)
     # A thread that comes back from torch when the interpreter is gone aborts the process.
-    atexit.register(_end, stop, thread)
+    end = functools.partial(_end, stop, thread)
+    atexit.register(end)
     thread.start()
+    return end
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
     thread.join(PERIOD_S)
+    faulthandler.unregister(signal.SIGUSR2)
 
 
 class Pulse:

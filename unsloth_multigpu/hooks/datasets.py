@@ -59,6 +59,7 @@ class _MapOrder:
     def __init__(self, run_dir: str | None, get_manager: Callable[[], DDPManager]) -> None:
         self._run_dir = run_dir
         self._get_manager = get_manager
+        self._manager: DDPManager | None = None
         self._num_calls = 0
         self._depth = 0
 
@@ -66,13 +67,17 @@ class _MapOrder:
         function = args[0] if args else kwargs.get("function")
         if self._depth or kwargs.get("keep_in_memory"):
             return original(dataset, *args, **kwargs)
-        identity = self._get_manager().identity
+        manager = self._get_manager()
+        if manager is not self._manager:
+            # A new one has an empty store: ranks that left a notebook's cell at different places count anew.
+            self._manager, self._num_calls = manager, 0
+        identity = manager.identity
         node = f"map/{identity.rank - identity.local_rank}"
         self._num_calls += 1
         key = f"{node}/done/{_call_hash(dataset, function, args, kwargs) or f'{identity.rank} {self._num_calls}'}"
         kwargs = self._with_cache_file(dataset, key, args, kwargs)
         if identity.local_rank > 0:
-            self._await(key, f"{node}/calls", self._num_calls)
+            self._await(manager, key, f"{node}/calls/{self._num_calls}")
         # A map inside the mapped function belongs to this call, on every rank.
         self._depth += 1
         try:
@@ -81,8 +86,8 @@ class _MapOrder:
             self._depth -= 1
             if identity.local_rank == 0:
                 # Also after an error: the others then do the same call and meet the same error.
-                self._get_manager().publish(key)
-                self._get_manager().publish(f"{node}/calls/{self._num_calls}")
+                manager.publish(key)
+                manager.publish(f"{node}/calls/{self._num_calls}")
 
     def _with_cache_file(self, dataset: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Data made in memory has no cache file by which the other ranks could read the result: it gets one."""
@@ -97,11 +102,12 @@ class _MapOrder:
             "load_from_cache_file": True,
         }
 
-    def _await(self, key: str, calls: str, number: int) -> None:
-        manager = self._get_manager()
+    def _await(self, manager: DDPManager, key: str, call: str) -> None:
         deadline = time.monotonic() + manager.config.timeout_s
         # Once the first rank has passed its call of this number it will not come to this one any more.
-        while not manager.is_published(key) and not manager.is_published(f"{calls}/{number}"):
+        while not manager.is_published(key) and not manager.is_published(call):
+            if manager.has_rank_0_left():
+                return  # The cell's part that only this rank does: nobody else needs it.
             if time.monotonic() > deadline:
                 raise RankTimeoutError(
                     f"rank {manager.identity.rank} waited timeout_s={manager.config.timeout_s:g} seconds for the "

@@ -52,12 +52,13 @@ _PUSHERS = {
 }
 
 
-def saving_patches(rank: int, get_manager: Callable[[], DDPManager]) -> list[Patch]:
+def saving_patches(rank: int, get_manager: Callable[[], DDPManager | None]) -> list[Patch]:
     """Patches of everything that writes files or uploads.
 
     Args:
         rank: This rank.
-        get_manager: Gives the manager, whose store works before there is a process group.
+        get_manager: Gives the manager, whose store works before there is a process group; None once the session is
+            closed: savers that Unsloth has put on a model outlive it.
     """
     gate = SaveGate(rank, get_manager)
     patches = [
@@ -92,14 +93,26 @@ class SaveGate:
     rank 0 reaches must not wait for the others. Rank 0 publishes each save when it begins and when it ends.
     """
 
-    def __init__(self, rank: int, get_manager: Callable[[], DDPManager]) -> None:
+    def __init__(self, rank: int, get_manager: Callable[[], DDPManager | None]) -> None:
         self._rank = rank
         self._get_manager = get_manager
+        self._manager: DDPManager | None = None
+        self._count_from_here()
+        self._depth = 0
+        self._is_writer = rank == 0
+
+    def _count_from_here(self) -> None:
         self._num_saves = 0
         self._counts: Counter[str] = Counter()
         self._seen: list[str] = []
-        self._depth = 0
-        self._is_writer = rank == 0
+
+    def _find_manager(self) -> DDPManager | None:
+        """A new manager has an empty store: ranks that have left a notebook's cell at different places begin anew."""
+        manager = self._get_manager()
+        if manager is not self._manager:
+            self._manager = manager
+            self._count_from_here()
+        return manager
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unsloth puts guarded savers on the tokenizer, which mapped functions hold and `datasets` hashes.
@@ -122,19 +135,22 @@ class SaveGate:
                 return original(*args, **kwargs)
             if self._depth:
                 return None
+            manager = self._find_manager()
+            if manager is None:
+                return original(*args, **kwargs)
             what = f"{getattr(original, '__qualname__', 'save')}({path!r})"
             self._num_saves += 1
             self._counts[what] += 1
             save = functools.partial(self._nested, functools.partial(original, *args, **kwargs))
             if self._rank == 0:
-                return self._write(what, save)
+                return self._write(manager, what, save)
             if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
                 return self._write_own(save)  # save_on_each_node: the first rank of each node writes its own.
             if runs_everywhere:
                 save()
-            place = self._place_of(what)
+            place = self._place_of(manager, what)
             if place is not None:
-                return self._outcome(place, what)
+                return self._outcome(manager, place, what)
             return None if runs_everywhere else self._write_own(save)
 
         return gated
@@ -153,8 +169,8 @@ class SaveGate:
         finally:
             self._depth -= 1
 
-    def _write(self, what: str, save: Callable[[], Any]) -> Any:
-        manager, key = self._get_manager(), f"saves/{self._num_saves - 1}"
+    def _write(self, manager: DDPManager, what: str, save: Callable[[], Any]) -> Any:
+        key = f"saves/{self._num_saves - 1}"
         manager.publish(key, what)
         try:
             result = save()
@@ -164,16 +180,16 @@ class SaveGate:
         manager.publish(f"{key}/done", json.dumps({"result": _plain(result)}))
         return result
 
-    def _place_of(self, what: str) -> int | None:
+    def _place_of(self, manager: DDPManager, what: str) -> int | None:
         """Number of rank 0's save that this one is; None if rank 0 does not write there.
 
         A folder can be the rank's own, from tempfile say. That is so once rank 0 has made as many saves as this rank,
         none of them here, and is not about to make another.
         """
-        manager = self._get_manager()
         limit_s = manager.config.timeout_s
         begin = quiet_since = time.monotonic()
         while True:
+            has_left = manager.has_rank_0_left()  # Asked first: what it saved before is seen below.
             while manager.is_published(f"saves/{len(self._seen)}"):
                 self._seen.append(manager.wait_for(f"saves/{len(self._seen)}", what, timeout_s=limit_s))
                 quiet_since = time.monotonic()
@@ -185,7 +201,12 @@ class SaveGate:
                 quiet_since = now
             if self._seen and not manager.is_published(f"saves/{len(self._seen) - 1}/done"):
                 begin = now  # Rank 0 is at another save, which may take long.
-            if now - quiet_since > OWN_PATH_GRACE_S:
+            if has_left and len(self._seen) < self._num_saves:
+                raise DistributedError(
+                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has left the cell.",
+                    hint="Save on all ranks.",
+                )
+            if has_left or now - quiet_since > OWN_PATH_GRACE_S:
                 logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._seen[-1])
                 return None
             if now - begin > limit_s:
@@ -195,8 +216,8 @@ class SaveGate:
                 )
             time.sleep(_POLL_S)
 
-    def _outcome(self, place: int, what: str) -> Any:
-        done = self._get_manager().wait_for(f"saves/{place}/done", f"rank 0 in {what}", timeout_s=SAVE_LIMIT_S)
+    def _outcome(self, manager: DDPManager, place: int, what: str) -> Any:
+        done = manager.wait_for(f"saves/{place}/done", f"rank 0 in {what}", timeout_s=SAVE_LIMIT_S)
         outcome = json.loads(done)
         if "error" in outcome:
             raise DistributedError(f"rank 0 failed in {what}: {outcome['error']}", hint="The cause is rank 0's error.")

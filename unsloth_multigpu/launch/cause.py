@@ -84,7 +84,9 @@ def find_cause(
     own = sorted((e for e in exceptions if not _is_communication_error(e)), key=_is_second_hand)
     if own:
         return _from_exception(own[0])
-    left = find_early_exit(events, {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0})
+    # A process may take longer to end than the connection error that its exit makes elsewhere.
+    leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
+    left = find_early_exit(events, {r for r in {*gone, *exit_codes, *leaving} if exit_codes.get(r, 0) >= 0})
     if left is not None:
         code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
         is_known = "exit_code" in left.facts or exit_codes
@@ -93,14 +95,8 @@ def find_cause(
         return Cause(left.rank, code or 1, message)
     # One that has said why it ends was killed because its teardown took too long.
     silent = {r: c for r, c in exit_codes.items() if r not in {e.rank for e in exceptions}}
-    # SIGTERM is what the supervisor sends to the survivors.
-    deaths = {r: c for r, c in silent.items() if c < 0 and c not in (-signal.SIGTERM, -signal.SIGINT)}
-    # A survivor that did not listen to SIGTERM was killed as well.
-    for rank, code in sorted(deaths.items(), key=lambda death: (death[0] not in gone, death[0])):
-        return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
-    exits = {r: c for r, c in silent.items() if c > 0}
-    for rank, code in sorted(exits.items()):
-        return Cause(rank, code, f"rank {rank} exited with code {code} {_where(steps.get(rank, -1))}")
+    if ended := _from_exit_codes(silent, gone, steps, memory):
+        return ended
     if exceptions and not is_one_node:
         rank, step = exceptions[0].rank, exceptions[0].step
         lost = f"rank {rank} lost its connection to another node {_where(step)}"
@@ -157,6 +153,20 @@ def _from_exception(event: Event) -> Cause:
     first_line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".")
     message = f"rank {event.rank} failed {_where(event.step)}: {first_line}"
     return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]))
+
+
+def _from_exit_codes(
+    exit_codes: Mapping[int, int], gone: Collection[int], steps: Mapping[int, int], memory: Memory
+) -> Cause | None:
+    """A death by signal, else an exit with a code of its own; None where there is neither."""
+    # SIGTERM is what the supervisor sends to the survivors.
+    deaths = {r: c for r, c in exit_codes.items() if c < 0 and c not in (-signal.SIGTERM, -signal.SIGINT)}
+    # A survivor that did not listen to SIGTERM was killed as well.
+    for rank, code in sorted(deaths.items(), key=lambda death: (death[0] not in gone, death[0])):
+        return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
+    for rank, code in sorted((r, c) for r, c in exit_codes.items() if c > 0):
+        return Cause(rank, code, f"rank {rank} exited with code {code} {_where(steps.get(rank, -1))}")
+    return None
 
 
 def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:

@@ -17,7 +17,7 @@ from unsloth_multigpu.option import num_nodes
 
 POLL_S = 0.1
 # How long the engine lets a rank that it ends go on after SIGTERM.
-SHUTDOWN_LIMIT_S = 30
+_SHUTDOWN_LIMIT_S = 30
 # The first rank of a node keeps the terminal; the others write to their log and read nothing. `exec` keeps the process
 # id. Torch counts the restarts of each node apart; what ranks of all nodes read must be one number.
 _RANK_SHELL = f"""
@@ -62,7 +62,7 @@ def run_elastic(
         rdzv_endpoint=config.rdzv_endpoint or "127.0.0.1:0",
         max_restarts=config.max_restarts,
         monitor_interval=POLL_S,
-        shutdown_timeout=SHUTDOWN_LIMIT_S,
+        shutdown_timeout=_SHUTDOWN_LIMIT_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
     )
     # Elastic fills in templates such as ${local_rank}; a dollar of the user's must arrive as it was.

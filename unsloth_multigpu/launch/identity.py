@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unsloth_multigpu.config import ENV_RUN_DIR
+from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_RUN_DIR
 from unsloth_multigpu.errors import LaunchError
 
 DEFAULT_MASTER_PORT = 29500
@@ -19,7 +19,8 @@ class RankIdentity:
     Args:
         rank: 0 .. world_size - 1 over all nodes.
         local_rank: 0 .. local_world_size - 1 on this node; also the index of its device.
-        launcher: "unsloth_multigpu", "torchrun" (also accelerate), "slurm", "openmpi", or "none" for a single process.
+        launcher: "unsloth_multigpu", "notebook", "torchrun" (also accelerate), "slurm", "openmpi", or "none" for a
+            single process.
         master_addr: Host of rank 0.
         master_port: TCP port of the store of rank 0.
     """
@@ -93,11 +94,15 @@ def _from_torchrun(env: Mapping[str, str]) -> RankIdentity:
             local_rank=_number(env, "LOCAL_RANK", 0),
             world_size=world_size,
             local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
-            launcher="unsloth_multigpu" if ENV_RUN_DIR in env else "torchrun",
+            launcher=_our_launcher(env) if ENV_RUN_DIR in env else "torchrun",
             master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(env, "MASTER_PORT", DEFAULT_MASTER_PORT),
         )
     )
+
+
+def _our_launcher(env: Mapping[str, str]) -> str:
+    return "notebook" if ENV_NOTEBOOK in env else "unsloth_multigpu"
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankIdentity:

@@ -57,13 +57,6 @@ class DDPLauncher:
         Raises:
             LaunchError: The log folder cannot be written.
         """
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-        from unsloth_multigpu.launch.engine import run_elastic
-        from unsloth_multigpu.launch.membership import make_handler
-        from unsloth_multigpu.launch.rendezvous import Rounds
-
         with ExitStack() as stack:
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
@@ -76,49 +69,79 @@ class DDPLauncher:
             # `verify` compares, and must not save.
             grace_s = 0.0 if ENV_RECEIPT in os.environ else self.config.grace_s
             stop = stack.enter_context(Stop(run_dir, self.num_ranks, grace_s, _end_engine))
-            exit_codes: dict[int, int] = {}
-            try:
+            return _Supervisor(self, run_id, run_dir, log_dir, watch, stop).run()
 
-                def begin_round(attempt: int) -> None:
-                    stop.begin_round(attempt)
-                    watch.begin_round(attempt)
 
-                rounds = Rounds(make_handler(self.config, run_id, watch.hear), begin_round, stop.turn)
-                run_elastic(self.command, self.num_ranks, self.config, run_id, run_dir, rounds)
-            except LaunchError as apart:
-                watch.close()
-                if {event.kind for event in watch.events()} & {HANG, "exception"} == {"exception"}:
-                    # Why the ranks were to be started again; a hang is told before.
-                    _tell(watch.cause(exit_codes), log_dir, self.num_ranks)
-                tell(f"\nunsloth_multigpu: {apart}\n")
-                return apart.exit_code
-            except SignalException as stopped:
-                stop.number = stop.number or int(stopped.sigval)
-                self._tell_stop(stop, watch, run_dir)
-                return -stop.number
-            except RestartRefused as refused:
-                tell(f"\nunsloth_multigpu: {refused}\n")
-            except ChildFailedError as failed:
-                exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            else:
-                # A script may catch what a signal makes train() raise, and end well.
-                if stop.number:
-                    self._tell_stop(stop, watch, run_dir)
-                return 0
-            watch.close()
-            kinds = {event.kind for event in watch.events()}
-            if stop.number and "stopped" in kinds and "exception" not in kinds:
-                self._tell_stop(stop, watch, run_dir)
-                return -stop.number
-            cause = watch.cause(exit_codes)
-            _tell(cause, log_dir, self.num_ranks)
-            return cause.exit_code
+@dataclass(frozen=True)
+class _Supervisor:
+    """Waits for the ranks of a run and tells the user how they ended."""
 
-    def _tell_stop(self, stop: Stop, watch: Watch, run_dir: Path) -> None:
-        watch.close()
-        step = max((beat.step for beat in read_beats(run_dir).values()), default=-1)
-        text = describe_stop(stop, watch.events(), step, self.config.grace_s, self.config.resume)
+    launcher: DDPLauncher
+    run_id: str
+    run_dir: Path
+    log_dir: Path
+    watch: Watch
+    stop: Stop
+
+    def run(self) -> int:
+        """See `DDPLauncher.run`."""
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        try:
+            self._start()
+        except LaunchError as apart:
+            return self._tell_apart(apart)
+        except SignalException as stopped:
+            self.stop.number = self.stop.number or int(stopped.sigval)
+            return self._tell_stop()
+        except RestartRefused as refused:
+            tell(f"\nunsloth_multigpu: {refused}\n")
+            return self._tell_failure({})
+        except ChildFailedError as failed:
+            return self._tell_failure({rank: failure.exitcode for rank, failure in failed.failures.items()})
+        # A script may catch what a signal makes train() raise, and end well.
+        if self.stop.number:
+            self._tell_stop()
+        return 0
+
+    def _start(self) -> None:
+        from unsloth_multigpu.launch.engine import run_elastic
+        from unsloth_multigpu.launch.membership import make_handler
+        from unsloth_multigpu.launch.rendezvous import Rounds
+
+        def begin_round(attempt: int) -> None:
+            self.stop.begin_round(attempt)
+            self.watch.begin_round(attempt)
+
+        command, num_ranks, config = self.launcher.command, self.launcher.num_ranks, self.launcher.config
+        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, self.stop.turn)
+        run_elastic(command, num_ranks, config, self.run_id, self.run_dir, rounds)
+
+    def _tell_apart(self, apart: LaunchError) -> int:
+        self.watch.close()
+        if {event.kind for event in self.watch.events()} & {HANG, "exception"} == {"exception"}:
+            # Why the ranks were to be started again; a hang is told before.
+            _tell(self.watch.cause({}), self.log_dir, self.launcher.num_ranks)
+        tell(f"\nunsloth_multigpu: {apart}\n")
+        return apart.exit_code
+
+    def _tell_failure(self, exit_codes: dict[int, int]) -> int:
+        self.watch.close()
+        kinds = {event.kind for event in self.watch.events()}
+        if self.stop.number and "stopped" in kinds and "exception" not in kinds:
+            return self._tell_stop()
+        cause = self.watch.cause(exit_codes)
+        _tell(cause, self.log_dir, self.launcher.num_ranks)
+        return cause.exit_code
+
+    def _tell_stop(self) -> int:
+        self.watch.close()
+        step = max((beat.step for beat in read_beats(self.run_dir).values()), default=-1)
+        config = self.launcher.config
+        text = describe_stop(self.stop, self.watch.events(), step, config.grace_s, config.resume)
         tell(f"\nunsloth_multigpu: {text}\n")
+        return -self.stop.number
 
 
 def _end_engine(number: signal.Signals) -> NoReturn:

@@ -52,7 +52,7 @@ LAST_CALL_S = 10.0
 CALL_LIMIT_S = 15.0
 # Nothing depends on the others hearing that this node ends.
 GOODBYE_LIMIT_S = 3.0
-LAST_TO_LEAVE_S = 1.0
+_LAST_TO_LEAVE_S = 1.0
 _POLL_S = 1.0
 # What a call to a store or to torch's handler raises.
 _FAILURES = (RendezvousError, RuntimeError, OSError, ValueError)
@@ -243,7 +243,7 @@ class NodesRendezvous(RendezvousHandler):
     def _leave(self) -> None:
         """The store goes with the node that serves it: where all end together, that one ends last."""
         key = f"unsloth_multigpu/{self._run_id}/left/{self._round}"
-        num_left, deadline = self._store.add(key, 1), time.monotonic() + LAST_TO_LEAVE_S
+        num_left, deadline = self._store.add(key, 1), time.monotonic() + _LAST_TO_LEAVE_S
         while self._is_server and num_left < self._num_nodes and time.monotonic() < deadline:
             time.sleep(0.02)
             num_left = self._store.add(key, 0)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_DIR, ENV_RUN_SEED, ENV_SUPERVISOR_PID
@@ -46,7 +47,7 @@ def enter_rank(identity: RankIdentity, hang_timeout_s: float = 120.0) -> tuple[E
         os.environ.update(identity.variables())
         return None, BeatPage(None, identity.rank)
     _same_random_choices(int(os.environ[ENV_RUN_SEED]))
-    _die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
+    die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
     faulthandler.enable()
     _ignore_stop_signal()
     beat = BeatPage(run_dir, identity.rank)
@@ -55,6 +56,24 @@ def enter_rank(identity: RankIdentity, hang_timeout_s: float = 120.0) -> tuple[E
     events.write("started", pid=os.getpid())
     _report_exception(identity, events)
     return events, beat
+
+
+def enter_notebook(identity: RankIdentity, hang_timeout_s: float) -> tuple[BeatPage, Callable[[], None]]:
+    """Prepares this process as a rank of a notebook, whose kernel sees by itself how a cell ends.
+
+    Args:
+        identity: Place of this rank.
+        hang_timeout_s: The kernel's limit for a rank that makes no progress.
+
+    Returns:
+        The page where it says how far it is, and what ends its pulse.
+    """
+    from unsloth_multigpu.fault.pulse import start_pulse
+
+    _quiet_side_effects(identity)
+    run_dir = os.environ[ENV_RUN_DIR]
+    beat = BeatPage(run_dir, identity.rank)
+    return beat, start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
 
 
 def _quiet_side_effects(identity: RankIdentity) -> None:
@@ -83,7 +102,8 @@ def _same_random_choices(run_seed: int) -> None:
     numpy.random.seed(run_seed)
 
 
-def _die_with_supervisor(supervisor_pid: int) -> None:
+def die_with_supervisor(supervisor_pid: int) -> None:
+    """Lets the system kill this process when the one that started it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

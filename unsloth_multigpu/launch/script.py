@@ -23,12 +23,13 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
         executable: `sys.executable`.
 
     Raises:
-        SetupError: The program cannot be started again: a notebook, a prompt, or a script from standard input.
+        SetupError: The program cannot be started again: IPython at a terminal, a prompt, a script from standard input.
     """
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
         raise SetupError(
-            "enable_multi_gpu() cannot start ranks from a notebook: a notebook is not a command that can run twice.",
-            hint="Export it (jupyter nbconvert --to script) and run the script, or set num_gpus=1.",
+            "enable_multi_gpu() cannot start ranks from IPython at a terminal: what is typed there is no command that "
+            "can run twice, and there is no Jupyter kernel that could become rank 0.",
+            hint="Use a notebook (`jupyter lab`), or run a script with `python train.py`, or set num_gpus=1.",
         )
     arguments = list(orig_argv[1:])
     position, is_code = _find_program(arguments)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+# A cell of a notebook, as IPython names what it runs.
+_CELL = re.compile(r"^<ipython-input-(\d+)-\w+>$")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _PACKAGE, "<")
 _SITES = ("/site-packages/", "/dist-packages/")
@@ -38,9 +40,11 @@ def place_of(frames: list[str]) -> str:
     for line in frames:
         frame = _FRAME.match(line)
         if frame is not None and not _is_library(frame["file"]):
-            return f"{Path(frame['file']).name}:{frame['line']} in {frame['function']}"
+            cell = _CELL.match(frame["file"])
+            name = f"In [{cell[1]}]" if cell else Path(frame["file"]).name
+            return f"{name}:{frame['line']} in {frame['function']}"
     return ""
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or any(site in file for site in _SITES)
+    return (file.startswith(_LIBRARIES) and not _CELL.match(file)) or any(site in file for site in _SITES)

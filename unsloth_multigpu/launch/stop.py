@@ -23,7 +23,7 @@ REPEAT_S = 0.2
 _QUIET_S = 1.0
 # What the same command meets again however often it is started. A script's own exit codes say nothing to us: those
 # failures are tried again, as max_restarts asks.
-PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
+_PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
 
 
 class RestartRefused(Exception):
@@ -179,4 +179,4 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
 
 
 def _is_permanent(event: Event) -> bool:
-    return event.kind == "exception" and event.facts.get("exit_code") in PERMANENT
+    return event.kind == "exception" and event.facts.get("exit_code") in _PERMANENT

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 POLL_S = 0.1
 # Ranks leave a training together, but never in the same instant.
-EARLY_EXIT_GRACE_S = 2.0
+_EARLY_EXIT_GRACE_S = 2.0
 # After an error Python still joins threads and runs exit handlers; a process group may block that for ever.
 TEARDOWN_LIMIT_S = 3.0
 # A longer gap between two looks: this process was stopped, or its machine, and the ranks may have been as well.
@@ -255,7 +255,7 @@ class Watch:
             return
         self._ending_since_s = self._ending_since_s or time.monotonic()
         waited_s = time.monotonic() - self._ending_since_s
-        if has_left and waited_s > EARLY_EXIT_GRACE_S and not self._is_told_to_end:
+        if has_left and waited_s > _EARLY_EXIT_GRACE_S and not self._is_told_to_end:
             self._is_told_to_end = True
             self._signal_all(pids, alive, signal.SIGTERM)
         elif waited_s > TEARDOWN_LIMIT_S:

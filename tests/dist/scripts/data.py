@@ -17,12 +17,11 @@ ump.enable_multi_gpu(num_gpus=num_ranks, **planner)
 
 import datasets  # noqa: E402
 import torch  # noqa: E402
+from tiny_llama import collate, tiny_llama  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -57,12 +56,6 @@ class Labelled(Rows):
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(ROWS)
-
-
-def collate(rows):
-    length = max(len(r["input_ids"]) for r in rows)
-    ids = torch.tensor([r["input_ids"] + [0] * (length - len(r["input_ids"])) for r in rows])
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
 
 
 class OwnLoader(Trainer):
@@ -180,8 +173,7 @@ class Inside(torch.nn.Module):
 
 def small_model():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+    return tiny_llama(hidden_size=16, num_layers=1)
 
 
 def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None, **settings):

@@ -10,21 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import exit_codes  # noqa: F401
+
 import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
-from unsloth_multigpu.launch import launcher
 
 folder, faults = Path(sys.argv[1]), sys.argv[2:]
-tell_restart = launcher._tell_restart
-
-
-def tell_with_exit_code(cause, attempt):
-    tell_restart(cause, attempt)
-    sys.stderr.write(f"[exit code {cause.exit_code}]\n")
-
-
-# In the supervisor: what the command would exit with if the ranks were not started again.
-launcher._tell_restart = tell_with_exit_code
 ump.enable_multi_gpu(num_gpus=2, max_restarts=len(faults))
 
 import torch  # noqa: E402

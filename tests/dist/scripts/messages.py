@@ -15,7 +15,8 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from tiny_llama import tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from unsloth_multigpu.core import facts  # noqa: E402
 
@@ -81,9 +82,8 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, **options):
     ump.disable_multi_gpu()
     ump.enable_multi_gpu(num_gpus=2, **options)
     torch.manual_seed(0)
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vocabulary = LARGE_VOCABULARY if spoil == "memory" else 64
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_key_value_heads=2, **size))
+    vocab_size = LARGE_VOCABULARY if spoil == "memory" else 64
+    model = tiny_llama(vocab_size=vocab_size, hidden_size=16, num_layers=1)
     plant = Plant(model, spoil, steps, ranks)
     trainer = InOrder(
         model=model,

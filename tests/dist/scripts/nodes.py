@@ -15,11 +15,10 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu()
 
-import random  # noqa: E402
-
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 is_first_round = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -47,37 +46,9 @@ def wait_for(name):
         time.sleep(0.02)
 
 
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, num_rows):
-        draw = random.Random(0)
-        self.rows = [[draw.randrange(1, 128) for _ in range(draw.randrange(5, 40))] for _ in range(num_rows)]
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"ids": self.rows[index]}
-
-
-def collate(rows):
-    length = max(len(r["ids"]) for r in rows)
-    ids = torch.tensor([r["ids"] + [0] * (length - len(r["ids"])) for r in rows])
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
-
-
 def train(name):
     torch.manual_seed(0)
-    width = 256 if name in ("wide", "slow") else 32
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=128,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+    model = tiny_llama(hidden_size=256 if name in ("wide", "slow") else 32)
     is_elastic = name == "elastic"
     trainer = Trainer(
         model=model,
@@ -91,10 +62,9 @@ def train(name):
             save_total_limit=2,
             learning_rate=1e-3,
             report_to=[],
-            remove_unused_columns=False,
             disable_tqdm=True,
         ),
-        train_dataset=Rows(24),
+        train_dataset=RaggedRows(24),
         data_collator=collate,
         callbacks=[Progress(name)],
     )

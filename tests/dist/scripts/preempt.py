@@ -28,7 +28,8 @@ ump.enable_multi_gpu(
 )
 
 import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from tiny_llama import tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 rank = os.environ["RANK"]
 Path(f"started_{rank}").touch()
@@ -73,18 +74,8 @@ if rank == "0":
     atexit.register(goodbye)
 
 torch.manual_seed(0)
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-)
 trainer = Trainer(
-    model=model,
+    model=tiny_llama(hidden_size=16, num_layers=1),
     args=TrainingArguments(
         "checkpoints",
         per_device_train_batch_size=4,

@@ -21,11 +21,11 @@ ump.enable_multi_gpu(num_gpus=num_gpus, **options)
 import numpy  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from tiny_llama import tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 rank = int(os.environ.get("RANK", "0"))
 attempt = os.environ.get("UNSLOTH_MULTIGPU_ATTEMPT", "0")
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -108,7 +108,7 @@ def recorded(trainer, seen):
 def train(name, line):
     torch.manual_seed(0)
     dropout = line.get("dropout", 0.0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, attention_dropout=dropout, **SIZES))
+    model = tiny_llama(attention_dropout=dropout)
     if line.get("lora"):
         from peft import LoraConfig, get_peft_model
 

@@ -19,13 +19,13 @@ ump.enable_multi_gpu(num_gpus=num_gpus)
 import torch  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from tiny_llama import collate, tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from unsloth_multigpu.proof.replicas import tensor_hashes  # noqa: E402
 from unsloth_multigpu.sync.strategy import GradientSync  # noqa: E402
 
 rank = int(os.environ.get("RANK", "0"))
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 class Rows(torch.utils.data.Dataset):
@@ -42,12 +42,6 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, index):
         length = self.length or 6 + index * 5 % 17
         return {"input_ids": [1 + (index * 7 + i * i) % 63 for i in range(length)]}
-
-
-def collate(rows):
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
 
 
 class Watch(TrainerCallback):
@@ -68,7 +62,7 @@ def train(name, line):
     ump.enable_multi_gpu(num_gpus=num_gpus, **line)
     # Each rank's own, until the strategy gives it rank 0's; the script's random numbers are equal.
     torch.manual_seed(0 if begin is None else rank)
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **SIZES))
+    base = tiny_llama()
     torch.manual_seed(rank)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
     model = base if is_full else get_peft_model(base, adapters)

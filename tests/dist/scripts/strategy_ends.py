@@ -14,7 +14,8 @@ ump.enable_multi_gpu(num_gpus=2)
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from tiny_llama import collate, tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from unsloth_multigpu.sync.server import WeightServer  # noqa: E402
 
@@ -53,16 +54,9 @@ class Watch(TrainerCallback):
         self.weights.append(model.lm_head.weight.detach().clone())
 
 
-def collate(rows):
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
-
-
 def tiny():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes))
+    return tiny_llama(num_layers=1)
 
 
 def trainer_of(model, line, num_rows, callbacks=(), **arguments):

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from tiny_llama import collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--dropout", type=float, default=0.0)
@@ -18,22 +19,9 @@ args = parser.parse_args()
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def collate(rows):
-    length = max(len(row["input_ids"]) for row in rows)
-
-    def stacked(name, value):
-        return torch.stack([torch.nn.functional.pad(r[name], (0, length - len(r[name])), value=value) for r in rows])
-
-    return {
-        "input_ids": stacked("input_ids", 0),
-        "attention_mask": stacked("attention_mask", 0),
-        "labels": stacked("labels", -100),
-    }
-
-
 def row(seed):
-    ids = torch.randint(0, 64, (3 + 5 * seed % 17,), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    ids = torch.randint(1, 64, (3 + 5 * seed % 17,), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids.tolist()}
 
 
 class Fault(TrainerCallback):
@@ -62,17 +50,8 @@ class Scaled(Trainer):
         return loss
 
 
-config = LlamaConfig(
-    vocab_size=64,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    attention_dropout=args.dropout,
-)
 trainer = Scaled(
-    model=LlamaForCausalLM(config),
+    model=tiny_llama(hidden_size=16, attention_dropout=args.dropout),
     train_dataset=[row(seed) for seed in range(19)],
     data_collator=collate,
     callbacks=[Fault()],

@@ -1,0 +1,166 @@
+"""Ranks of a notebook that do not end a cell together: what the user reads, how soon, and that the next cell works.
+
+One kernel for all of them: starting one, and importing what it needs, costs more than most faults.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.helpers.notebook import NotebookRun
+from tests.helpers.run import LIGHT, wait_until
+
+# What a loaded machine may take beside the time that is waited on purpose.
+SLACK_S = 8.0
+ENABLE = """
+import asyncio, os, signal, time
+import unsloth_multigpu as ump
+ump.enable_multi_gpu(num_gpus=2, hang_timeout_s=3.0)
+import torch, torch.distributed as dist
+rank = dist.get_rank()
+def everyone():
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return int(x)
+everyone()
+"""
+TRAIN = """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+    def forward(self, x, labels=None):
+        return {"loss": ((x * self.weight).sum(-1) - labels).square().mean()}
+class Fault(TrainerCallback):
+    source = ""
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            exec(self.source, globals())
+model, fault = Model(), Fault()
+torch.manual_seed(0)
+rows = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(8)]
+arguments = dict(per_device_train_batch_size=2, report_to="none", save_strategy="no", disable_tqdm=True)
+def make(max_steps):
+    arguments_of_run = TrainingArguments(output_dir="out", max_steps=max_steps, **arguments)
+    return Trainer(model=model, args=arguments_of_run, train_dataset=rows, callbacks=[fault])
+trainer = make(6)
+trainer.train().global_step
+"""
+# The same trainer and a new one train, and the ranks have the same weights.
+TRAINS_ON = """
+fault.source = ""
+steps = trainer.train().global_step, make(2).train().global_step
+weights = [torch.zeros(4) for _ in range(2)]
+dist.all_gather(weights, model.weight.detach())
+print("steps", steps, "equal", bool((weights[0] == weights[1]).all()))
+"""
+
+
+def check(run: NotebookRun, source: str, error: str, value: str, limit_s: float) -> None:
+    """One cell fails as it should, is shown once, and the next one works on both ranks."""
+    result = run.run(source)
+    assert (result.error, len(result.traceback)) == (error, 1), result
+    assert value in result.value
+    assert value in result.traceback[0]
+    assert result.seconds < limit_s + SLACK_S, result
+    following = run.run("everyone()")
+    assert (following.text, following.error) == ("2\n", ""), following
+
+
+def check_stop(run: NotebookRun, source: str, error: str, limit_s: float) -> None:
+    """Stop ends one cell, and the next one works on both ranks."""
+    message = run.begin(source)
+    run.wait_for_text("go")
+    begin_s = time.monotonic()
+    run.interrupt()
+    result = run.finish(message)
+    assert result.error == error, result
+    assert time.monotonic() - begin_s < limit_s + SLACK_S
+    following = run.run("everyone()")
+    assert (following.text, following.error) == ("2\n", ""), following
+
+
+def check_faults_of_cells(run: NotebookRun) -> None:
+    raise_one = "if rank == 1: raise ValueError('one')\n"
+    cause = "rank 1 raised ValueError: one"
+    check(run, "raise ValueError('both')", "ValueError", "both", 0.5)
+    check(run, f"{raise_one}everyone()", "DistributedError", cause, 2.0)
+    check(run, f"{raise_one}time.sleep(60)", "DistributedError", cause, 1.5)
+    check(run, raise_one, "DistributedError", cause, 0.1)
+    check(run, f"{raise_one}await asyncio.sleep(60)", "DistributedError", cause, 1.5)
+    check(run, "if rank == 0: raise ValueError('zero')\neveryone()", "ValueError", "zero", 1.2)
+    never = "will never join"
+    check(run, "if rank == 0: everyone()", "DivergenceError", f"number 3, which rank 1 {never}", 1.6)
+    check(run, "if rank == 1: everyone()", "DivergenceError", f"number 3, which rank 0 {never}", 2.1)
+    check(run, "%%rank 0\neveryone()", "DivergenceError", f"number 3, which rank 1 {never}", 2.2)
+
+    check_stop(run, "print('go', flush=True)\nwhile True: pass", "KeyboardInterrupt", 0.5)
+    check_stop(run, "print('go', flush=True)\nawait asyncio.sleep(60)", "CancelledError", 0.5)
+    stuck = "print('go', flush=True)\nif rank == 0: everyone()\ntime.sleep(60)"
+    check_stop(run, stuck, "KeyboardInterrupt", 1.5)
+
+
+def check_faults_of_trainings(run: NotebookRun) -> None:
+    assert run.run(TRAIN).text.splitlines()[-1] == "6"
+    for source, error, value, limit_s in (
+        ("if rank == 1: raise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one", 2.0),
+        ("if rank == 0: raise ValueError('zero')", "ValueError", "zero", 1.2),
+        ("if rank == 1: time.sleep(60)", "RankTimeoutError", "rank 1 hangs: no progress for 3 s", 6.0),
+    ):
+        check(run, f"fault.source = {source!r}\ntrainer.train()", error, value, limit_s)
+    assert "steps (6, 2) equal True" in run.run(TRAINS_ON).text
+    check_stop(run, "fault.source = \"print('go', flush=True)\"\nmake(10**6).train()", "KeyboardInterrupt", 1.5)
+    assert "steps (6, 2) equal True" in run.run(TRAINS_ON).text
+
+
+def check_privacy(run: NotebookRun, run_dir: Path) -> None:
+    files = [run_dir, *run_dir.iterdir(), *(run.folder / "logs").iterdir()]
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o700", "0o600"}
+    for process in (psutil.Process(run.pid), *run.children()):
+        listening = [c.laddr for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
+    (worker,) = run.children()
+    message = run.begin("print('go', flush=True)\nwhile True: everyone()")
+    run.wait_for_text("go")
+    worker.kill()
+    result = run.finish(message)
+    assert (result.error, len(result.traceback)) == ("DistributedError", 1), result
+    assert f"rank 1 (pid {worker.pid}) was ended by SIGKILL" in result.value
+    assert "This kernel goes on alone" in result.value
+    assert not run_dir.exists()
+    left = "import threading; print(ump.is_multi_gpu_enabled(), os.environ.get('RANK'), dist.is_initialized())"
+    alone = run.run(f"{left}; print(threading.enumerate())")
+    assert alone.text.startswith("False None False\n")
+    assert "unsloth_multigpu" not in alone.text
+    again = run.run("ump.enable_multi_gpu(num_gpus=2)")
+    assert (again.error, "its workers are gone" in again.value) == ("SetupError", True)
+    assert run.run("trainer.args.max_steps = 1; make(1).train().global_step").text.splitlines()[-1] == "1"
+
+
+def test_kernel_outlives_each_fault_and_no_worker_outlives_the_kernel(tmp_path):
+    with NotebookRun(tmp_path, LIGHT) as run:
+        assert run.run(ENABLE).text.splitlines()[-1] == "2"
+        check_faults_of_cells(run)
+        check_faults_of_trainings(run)
+        run_dir = Path(run.run("if rank == 0: print(os.environ['UNSLOTH_MULTIGPU_RUN_DIR'])").text.strip())
+        check_privacy(run, run_dir)
+        check_death_of_a_worker(run, run_dir)
+
+        run.restart()
+        assert run.run(ENABLE).error == ""
+        (worker,) = run.children()
+        # The worker is stopped, and a child of the kernel holds all of its open files.
+        child = int(run.run("if rank == 0:\n    child = os.fork() or time.sleep(600)\n    print(child)").text)
+        worker.send_signal(signal.SIGSTOP)
+        os.kill(run.pid, signal.SIGKILL)
+        wait_until(lambda: not worker.is_running(), 5.0, "the worker's end after its kernel's")
+        os.kill(child, signal.SIGKILL)

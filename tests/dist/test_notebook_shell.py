@@ -1,0 +1,225 @@
+"""One real kernel for each end of the range of IPython: what rank 0 does for all, and what the user sees.
+
+The cells of all tests run in one kernel, in order; none needs what another leaves behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.notebook import CellResult, NotebookRun, oldest_ipython
+
+# Before the line: what the workers have to do again, and what only this process has.
+EARLIER = """
+!echo never again
+files = !echo a; echo b
+answer = int("4" + files[0].replace("a", "2"))
+"""
+# The line itself stands within a cell magic, behind what is done before it.
+LINE = """%%time
+import os
+import unsloth_multigpu as ump
+before = 1
+ump.enable_multi_gpu(num_gpus=2, log_dir="own_logs")
+after = before + 1
+"""
+TOTAL = """
+import torch, torch.distributed as dist
+rank = dist.get_rank()
+def total(value):
+    tensor = torch.tensor([float(value)])
+    dist.all_reduce(tensor)
+    return tensor.item()
+"""
+
+
+@pytest.fixture(scope="module", params=["newest", "oldest"])
+def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
+    folder = tmp_path_factory.mktemp("notebook")
+    environment = oldest_ipython() if request.param == "oldest" else {}
+    with NotebookRun(folder, environment) as run:
+        for source in (EARLIER, LINE, TOTAL):
+            result = run.run(source, 120)
+            assert not result.error, result
+        yield run
+
+
+def well(result: CellResult) -> str:
+    assert (result.error, result.traceback) == ("", ()), result
+    return result.text.replace("\r\n", "\n").strip()
+
+
+def test_a_worker_has_what_was_there_before_the_line(notebook: NotebookRun) -> None:
+    assert (
+        well(notebook.run("total(answer), total(before), total(after), total(len(files.s))")) == "(84.0, 2.0, 4.0, 6.0)"
+    )
+    assert "never again" not in (notebook.folder / "own_logs" / "rank_1.log").read_text().replace(
+        "echo never again", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("!echo from {rank}; exit 3\ntotal(_exit_code)", "from 0\n6.0"),
+        ("x = !echo one; echo two\nx, x.s, total(len(x))", "(['one', 'two'], 'one two', 4.0)"),
+        ("def f(rank):\n    x = !echo {rank}\n    return x\nf('local'), total(len(f('b')))", "(['local'], 2.0)"),
+        ("%%bash\necho [$RANK$WORLD_SIZE$UNSLOTH_MULTIGPU_RUN_DIR$MASTER_ADDR$PYTHONHASHSEED]", "[]"),
+        ("import sys\n!{sys.executable} -c 'import os; print(os.environ.get(\"RANK\"))'", "None"),
+        ("%%writefile made.py\nvalue = 7", "Writing made.py"),
+        ("import made\ntotal(made.value)", "14.0"),
+        ("%%rank0\nprint('only', rank)\nrank", "only 0\n0"),
+        ("%%rank 1\nprint('only', rank)\nx = !echo [$RANK]\nx", "[rank1] only 1\n[rank1] Out[N]: ['[]']"),
+        ("%%rank 0,1\nprint('each', rank)", "each 0\n[rank1] each 1"),
+        ("%ranks on", ""),
+        ("print('both', rank)\nfor i in range(3): print(i, end='\\r')", "both 0\n0\r1\r2\r[rank1] both 1\n[rank1] 2"),
+        ("%ranks off", ""),
+        ("print('quiet', rank)", "quiet 0"),
+        ("%ranks help", "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: output of every rank."),
+        ("%%capture caught\nprint('caught', rank)\ny = total(1)", ""),
+        ("caught.stdout, y", "('caught 0\\n', 2.0)"),
+        ("%env FOO=bar\n%cd -q ..\nimport os\ntotal(os.environ['FOO'] == 'bar')", "env: FOO=bar\n2.0"),
+        ("%config InlineBackend.figure_format = 'svg'", ""),
+        ("display({'a': 1})", "{'a': 1}"),
+        ("import asyncio\nawait asyncio.sleep(0.01)\ntotal(1)", "2.0"),
+        ("len?", ""),
+        ("# nothing", ""),
+        ("def g(): return 1", ""),
+        ("41 + 1", "42"),
+        ("total(_), total(list(Out.values())[-1])", "(84.0, 84.0)"),
+        ("if rank == 0:\n    !echo only here\ntotal(1)", "only here\n2.0"),
+        ("breakpoint() if rank else None\ntotal(1)", "2.0"),
+    ],
+)
+def test_a_cell_gives_what_it_gives_on_one_gpu(notebook: NotebookRun, source: str, text: str) -> None:
+    # The numbers of cells depend on which tests run.
+    assert re.sub(r"Out\[\d+\]", "Out[N]", well(notebook.run(source))) == text
+
+
+def test_cells_have_the_same_numbers_on_all_ranks(notebook: NotebookRun) -> None:
+    assert well(notebook.run("number = get_ipython().execution_count\n'kept'")) == "'kept'"
+    assert well(notebook.run("total(number) / number, total(Out[max(Out)] == 'kept')")) == "(2.0, 2.0)"
+    place = notebook.run("def where(): return rank and 1 / 0\nwhere()").traceback[0]
+    assert len(set(re.findall(r"(?:In\[|-input-)(\d+)", place))) == 1
+
+
+def test_the_ranks_are_shown(notebook: NotebookRun) -> None:
+    head, first, second = well(notebook.run("%ranks")).splitlines()
+    assert head.split()[:4] == ["rank", "pid", "device", "state"]
+    assert first.split()[:5] == ["0", str(notebook.pid), "cpu", "this", "kernel"]
+    assert second.split()[2:4] == ["cpu", "idle"]
+    assert second.endswith("own_logs/rank_1.log")
+    assert int(second.split()[1]) in {child.pid for child in notebook.children()}
+    notebook.run("print('to be found', rank)")
+    assert "to be found 1\n" in notebook.run("%ranks log").text
+    assert notebook.run("%ranks log 7").text == "rank 7 has no log\n"
+
+
+@pytest.mark.parametrize("ask", ["input", "getpass"])
+def test_the_user_is_asked_once(notebook: NotebookRun, ask: str) -> None:
+    # The name that a cell has imported is used in later cells.
+    well(notebook.run("from getpass import getpass"))
+    message = notebook.begin(f"typed = {ask}('which?')\nprint(typed, total(len(typed)))")
+    assert notebook.client.get_stdin_msg(timeout=30)["content"]["prompt"] == "which?"
+    notebook.client.input("abc")
+    assert well(notebook.finish(message)) == "abc 6.0"
+
+
+def test_stop_while_the_user_is_asked(notebook: NotebookRun) -> None:
+    message = notebook.begin("typed = input('which?')")
+    notebook.client.get_stdin_msg(timeout=30)
+    notebook.interrupt()
+    result = notebook.finish(message)
+    assert result.error == "KeyboardInterrupt"
+    assert len(result.traceback) == 1
+    assert well(notebook.run("total(1)")) == "2.0"
+
+
+def test_stop_while_a_program_runs(notebook: NotebookRun) -> None:
+    message = notebook.begin("!echo begins; exec sleep 60")
+    notebook.wait_for_text("begins")
+    notebook.interrupt()
+    assert notebook.finish(message, 30).error == "KeyboardInterrupt"
+    assert well(notebook.run("total(1)")) == "2.0"
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "fact"),
+    [
+        ("raise ValueError('both')", "ValueError", "both"),
+        ("if rank == 1: raise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one"),
+        ("if rank == 1: raise ValueError('one')\ndist.barrier()", "DistributedError", "rank 1 raised ValueError: one"),
+        ("%%capture\nif rank == 1: raise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one"),
+        ("%%rank 1\nraise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one"),
+        ("%%rank 0\nraise ValueError('zero')", "ValueError", "zero"),
+        ("if rank == 1:\n    !echo never", "DivergenceError", "rank 0 has left the cell without !command"),
+        ("def f(:", "SyntaxError", "invalid syntax"),
+    ],
+)
+def test_an_error_is_shown_once(notebook: NotebookRun, source: str, error: str, fact: str) -> None:
+    result = notebook.run(source)
+    assert (result.error, len(result.traceback)) == (error, 1), result
+    assert fact in result.value
+    assert result.traceback[0].count(fact) <= 2  # In its message; a ValueError also in the line that raised it.
+    assert well(notebook.run("total(1)")) == "2.0"
+
+
+@pytest.mark.parametrize("source", ["%nosuchmagic", "%%nosuchmagic\n1", "%%rank 7\n1"])
+def test_a_wrong_magic_is_said_once(notebook: NotebookRun, source: str) -> None:
+    result = notebook.run(source)
+    assert result.error == "UsageError"
+    assert result.traceback == ()
+    assert result.text.count("UsageError: ") == 1
+    assert well(notebook.run("total(1)")) == "2.0"
+
+
+def test_an_error_of_a_program_is_caught_alike(notebook: NotebookRun) -> None:
+    source = """
+try:
+    get_ipython().run_cell_magic("bash", "", "exit 5")
+except Exception as error:
+    kind, code = type(error).__name__, error.returncode
+print(kind, total(code))
+"""
+    assert well(notebook.run(source)) == "CalledProcessError 10.0"
+
+
+def test_login_is_done_once(notebook: NotebookRun) -> None:
+    # Stands for the Hub: notes who logs in.
+    source = """
+import huggingface_hub._login as hub
+def interpreter_login(*args, **kwargs): print("login of", os.environ["RANK"])
+hub.interpreter_login.__wrapped__.__code__ = interpreter_login.__code__
+hub.interpreter_login()
+total(1)
+"""
+    assert well(notebook.run("%ranks on")) == ""
+    result = well(notebook.run(source))
+    well(notebook.run("%ranks off"))
+    assert "login of 0" in result
+    assert "[rank1] Out" in result
+    assert "login of 1" not in result
+
+
+def test_disabling_leaves_no_trace(notebook: NotebookRun) -> None:
+    source = """
+import builtins, getpass
+shell = get_ipython()
+ump.disable_multi_gpu()
+print(sorted({"system", "getoutput", "run_line_magic", "run_cell_magic", "var_expand"} & set(vars(shell))))
+print(shell.ast_transformers, shell.custom_exceptions, {"rank", "ranks"} & set(shell.magics_manager.magics["cell"]))
+print([f for found in shell.events.callbacks.values() for f in found if "unsloth" in f.__module__])
+print(builtins.input.__module__, getpass.getpass.__module__)
+"""
+    assert well(notebook.run(source)).splitlines() == [
+        "[]",
+        "[] () set()",
+        "[]",
+        "ipykernel.kernelbase ipykernel.kernelbase",
+    ]
+    assert notebook.run("%ranks").error == "UsageError"
+    assert notebook.run("1/0").error == "ZeroDivisionError"
+    assert notebook.children() == []

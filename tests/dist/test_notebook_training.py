@@ -1,0 +1,199 @@
+"""Training in one real kernel: as under torchrun, cut off between two ranks' steps, and alone after disabling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.notebook import NotebookRun
+from tests.helpers.run import ROOT, run_python
+from tests.helpers.tiny import build_tiny
+
+ENABLE = """
+import unsloth_multigpu as ump
+ump.enable_multi_gpu(num_gpus=2, balance="off", verify_every=1)
+"""
+# Rows that divide neither by the step nor by the ranks.
+TRAINING = """
+import hashlib, json, os, sys, time
+import torch
+from unsloth import FastLanguageModel
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+sys.path.insert(0, {root!r})
+from examples.tiny_model import topics
+
+model, tokenizer = FastLanguageModel.from_pretrained(
+    {model!r}, max_seq_length=64, load_in_4bit=False, dtype=torch.float32)
+model = FastLanguageModel.get_peft_model(
+    model, r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "up_proj"], random_state=7)
+rows = Dataset.from_dict({{"text": topics(13, max_words=30)}})
+
+def make_trainer(steps):
+    config = SFTConfig(
+        "out", max_length=64, per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=steps,
+        learning_rate=2e-3, logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, bf16=False,
+        fp16=False, optim="adamw_torch", seed=7)
+    return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+
+def weights():
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in trained)).hexdigest()[:16]
+
+trainer = make_trainer(5)
+trainer.train()
+if os.environ["RANK"] == "0":
+    history = [[h["loss"], h["grad_norm"]] for h in trainer.state.log_history if "loss" in h]
+    with open("trained.json", "w") as file:
+        json.dump([history, weights()], file)
+"""
+RANKS = """
+import torch.distributed as dist
+
+def moments(trainer):
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    values = [v for group in optimizer.param_groups for p in group["params"] for v in optimizer.state[p].values()]
+    return hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest()[:16]
+
+def of_all_ranks(value):
+    values = [None, None]
+    dist.all_gather_object(values, value)
+    return values
+
+class BetweenTwoSteps(TrainerCallback):
+    seen = ""
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if dist.get_rank() == 1 and state.global_step == 1:
+            BetweenTwoSteps.seen = weights()
+            time.sleep(60)
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if dist.get_rank() == 0 and state.global_step == 1:
+            BetweenTwoSteps.seen = weights()
+            print("rank 0 is a step ahead", flush=True)
+            time.sleep(60)
+
+print(json.dumps([of_all_ranks(weights()), of_all_ranks(moments(trainer))]))
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
+    """A kernel in which two ranks have trained."""
+    folder = tmp_path_factory.mktemp("notebook")
+    training = TRAINING.format(root=str(ROOT), model=build_tiny(folder / "tiny"))
+    (folder / "script.py").write_text(ENABLE + training)
+    with NotebookRun(folder) as run:
+        for source in (ENABLE, training):
+            cell = run.run(source, timeout_s=150)
+            assert not cell.error, cell.traceback
+        yield run
+
+
+def _run(notebook: NotebookRun, source: str) -> str:
+    cell = notebook.run(source, timeout_s=60)
+    assert not cell.error, cell.traceback
+    return cell.text
+
+
+def _last_json(text: str) -> list[list[str]]:
+    found: list[list[str]] = json.loads(text.strip().splitlines()[-1])
+    return found
+
+
+def test_training_is_that_of_torchrun(notebook: NotebookRun, tmp_path: Path) -> None:
+    run = run_python(["-m", "torch.distributed.run", "--nproc-per-node", "2", notebook.folder / "script.py"], tmp_path)
+    assert run.code == 0, run.err
+    script = json.loads((tmp_path / "trained.json").read_text())
+    history, _ = json.loads((notebook.folder / "trained.json").read_text())
+    assert len(history) == 5
+    assert history == [pytest.approx(row, rel=1e-5) for row in script[0]]
+
+
+def test_training_that_was_cut_off_between_two_ranks_steps_goes_on_with_equal_ranks(notebook: NotebookRun) -> None:
+    (zero, one), (zeros_moments, ones_moments) = _last_json(_run(notebook, RANKS))
+    assert zero == one
+    assert zeros_moments == ones_moments
+
+    _run(notebook, "second = make_trainer(3); second.add_callback(BetweenTwoSteps())")
+    message = notebook.begin("second.train()")
+    notebook.wait_for_text("rank 0 is a step ahead")
+    notebook.interrupt()
+    assert notebook.finish(message).error == "KeyboardInterrupt"
+    seen, now, moments = _last_json(
+        _run(
+            notebook, "print(json.dumps([of_all_ranks(x) for x in (BetweenTwoSteps.seen, weights(), moments(second))]))"
+        )
+    )
+    assert seen[0] != seen[1], "the ranks were a step apart"
+    assert now == [seen[0], seen[0]], "all have the weights that are in the kernel"
+    assert moments[0] == moments[1]
+
+    # Replicas are compared after every step.
+    _run(notebook, "second.remove_callback(BetweenTwoSteps); second.train()")
+    _run(notebook, "third = make_trainer(2); third.train()")
+    now, moments, steps = _last_json(
+        _run(
+            notebook,
+            "print(json.dumps([of_all_ranks(x) for x in (weights(), moments(third), second.state.global_step)]))",
+        )
+    )
+    assert now[0] == now[1] != seen[0]
+    assert moments[0] == moments[1]
+    assert steps == [3, 3]
+    report = _run(notebook, "print(ump.get_multi_gpu_status().report.summary(), ump.get_multi_gpu_status().launcher)")
+    assert "steps=2" in report
+    assert "notebook" in report
+
+
+def test_save_and_evaluation_in_a_cell(notebook: NotebookRun) -> None:
+    source = """
+model.save_pretrained("adapter")
+listed = of_all_ranks(sorted(os.listdir("adapter")))
+losses = of_all_ranks(third.evaluate(third.train_dataset)["eval_loss"])
+print(json.dumps([listed, losses]))
+"""
+    listed, losses = _last_json(_run(notebook, source))
+    assert "adapter_model.safetensors" in listed[0]
+    assert listed[0] == listed[1]
+    assert losses[0] == losses[1]
+    # A rank that saves what rank 0 does not is told so, and counts no save too much afterwards.
+    cell = notebook.run("if dist.get_rank() == 1: model.save_pretrained('alone')")
+    assert cell.error == "DistributedError"
+    assert "rank 0 has left the cell" in cell.value
+    assert "adapter_model" in _run(notebook, "model.save_pretrained('again'); print(os.listdir('again'))")
+
+
+def test_kernel_is_alone_after_disabling(notebook: NotebookRun) -> None:
+    """The last one: it ends the workers."""
+    source = """
+ump.disable_multi_gpu()
+left = [n for n in os.environ if n.startswith(("RANK", "LOCAL_", "WORLD_", "MASTER_", "ACCELERATE_", "UNSLOTH_MULTI"))]
+from accelerate.state import PartialState
+print(json.dumps([left, dist.is_initialized(), PartialState().num_processes]))
+"""
+    left, is_initialized, num_processes = _last_json(_run(notebook, source))
+    assert left == []
+    assert not is_initialized
+    assert num_processes == 1
+    assert notebook.children() == []
+    source = """
+before = weights()
+third.train()
+old = weights()
+new = make_trainer(2)
+new.train()
+model.save_pretrained("at_the_end")
+ids = tokenizer("The statement", return_tensors="pt")
+tokens = model.generate(**ids, max_new_tokens=3, min_new_tokens=3)
+print(json.dumps([before, old, weights(), new.args.world_size, len(tokens[0]) - len(ids["input_ids"][0]),
+    sorted(os.listdir("at_the_end")), third.state.global_step, type(third.model_wrapped).__name__]))
+"""
+    before, old, after, world_size, num_tokens, files, step, wrapped = _last_json(_run(notebook, source))
+    assert len({str(before), str(old), str(after)}) == 3
+    assert (world_size, num_tokens, step) == (1, 3, 2)
+    assert "adapter_model.safetensors" in files
+    assert "Distributed" not in str(wrapped)

@@ -1,0 +1,165 @@
+"""The notebooks of examples/, run whole by the tools that run notebooks, and their training beside torchrun's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
+
+from tests.helpers.notebook import kernel_environment, oldest_ipython
+from tests.helpers.run import LIGHT, ROOT, run_python
+from tests.helpers.tiny import build_tiny, topics
+
+EXAMPLES = ROOT / "examples"
+# Costs are given, so that every run groups the samples of a step in the same way.
+TWO_RANKS = {
+    "UNSLOTH_MULTIGPU_NUM_GPUS": "2",
+    "UNSLOTH_MULTIGPU_RANK_SPEEDS": "1,1",
+    "UNSLOTH_MULTIGPU_MICRO_BATCH_OVERHEAD_TOKENS": "64",
+    "UNSLOTH_MULTIGPU_MICRO_BATCH_FLOOR_TOKENS": "0",
+}
+# Stands after the training, in the notebook and in the script that is made of it.
+LOOK = """
+import json, pathlib, torch
+import torch.distributed as dist
+
+def trained_weights():
+    return torch.cat([p.detach().float().flatten().cpu() for p in model.parameters() if p.requires_grad])
+
+weights = trained_weights()
+of_ranks = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+dist.all_gather(of_ranks, weights)
+assert len(of_ranks) == 2
+assert torch.equal(of_ranks[0], of_ranks[1])
+if dist.get_rank() == 0:
+    torch.save(weights, "weights.pt")
+    pathlib.Path("history.json").write_text(json.dumps(trainer.state.log_history))
+"""
+# Stands at the end of the notebook, where the kernel is alone.
+ALONE = """
+assert not dist.is_initialized()
+assert not ump.is_multi_gpu_enabled()
+assert torch.equal(trained_weights(), weights)
+import IPython
+IPython.__version__
+"""
+
+
+@pytest.mark.parametrize("name", ["notebook", "notebook_kaggle"])
+def test_notebook_is_kept_without_what_a_run_leaves(name: str) -> None:
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags"}
+        assert cell.cell_type == "markdown" or (cell.outputs == [] and cell.execution_count is None)
+
+
+def copy_of(name: str, folder: Path) -> NotebookNode:
+    """An example's cells; the folder gets what it imports from beside it."""
+    shutil.copy(EXAMPLES / "tiny_model.py", folder)
+    return nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+
+
+def add_after(notebook: NotebookNode, cell_id: str, source: str) -> None:
+    place = [cell.id for cell in notebook.cells].index(cell_id)
+    notebook.cells.insert(place + 1, new_code_cell(source))
+
+
+def output_of(notebook: NotebookNode, cell_id: str) -> str:
+    """What a cell printed and displayed as text."""
+    (cell,) = [cell for cell in notebook.cells if cell.id == cell_id]
+    return "".join(o.get("text") or o.get("data", {}).get("text/plain", "") for o in cell.outputs)
+
+
+def history_of(folder: Path) -> list[dict[str, float]]:
+    rows = json.loads((folder / "history.json").read_text())
+    return [
+        {name: row[name] for name in ("step", "loss", "grad_norm", "learning_rate")} for row in rows if "loss" in row
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) -> None:
+    folder, beside = tmp_path / "notebook", tmp_path / "torchrun"
+    folder.mkdir()
+    beside.mkdir()
+    notebook = copy_of("notebook", folder)
+    add_after(notebook, "train", LOOK)
+    script = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    notebook.cells.append(new_code_cell(ALONE, id="alone"))
+
+    packages = os.pathsep.join(variables["PYTHONPATH"] for variables in (oldest_ipython(), LIGHT))
+    environment = kernel_environment(folder, {**TWO_RANKS, **LIGHT, "PYTHONPATH": packages})
+    client = NotebookClient(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client.execute(env=environment)
+    assert output_of(notebook, "alone") == "'7.34.0'"
+    trained, reloaded = output_of(notebook, "generate").splitlines()
+    assert trained.partition(":")[2].split() == reloaded.partition(":")[2].split()
+
+    copy_of("notebook", beside)
+    (beside / "train.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = run_python([*torchrun, "train.py"], beside, {**TWO_RANKS, **LIGHT})
+    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    steps, steps_beside = history_of(folder), history_of(beside)
+    assert len(steps) == 10
+    for step, step_beside in zip(steps, steps_beside, strict=True):
+        assert step == pytest.approx(step_beside, rel=1e-5)
+    weights, weights_beside = (torch.load(path / "weights.pt", weights_only=True) for path in (folder, beside))
+    assert float((weights - weights_beside).norm() / weights_beside.norm()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_notebook_runs_whole_under_nbconvert(tmp_path: Path) -> None:
+    nbformat.write(copy_of("notebook", tmp_path), tmp_path / "notebook.ipynb")
+    command = ["-m", "nbconvert", "--to", "notebook", "--execute", "--output", "done", "notebook.ipynb"]
+    run = run_python(command, tmp_path, TWO_RANKS)
+    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
+    assert "samples per step: 8 = 2 ranks x" in output_of(done, "train")
+    assert output_of(done, "train").count("10 steps, mean loss") == 1
+    assert "reloaded: The" in output_of(done, "generate")
+    assert (tmp_path / "outputs/notebook/adapter/adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_kaggle_notebook_runs_under_papermill_with_a_tiny_model(tmp_path: Path) -> None:
+    notebook = copy_of("notebook_kaggle", tmp_path)
+    # What it would install is what is tested here.
+    notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", [])]
+    nbformat.write(notebook, tmp_path / "kaggle.ipynb")
+    rows = [{"conversations": [{"from": "human", "value": t[:40]}, {"from": "gpt", "value": t}]} for t in topics(48)]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parameters = {
+        "MODEL": build_tiny(tmp_path / "model"),
+        "LOAD_IN_4BIT": False,
+        "DATASET": "data",
+        "NUM_ROWS": 40,
+        "MAX_LENGTH": 256,
+        "MAX_STEPS": 2,
+        "OPTIM": "adamw_torch",
+    }
+    (tmp_path / "parameters.yaml").write_text(json.dumps(parameters))  # JSON is YAML.
+    run = run_python(
+        ["-m", "papermill", "-f", "parameters.yaml", "kaggle.ipynb", "done.ipynb"], tmp_path, {**TWO_RANKS, **LIGHT}
+    )
+    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
+    assert "samples per step: 16 = 2 ranks x" in output_of(done, "train")
+    assert (tmp_path / "llama_lora" / "adapter_model.safetensors").exists()

@@ -1,0 +1,198 @@
+"""Drives a real Jupyter kernel as a front end does: cells one by one, Stop, and what came out of them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+
+from tests.helpers.run import ON_CPU, QUIET
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_LOOK_S = 0.2
+DEFAULT_COMMAND = (sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}")
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What one cell gave.
+
+    Attributes:
+        text: What it printed and displayed, without colours.
+        error: Name of the exception that its reply names; "" = it ended well.
+        value: The message of that exception.
+        traceback: What was shown of exceptions, without colours; one entry for each that was shown.
+        seconds: From the request to the kernel's reply.
+        error_s: From the request until the first exception was shown; None = none was.
+        outputs: Messages of the IOPub channel: type and content, in order.
+    """
+
+    text: str
+    error: str
+    value: str
+    traceback: tuple[str, ...]
+    seconds: float
+    error_s: float | None
+    outputs: tuple[tuple[str, dict[str, Any]], ...] = field(repr=False, default=())
+
+
+class NotebookRun:
+    """A kernel of its own. Use it in `with`, or close it.
+
+    Args:
+        folder: Where it runs.
+        env: Variables beside this process's; those of UNSLOTH_MULTIGPU_* are not inherited.
+        command: Starts the kernel; `{connection_file}` stands for its argument.
+    """
+
+    def __init__(
+        self, folder: Path, env: Mapping[str, str] | None = None, command: Sequence[str] = DEFAULT_COMMAND
+    ) -> None:
+        own = kernel_environment(folder, env)
+        self.folder = folder
+        self._manager = KernelManager(kernel_name="python3")
+        self._manager.kernel_spec.argv = list(command)
+        before = signal.getsignal(signal.SIGINT)
+        # A suite that a shell runs in the background inherits an ignored Ctrl-C, and so would the kernel.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self._manager.start_kernel(cwd=str(folder), env=own)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self.client = self._manager.client()
+        self.client.start_channels()
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except RuntimeError:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The kernel's process."""
+        pid = self._manager.provisioner.pid
+        assert pid is not None
+        return pid
+
+    def run(self, source: str, timeout_s: float = 60.0) -> CellResult:
+        """Runs one cell and waits for its end."""
+        return self.finish(self.begin(source), timeout_s)
+
+    def begin(self, source: str) -> str:
+        """Begins one cell; give what it returns to `finish`."""
+        self._begin_s = time.monotonic()
+        return self.client.execute(source, stop_on_error=False)
+
+    def finish(self, message_id: str, timeout_s: float = 60.0) -> CellResult:
+        """Waits for the end of a cell. One that does not come is a failure, and not a hang of the test."""
+        deadline_s = self._begin_s + timeout_s
+        outputs: list[tuple[str, dict[str, Any]]] = []
+        error_s = None
+        while True:
+            kind, content = self._next(self.client.get_iopub_msg, message_id, deadline_s, outputs)
+            if kind == "error" and error_s is None:
+                error_s = time.monotonic() - self._begin_s
+            if kind == "status" and content["execution_state"] == "idle":
+                break
+            outputs.append((kind, content))
+        _, reply = self._next(self.client.get_shell_msg, message_id, deadline_s, outputs)
+        return CellResult(
+            text=_plain("".join(_text_of(kind, content) for kind, content in outputs)),
+            error=reply.get("ename", ""),
+            value=_plain(reply.get("evalue", "")),
+            traceback=tuple(_plain("\n".join(c["traceback"])) for kind, c in outputs if kind == "error"),
+            seconds=time.monotonic() - self._begin_s,
+            error_s=error_s,
+            outputs=tuple(outputs),
+        )
+
+    def _next(self, get: Any, message_id: str, deadline_s: float, outputs: list[Any]) -> tuple[str, dict[str, Any]]:
+        while True:
+            try:
+                message = get(timeout=_LOOK_S)
+            except queue.Empty:
+                assert self._manager.is_alive(), f"the kernel has ended\n{outputs}"
+                assert time.monotonic() < deadline_s, f"no end of the cell in time\n{outputs}"
+                continue
+            if message["parent_header"].get("msg_id") == message_id:
+                return message["msg_type"], message["content"]
+
+    def wait_for_text(self, text: str, timeout_s: float = 60.0) -> None:
+        """Waits until a cell that runs has printed `text`. What it printed so far is not in its result then."""
+        deadline_s, seen = time.monotonic() + timeout_s, ""
+        while text not in seen:
+            assert time.monotonic() < deadline_s, f"{text!r} did not come: {seen!r}"
+            try:
+                message = self.client.get_iopub_msg(timeout=_LOOK_S)
+            except queue.Empty:
+                assert self._manager.is_alive(), f"the kernel has ended: {seen!r}"
+                continue
+            assert message["msg_type"] != "error", message["content"]
+            seen += _text_of(message["msg_type"], message["content"])
+
+    def interrupt(self) -> None:
+        """Stop, as the front end's button."""
+        self._manager.interrupt_kernel()
+
+    def restart(self) -> None:
+        """Restart, as the front end's button."""
+        self._manager.restart_kernel(now=False)
+        self.client.wait_for_ready(timeout=60)
+
+    def shutdown(self) -> None:
+        """Shut down, as a front end does when the notebook is closed."""
+        self._manager.shutdown_kernel(now=False)
+
+    def children(self) -> list[psutil.Process]:
+        """Living processes that the kernel has started, and theirs."""
+        return [p for p in psutil.Process(self.pid).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+    def close(self) -> None:
+        """Ends the kernel, whatever it is doing."""
+        self.client.stop_channels()
+        if self._manager.has_kernel:
+            self._manager.shutdown_kernel(now=True)
+        self._manager.cleanup_resources()
+
+    def __enter__(self) -> NotebookRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def kernel_environment(folder: Path, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """All variables of a kernel: this process's without UNSLOTH_MULTIGPU_*, those of every test run, and `env`."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
+    return {**own, **QUIET, **ON_CPU, "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / ".ipython"), **(env or {})}
+
+
+def oldest_ipython() -> dict[str, str]:
+    """Variables by which a kernel, and with it its workers, runs on the oldest supported IPython and ipykernel."""
+    packages = Path(sys.prefix) / "oldest-ipython"
+    if not packages.is_dir():
+        pytest.skip(f"{packages} is missing: `make setup` installs IPython 7.34 and ipykernel 6.17.1 there")
+    return {"PYTHONPATH": str(packages)}
+
+
+def _text_of(kind: str, content: Mapping[str, Any]) -> str:
+    if kind == "stream":
+        return str(content["text"])
+    if kind in ("execute_result", "display_data"):
+        return str(content["data"].get("text/plain", "")) + "\n"
+    return ""
+
+
+def _plain(text: str) -> str:
+    return _ESCAPES.sub("", text)

@@ -1,0 +1,176 @@
+"""Cells as text: where the line stands, what only rank 0 runs, what a worker may do again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.utils.text import SList
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.notebook.cell import (
+    is_rank_0_magic,
+    log_header,
+    names_broken_group,
+    parse_ranks,
+    replay_sources,
+    split_at,
+)
+
+CALL = "ump.enable_multi_gpu()"
+
+
+def transform(source: str) -> str:
+    """What IPython makes of a cell; 7.34 and 9.18 make the same."""
+    return TransformerManager().transform_cell(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "before", "rest"),
+    [
+        pytest.param(f"{CALL}\nx = 1\n", 1, "", f"{CALL}\nx = 1\n", id="first"),
+        pytest.param(f"import unsloth\n{CALL}\n", 2, "import unsloth\n", f"{CALL}\n", id="second"),
+        pytest.param(f"a = 1\nif a:\n    {CALL}\nb = 2\n", 3, "a = 1\n", f"if a:\n    {CALL}\nb = 2\n", id="if"),
+        pytest.param(f"with a:\n    {CALL}\n", 2, "", f"with a:\n    {CALL}\n", id="with"),
+        pytest.param(
+            f"x = 1\ntry:\n    {CALL}\nfinally:\n    y()\n",
+            3,
+            "x = 1\n",
+            f"try:\n    {CALL}\nfinally:\n    y()\n",
+            id="try",
+        ),
+        pytest.param(
+            f"def f():\n    {CALL}\nx = 1\nf()\n", 4, f"def f():\n    {CALL}\nx = 1\n", "f()\n", id="in a function"
+        ),
+        pytest.param(
+            "x = 1\nump.enable_multi_gpu(\n    num_gpus=2,\n)\n",
+            3,
+            "x = 1\n",
+            "ump.enable_multi_gpu(\n    num_gpus=2,\n)\n",
+            id="several lines",
+        ),
+        pytest.param(f"import ump; {CALL}; x = 1\n", 1, "import ump; ", f"{CALL}; x = 1\n", id="one line"),
+        pytest.param(f"s = 'äö'; {CALL}\n", 1, "s = 'äö'; ", f"{CALL}\n", id="one line with umlauts"),
+        pytest.param(
+            "x = 1\n@turn(\n    1)\ndef f(): pass\n", 2, "x = 1\n", "@turn(\n    1)\ndef f(): pass\n", id="decorated"
+        ),
+        pytest.param(f"s = '\x0c\u2028'\n{CALL}\n", 2, "s = '\x0c\u2028'\n", f"{CALL}\n", id="odd line ends in a text"),
+        pytest.param("x = 1\n", 7, "", "x = 1\n", id="a line that is not there"),
+    ],
+)
+def test_a_cell_is_cut_before_the_statement(source: str, line: int, before: str, rest: str) -> None:
+    assert split_at(source, line) == (before, rest)
+
+
+def test_a_cell_is_cut_behind_what_ipython_alone_understands() -> None:
+    source = transform(f"!pip install x\n%cd /tmp\nlen?\n{CALL}\nfiles = !ls\n")
+    before, rest = split_at(source, 4)
+    assert before.count("get_ipython()") == 3
+    assert rest.startswith(CALL)
+    assert "getoutput" in rest
+
+
+@pytest.mark.parametrize("magic", ["%%time", "%%capture out", "%%capture --no-stderr"])
+def test_a_cell_magic_stays_around_the_rest_of_its_cell(magic: str) -> None:
+    source = transform(f"{magic}\n!pip install x\nimport unsloth\n{CALL}\nx = 1\n")
+    before, rest = split_at(source, 3, transform)
+    assert "pip install x" in before
+    assert before.endswith("import unsloth\n")
+    name, _, line = magic[2:].partition(" ")
+    assert rest == f"get_ipython().run_cell_magic({name!r}, {line!r}, '{CALL}\\nx = 1\\n')"
+
+
+@pytest.mark.parametrize("loop", ["for i in range(3):", "while True:", "if a:\n  for i in b:"])
+def test_a_line_in_a_loop_is_refused(loop: str) -> None:
+    source = f"{loop}\n    {CALL}\n"
+    with pytest.raises(SetupError, match="loop"):
+        split_at(source, source.count("\n"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "line", "module", "is_alone"),
+    [
+        ("line", "pip", "install x", "IPython.core.magics.packaging", True),
+        ("line", "cd", "/tmp", "IPython.core.magics.osm", False),
+        ("line", "time", "f()", "IPython.core.magics.execution", False),
+        ("line", "timeit", "f()", "IPython.core.magics.execution", True),
+        ("line", "store", "x", "IPython.extensions.storemagic", True),
+        ("line", "store", "-r x", "IPython.extensions.storemagic", False),
+        ("cell", "bash", "", "IPython.core.magics.script", True),
+        ("cell", "capture", "", "IPython.core.magics.execution", False),
+        ("cell", "writefile", "a.py", "IPython.core.magics.osm", True),
+        ("line", "ofthefrontend", "", "google.colab._magics", True),
+        ("line", "ofthefrontend", "", "ipykernel.zmqshell", True),
+        ("line", "unknown", "", None, True),
+        ("cell", "mine", "", "__main__", False),
+    ],
+)
+def test_magics_that_rank_0_runs_alone(kind: str, name: str, line: str, module: str | None, is_alone: bool) -> None:
+    assert is_rank_0_magic(kind, name, line, module) is is_alone
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "result"),
+    [
+        ("import a\nb = 2", {}, "import a\nb = 2"),
+        ("files = !ls", {"files": ["a", "b"]}, "files = ['a', 'b']"),
+        (
+            "files = !ls",
+            {"files": SList(["a"])},
+            "files = __import__('IPython.utils.text', fromlist=['SList']).SList(['a'])",
+        ),
+        ("n = int(input('how many?'))", {"n": 3}, "n = 3"),
+        ("token = getpass.getpass()", {"token": "x'y"}, 'token = "x\'y"'),
+        ("token = userdata.get('HF')", {"token": None}, "token = None"),
+        ("x = {'a': (1, 2.5), 'b': input()}", {"x": {"a": (1, 2.5), "b": "c"}}, "x = {'a': tuple([1, 2.5]), 'b': 'c'}"),
+        ("def f():\n    x = input()\n    return x", {}, "def f():\n    x = input()\n    return x"),
+        ("x = (", {}, ""),
+        ("files = !ls\nn = len(files)", {"files": ["a"], "n": 1}, "files = ['a']\nn = len(files)"),
+    ],
+)
+def test_a_replayed_cell_has_the_values_of_rank_0(source: str, values: dict[str, Any], result: str) -> None:
+    assert replay_sources([transform(source)], values) == [result]
+
+
+@pytest.mark.parametrize(
+    ("sources", "values", "fact"),
+    [
+        (["n = int(input())", "n += 1"], {"n": 4}, "changed or lost"),
+        (["files = !ls", "files.append('x')"], {"files": ["a", "x"]}, "changed or lost"),
+        (["files = !ls", "files[0] = 'x'"], {"files": ["x"]}, "changed or lost"),
+        (["files = !ls", "del files[0]"], {"files": []}, "changed or lost"),
+        (["files = !ls", "for files in range(3): pass"], {"files": 2}, "changed or lost"),
+        (["x = input()", "x = 5"], {"x": 5}, "changed or lost"),
+        (["x = input()"], {}, "changed or lost"),
+        (["a, b = input().split()"], {"a": "1", "b": "2"}, "changed or lost"),
+        (["x = make(input())"], {"x": object()}, "no plain data but object"),
+        (["x = float(input())"], {"x": float("inf")}, "no plain data but float"),
+    ],
+)
+def test_a_value_that_cannot_be_had_again_is_refused(sources: list[str], values: dict[str, Any], fact: str) -> None:
+    with pytest.raises(SetupError, match=fact):
+        replay_sources(map(transform, sources), values)
+
+
+def test_a_cell_that_was_run_twice_is_replayed_twice() -> None:
+    source = transform("files = !ls")
+    assert replay_sources([source, "y = 1", source], {"files": ["a"]}) == ["files = ['a']", "y = 1", "files = ['a']"]
+
+
+def test_ranks_are_read() -> None:
+    assert parse_ranks(" 1 ", 2) == {1}
+    assert parse_ranks("0, 2", 3) == {0, 2}
+    assert parse_ranks("all", 3) == {0, 1, 2}
+    for wrong in ("", "2", "-1", "0,", "x", "0 1"):
+        with pytest.raises(ValueError, match=r"names no ranks: 0 \.\. 1"):
+            parse_ranks(wrong, 2)
+
+
+def test_a_broken_group_is_known_by_its_words() -> None:
+    assert names_broken_group(RuntimeError("[gloo/transport] Connection closed by peer [127.0.0.1]:1"))
+    assert not names_broken_group(ValueError("3"))
+
+
+def test_the_header_of_a_log_holds_the_cell() -> None:
+    assert log_header(7, "x = 1") == "---- cell 7\nx = 1\n----\n"

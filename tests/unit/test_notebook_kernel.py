@@ -1,0 +1,355 @@
+"""Channel, worker process, the end of a cell, and what a kernel may not hold: without IPython and without a group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import FileStore
+
+from tests.helpers.run import wait_until
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import (
+    ConfigError,
+    DistributedError,
+    DivergenceError,
+    LaunchError,
+    RankTimeoutError,
+    SetupError,
+)
+from unsloth_multigpu.launch.stack import place_of
+from unsloth_multigpu.notebook import process
+from unsloth_multigpu.notebook import worker as worker_program
+from unsloth_multigpu.notebook.channel import Channel
+from unsloth_multigpu.notebook.group import _meet
+from unsloth_multigpu.notebook.kernel import Cell, Kernel
+from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
+from unsloth_multigpu.notebook.refusal import KernelState, refuse
+
+
+def test_channel_carries_whole_messages_of_any_size():
+    ours, theirs = socket.socketpair()
+    one, other = Channel(ours, 5.0), Channel(theirs)
+    text = "a long one" * 100_000
+    sender = threading.Thread(target=lambda: [one.send("cell", source=s) for s in ("x = 1", text)])
+    sender.start()
+    got = []
+    while len(got) < 2:
+        got += other.receive()
+    sender.join()
+    assert got == [{"kind": "cell", "source": "x = 1"}, {"kind": "cell", "source": text}]
+    one.close()
+    assert other.receive() is None
+    other.close()
+
+
+def test_channel_is_json_and_nothing_else():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours)
+        channel.send("cell", source="1")
+        data = theirs.recv(1000)
+        assert struct.unpack("!I", data[:4])[0] == len(data) - 4
+        assert json.loads(data[4:]) == {"kind": "cell", "source": "1"}
+        theirs.sendall(struct.pack("!I", 9) + b"\x80\x04no json")
+        with pytest.raises(ValueError, match="can't decode"):
+            channel.receive()
+        channel.close()
+
+
+def test_reader_that_does_not_read_ends_the_wait():
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 0.05)
+    with theirs, pytest.raises(TimeoutError):
+        channel.send("cell", source="x" * 10**7)
+    channel.close()
+
+
+PROGRAM = """
+import os, socket, struct, json, sys, time
+sys.path[:0] = [{root!r}]
+from unsloth_multigpu.notebook.channel import Channel
+channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+channel.send("ready", stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
+print("hello from the worker", flush=True)
+while True:
+    for message in channel.receive() or sys.exit(3):
+        if message["kind"] == "exit":
+            sys.exit(0)
+        if message["kind"] == "cell":
+            {cell}
+"""
+ANSWER = 'channel.send("ended", number=message["number"], error="", is_asked=False, is_left_alone=False, collective=-1)'
+
+
+@pytest.fixture
+def start_worker(tmp_path, monkeypatch):
+    started = []
+
+    def start(cell: str = ANSWER) -> process.Worker:
+        source = PROGRAM.format(root=str(Path(__file__).parents[2]), cell=cell)
+        monkeypatch.setattr(process, "_PROGRAM", source)
+        started.append(process.Worker(len(started) + 1, tmp_path / f"rank_{len(started) + 1}.log", dict(os.environ)))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.end(1.0)
+        worker.close()
+
+
+@pytest.fixture
+def watched(start_worker, tmp_path):
+    """A kernel with a worker that answers, and its monitor."""
+    monitors = []
+
+    def watch(*cells: str) -> Kernel:
+        kernel = Kernel([start_worker(cell) for cell in cells or (ANSWER,)], lambda: -1)
+        monitors.append(Monitor(kernel, tmp_path, 0.0, lambda: None))
+        kernel.wait_until_ready(30.0)
+        return kernel
+
+    yield watch
+    for monitor in monitors:
+        monitor.close()
+
+
+def test_worker_has_no_terminal_and_a_session_of_its_own(start_worker):
+    worker = start_worker()
+    (message,) = worker.channel.receive()
+    assert (message["stdin"], message["leader"]) == ("/dev/null", True)
+    assert not os.get_inheritable(worker.channel.fileno())
+    worker.end(5.0)
+    assert worker.exit_code == 0
+    assert "hello from the worker" in worker.describe_death()
+
+
+def test_worker_that_does_not_end_is_killed_with_what_it_started(start_worker):
+    worker = start_worker("pass")
+    worker.channel.receive()
+    os.kill(worker.pid, signal.SIGSTOP)
+    worker.end(0.05)
+    assert worker.exit_code == -signal.SIGKILL
+    assert "was ended by SIGKILL" in worker.describe_death()
+
+
+def test_worker_that_reads_nothing_is_killed_and_said_so(start_worker, monkeypatch):
+    monkeypatch.setattr(process, "_SEND_LIMIT_S", 0.05)
+    worker = start_worker()
+    worker.channel.receive()
+    os.kill(worker.pid, signal.SIGSTOP)
+    worker.send("cell", source="x" * 10**7)
+    worker.collect()
+    assert "was killed, because it has read nothing for 0.05 seconds" in worker.describe_death()
+
+
+def test_worker_that_cannot_be_started_leaves_nothing_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        process.Worker(1, tmp_path / "log", {})
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_cell_ends_when_all_workers_have_ended_it(watched):
+    kernel = watched(ANSWER, ANSWER)
+    for _ in range(3):
+        kernel.begin("x = 1", {})
+        assert kernel.finish(None) is None
+    assert not kernel.is_broken
+    assert kernel.cell is None
+
+
+def test_worker_that_dies_in_a_cell_is_named(watched):
+    kernel = watched("os.kill(os.getpid(), 9)")
+    kernel.begin("x = 1", {})
+    told = kernel.finish(None)
+    assert isinstance(told, DistributedError)
+    assert "was ended by SIGKILL" in str(told)
+    assert "save it" in told.hint
+    # And of a cell after it.
+    cell = kernel.begin("x = 2", {})
+    assert cell.failure == "died"
+    assert isinstance(kernel.finish(None), DistributedError)
+
+
+def test_worker_that_dies_while_it_starts_is_named(start_worker, tmp_path):
+    kernel = Kernel([start_worker()], lambda: -1)
+    monitor = Monitor(kernel, tmp_path, 0.0, lambda: None)
+    os.kill(kernel.workers[0].pid, signal.SIGKILL)
+    kernel.workers[0].is_ready = False
+    with pytest.raises(DistributedError, match="While starting the workers: rank 1"):
+        kernel.wait_until_ready(30.0)
+    monitor.close()
+
+
+def test_wait_for_a_worker_has_a_limit(watched):
+    kernel = watched("pass")
+    with pytest.raises(LaunchError, match=r"running an earlier cell again took rank\(s\) \[1\] longer than 0.1 s"):
+        kernel.replay("x = 1", 0.1)
+
+
+def test_failure_is_raised_in_the_main_thread_and_only_while_it_runs_the_cell(watched):
+    failing = ANSWER.replace('error=""', 'error="ValueError: one", traceback=""')
+    kernel = watched(failing)
+    kernel.begin("x = 1", {})
+    with pytest.raises(DistributedError, match="rank 1 raised ValueError: one") as caught:
+        signal.sigtimedwait([signal.SIGUSR2], 20.0)  # A sleep that a signal ends.
+    assert caught.value.__suppress_context__
+    assert kernel.finish(caught.value) is None
+    assert kernel.is_broken
+    # The main thread has left: nothing is raised, the error is told.
+    kernel.begin("x = 1", {})
+    assert "rank 1 raised ValueError: one" in str(kernel.finish(None))
+
+
+def test_stop_while_nothing_may_be_raised_comes_afterwards(watched):
+    kernel = watched("pass")
+    with kernel.undisturbed():
+        kernel.begin("x = 1", {})
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: kernel.cell.stop_s is not None, 5.0, "Stop")
+    with pytest.raises(KeyboardInterrupt):
+        signal.sigtimedwait([signal.SIGUSR2], 20.0)
+    kernel.workers[0].kill()
+    kernel.finish(KeyboardInterrupt())
+
+
+def test_monitor_gives_the_signals_back(watched, start_worker, tmp_path):
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before = signal.set_wakeup_fd(write_end)
+    handler = signal.getsignal(RAISE_SIGNAL)
+    monitor = Monitor(Kernel([], lambda: -1), tmp_path, 0.0, lambda: None)
+    os.kill(os.getpid(), signal.SIGWINCH) if signal.getsignal(signal.SIGWINCH) else None
+    monitor.close()
+    assert signal.set_wakeup_fd(before) == write_end
+    assert signal.getsignal(RAISE_SIGNAL) == handler
+    assert not [t for t in threading.enumerate() if "unsloth_multigpu" in t.name]
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_forked_child_holds_no_end_and_acts_on_no_worker(watched):
+    kernel = watched()
+    kernel.begin("x = 1", {})
+    kernel.finish(None)
+    held = [kernel.workers[0].channel.fileno(), kernel.workers[0].pid_descriptor]
+    read_end, write_end = os.pipe()
+    if (pid := os.fork()) == 0:
+        still_open = [fd for fd in held if Path(f"/proc/self/fd/{fd}").exists()]
+        kernel.send("exit")
+        os.write(write_end, f"{still_open} {signal.set_wakeup_fd(-1)} {kernel.current}".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read_end, 1000) == b"[] -1 None"
+    os.close(read_end)
+    os.close(write_end)
+    kernel.begin("x = 2", {})
+    assert kernel.finish(None) is None
+
+
+def outcome(error: BaseException | None = None, *messages: str, own: int = 4, **fields) -> BaseException | None:
+    """What the user is told of a cell that rank 0 left by `error`, and the others by `messages`."""
+    cell = Cell(1, **fields)
+    cell.error = error
+    ended = [{"error": m, "is_left_alone": m == "alone", "collective": 4} for m in messages]
+    kernel = Kernel([SimpleNamespace(exit_code=None, ended={1: m}) for m in ended], lambda: own)
+    return kernel._outcome(cell)
+
+
+def test_outcome_names_the_cause_and_not_its_echo():
+    failure = DistributedError("rank 1 raised ValueError: one", hint="")
+    failed = {"failure": "raised", "failure_error": failure, "failure_s": 5.0}
+    echo = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert outcome(None, "") is None
+    assert outcome(ValueError("zero"), "LeftCell: ") is None
+    assert outcome(None, "ValueError: one", **failed) is failure
+    assert outcome(echo, "ValueError: one", main_since_s=9.0, **failed) is failure
+    assert outcome(echo, "ValueError: one", main_since_s=1.0, **failed) is failure
+    assert outcome(KeyError("x"), "ValueError: one", main_since_s=9.0, **failed) is failure
+    assert outcome(KeyError("x"), "ValueError: one", main_since_s=1.0, **failed) is None  # Rank 0 was first.
+    assert outcome(ValueError("one"), "ValueError: one", main_since_s=9.0, **failed) is None
+    assert outcome(failure, "ValueError: one", **failed) is None
+    assert outcome(asyncio.CancelledError(), "ValueError: one", **failed) is failure
+
+
+def test_outcome_of_stop_is_an_interrupt():
+    assert isinstance(outcome(None, "KeyboardInterrupt: ", stop_s=1.0), KeyboardInterrupt)
+    assert isinstance(outcome(RuntimeError("Connection reset by peer"), "", stop_s=1.0), KeyboardInterrupt)
+    assert outcome(KeyboardInterrupt(), "KeyboardInterrupt: ", stop_s=1.0) is None
+
+
+def test_outcome_of_ranks_that_took_different_ways_is_an_error():
+    assert isinstance(outcome(None, "alone"), DivergenceError)
+    assert "different numbers of collectives in this cell: [4, 5]" in str(outcome(None, "", own=5))
+
+
+WELL = KernelState()
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "reason"),
+    [
+        (replace(WELL, is_main_thread=False), {}, "from a thread"),
+        (replace(WELL, was_enabled=True), {}, "in effect in this kernel before"),
+        (replace(WELL, has_group=True), {}, "already has a process group"),
+        (replace(WELL, has_accelerator=True), {}, "made in this kernel for one process"),
+        (replace(WELL, num_devices=1), {}, "num_gpus=2, but this kernel has opened 1 device"),
+        (replace(WELL, is_one_device=True), {}, "unsloth was imported while one device was visible"),
+        (replace(WELL, has_model=True), {}, "the other ranks do not have it"),
+        (WELL, {"max_restarts": 1}, "max_restarts=1 is for scripts"),
+        (WELL, {"nnodes": "2", "rdzv_endpoint": "h:1", "rdzv_id": "x"}, "nnodes='2' is for scripts"),
+    ],
+)
+def test_kernel_that_cannot_become_rank_0_is_refused(state, options, reason):
+    with pytest.raises(ConfigError if options else SetupError, match=reason) as caught:
+        refuse(state, replace(MultiGPUConfig(), **options), 2, replay=False)
+    assert caught.value.hint
+
+
+def test_kernel_that_can_become_rank_0_is_not_refused():
+    refuse(replace(WELL, num_devices=2), MultiGPUConfig(), 2, replay=False)
+    refuse(replace(WELL, has_model=True), MultiGPUConfig(), 2, replay=True)
+
+
+def test_line_of_a_cell_is_named_in_a_hang():
+    frames = ['  File "<string>", line 1 in <module>', '  File "<ipython-input-4-829d36eb45d5>", line 7 in collate']
+    assert place_of(frames) == "In [4]:7 in collate"
+
+
+def test_interrupt_that_comes_late_ends_no_other_cell():
+    """The worker has ended cell 4 and makes a new group as number 5: an interrupt there would let rank 0 wait alone."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        worker = worker_program.Worker(Channel(ours))
+        worker.number = 4
+        handler = signal.signal(RAISE_SIGNAL, lambda *_: None)
+        try:
+            worker._hear({"kind": "interrupt", "number": 4, "is_stop": True})
+        finally:
+            signal.signal(RAISE_SIGNAL, handler)
+        worker.number = 5
+        worker._raise_pending(RAISE_SIGNAL, None)
+        worker._hear({"kind": "interrupt", "number": 4, "is_stop": True})  # Not of this cell: no signal at all.
+        worker._pending = 5, KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            worker._raise_pending(RAISE_SIGNAL, None)
+        worker.channel.close()
+
+
+def test_ranks_meet_in_python_with_a_limit(tmp_path):
+    store = FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(RankTimeoutError, match=r"rank\(s\) 1 did not come to open the process group within 0.01 s"):
+        _meet(store, 0, 2, 0.01)
+    _meet(store, 1, 2, 5.0)

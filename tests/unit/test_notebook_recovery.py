@@ -1,0 +1,374 @@
+"""Trainers after a cell that ended in the middle of a training: what is taken off them, and how ranks become equal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import multiprocessing
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.random_state import kept_random_state, read_random_state, write_random_state
+from unsloth_multigpu.core.steps import StepFeed
+from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
+from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.logs import Console
+from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+from unsloth_multigpu.session import Session
+
+LIMIT_S = 60.0
+
+
+class Net(nn.Module):
+    """Weights of two types, one frozen, and buffers that a checkpoint keeps and that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 1, dtype=torch.bfloat16)
+        self.frozen = nn.Linear(3, 1).requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+class Callbacks:
+    def __init__(self) -> None:
+        self.callbacks: list[Any] = []
+
+
+class FakeTrainer:
+    """What recovery needs of a `transformers.Trainer`."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = self.model_wrapped = model or Net()
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.args = SimpleNamespace(gradient_accumulation_steps=4, average_tokens_across_devices=True)
+        self.accelerator = SimpleNamespace(_models=[], scaler=None)
+        self.callback_handler = Callbacks()
+        self.is_in_train = False
+
+    def train(self) -> str:
+        return "alone"
+
+    def training_step(self) -> str:
+        return "its class's"
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.callbacks.remove(callback)
+
+    def create_optimizer(self) -> None:
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.5)
+
+    def step(self) -> None:
+        """One step on random gradients."""
+        if self.optimizer is None:
+            self.create_optimizer()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+
+
+def test_trainer_that_was_cut_off_is_as_before() -> None:
+    trainer, trainings = FakeTrainer(), Trainings()
+    trainer.training_step = own = functools.partial(str, "the script's")  # type: ignore[method-assign, assignment]
+    trainings.note(trainer, 0)
+    trainer.is_in_train = True
+    trainer.args.gradient_accumulation_steps = 1
+    feed: Any = StepFeed.__new__(StepFeed)
+    trainer.training_step = functools.partial(feed._training_step, own)  # type: ignore[method-assign]
+    trainer.create_optimizer = functools.partial(feed._train_dataloader, trainer.create_optimizer)  # type: ignore[method-assign]
+    callback = type("Progress", (), {"__module__": "unsloth_multigpu.core.trainer"})()
+    trainer.callback_handler.callbacks = ["the script's", callback]
+
+    trainings.unwrap()
+    assert trainer.training_step is own
+    assert "create_optimizer" not in vars(trainer)
+    assert trainer.args.gradient_accumulation_steps == 4
+    assert trainer.callback_handler.callbacks == ["the script's"]
+    assert not trainer.is_in_train
+
+
+def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it() -> None:
+    trainer, trainings = FakeTrainer(), Trainings()
+    trainings.note(trainer, 0)
+    trainer.training_step = lambda: "put there later"  # type: ignore[method-assign]
+    trainer.args.gradient_accumulation_steps = 2
+    trainings.unwrap()
+    assert trainer.training_step() == "put there later"
+    assert trainer.args.gradient_accumulation_steps == 2
+
+
+@pytest.fixture
+def group_of_one() -> Any:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(group_of_one: None) -> None:
+    trainer, trainings = FakeTrainer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
+    trainings.note(trainer, 0)
+    old = nn.parallel.DistributedDataParallel(trainer.model)
+    trainer.model_wrapped, trainer.accelerator._models = old, [old]
+    fired: list[int] = []
+
+    def stop(*_: Any) -> None:
+        fired.append(1)
+        raise KeyboardInterrupt
+
+    handle = trainer.model[0].register_full_backward_hook(stop)  # type: ignore[index]
+    with pytest.raises(KeyboardInterrupt):
+        old(torch.ones(1, 2)).sum().backward()
+    handle.remove()
+
+    trainings.unwrap()
+    assert trainer.model_wrapped is trainer.model
+    assert trainer.accelerator._models == []
+    assert all(p.grad is None for p in trainer.model.parameters())
+    new = nn.parallel.DistributedDataParallel(trainer.model)
+    for _ in range(2):
+        new(torch.ones(1, 2)).sum().backward()  # The old wrapper's hooks would mark parameters a second time.
+    assert fired
+
+
+def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(group_of_one: None) -> None:
+    model, trainings = nn.Linear(2, 2), Trainings()
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    trainings.note_wrapper(wrapper)
+    trainings.note_wrapper(model)
+    wrapper(torch.ones(1, 2))  # A backward is expected.
+    trainings.unwrap()
+    with pytest.raises(DistributedError, match="unwrap_model"):
+        wrapper(torch.ones(1, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert not trainings, "it is no trainer to be healed"
+
+
+@pytest.mark.parametrize("keeps_global_batch", [True, False])
+def test_trainer_that_got_a_part_of_the_batch_does_not_train_alone(keeps_global_batch: bool) -> None:
+    generates, plain, trainings = FakeTrainer(), FakeTrainer(), Trainings()
+    generates.args.steps_per_generation = 1
+    for number, trainer in enumerate((generates, plain)):
+        trainings.note(trainer, number)
+    trainings.end(keeps_global_batch=keeps_global_batch)
+    if keeps_global_batch:
+        with pytest.raises(SetupError, match="a part of the samples"):
+            generates.train()
+    else:
+        assert generates.train() == "alone"
+    assert plain.train() == "alone"
+
+
+def test_trainer_is_known_by_its_last_training_and_not_kept_alive() -> None:
+    trainings, first, second = Trainings(), FakeTrainer(), FakeTrainer()
+    assert not trainings
+    for number, trainer in enumerate((first, second, first)):
+        trainings.note(trainer, number)
+    assert sorted(trainings._noted) == [1, 2]
+    del second, trainer
+    gc.collect()
+    trainings.note(first, 3)
+    assert sorted(trainings._noted) == [3]
+
+
+def _in_group(rank: int, store: Path) -> list[Any]:
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(store), 2))
+    manager = DDPManager(RankIdentity(rank, rank, 2, 2, "notebook"), MultiGPUConfig(timeout_s=LIMIT_S, device="cpu"))
+    results: list[Any] = []
+    for work in (_heal, _different, _unsendable):
+        try:
+            results.append(work(manager))
+        except DistributedError as error:
+            results.append(error)
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What each of two processes of one group returned of `_heal`, `_different`, `_unsendable`, or raised."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        results = [pool.apply_async(_in_group, (rank, store)) for rank in range(2)]
+        return [result.get(LIMIT_S) for result in results]
+
+
+def _bits(value: Any) -> Any:
+    """Plain values, and each tensor's bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(-1).view(torch.uint8).tolist() if value.numel() else []
+    if isinstance(value, dict):
+        return {str(key): _bits(item) for key, item in value.items()}
+    return [_bits(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _heal(manager: DDPManager) -> Any:
+    """Trainers that stood at different places, made equal: what each rank holds then."""
+    rank, trainings = manager.identity.rank, Trainings()
+    torch.manual_seed(rank)
+    apart, fresh, ahead, own, gone = (FakeTrainer() for _ in range(5))
+    # Rank 0 is two steps ahead, in the middle of a schedule, with a scaler that has grown.
+    apart.create_optimizer()
+    apart.lr_scheduler = torch.optim.lr_scheduler.StepLR(apart.optimizer, step_size=1)
+    for _ in range(3 - 2 * rank):
+        apart.step()
+    apart.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank))
+    apart._step = 5 + rank  # type: ignore[attr-defined]
+    if rank == 0:
+        apart.lr_scheduler.step()
+        with torch.no_grad():
+            apart.model.first.weight[0, 0] = float("nan")  # type: ignore[index, union-attr, operator]
+        apart.model.count += 7  # type: ignore[operator]
+        apart.model.table += 1  # type: ignore[operator]
+        fresh.step()
+    else:
+        ahead.step()
+    place = apart.model.first.weight.data_ptr()  # type: ignore[union-attr, operator]
+    for number, trainer in enumerate((apart, fresh, ahead, own)):
+        if trainer is not own or rank == 0:
+            trainings.note(trainer, number)
+    trainings.note(gone, 4)
+    if rank == 1:
+        del gone
+        gc.collect()
+    num_finished = trainings.make_equal(manager, num_finished=3 + rank)
+    held = []
+    for trainer in (apart, fresh, ahead):
+        optimizer = trainer.optimizer and trainer.optimizer.state_dict()
+        held.append(_bits([list(trainer.model.state_dict().values())[:4], (optimizer and optimizer["state"]) or None]))
+    return {
+        "held": held,
+        "finished": num_finished,
+        "count": int(apart.model.count),  # type: ignore[arg-type]
+        "table": apart.model.table.tolist(),  # type: ignore[union-attr, operator]
+        "lr": [group["lr"] for group in apart.optimizer.param_groups],
+        "schedule": apart.lr_scheduler.last_epoch,
+        "scale": apart.accelerator.scaler.get_scale(),
+        "step": apart._step,  # type: ignore[attr-defined]
+        "in place": apart.model.first.weight.data_ptr() == place,  # type: ignore[union-attr, operator]
+        "frozen": _bits(apart.model.frozen.weight),  # type: ignore[union-attr]
+    }
+
+
+def test_ranks_become_equal_to_the_bit(ranks: list[list[Any]]) -> None:
+    zero, one = (results[0] for results in ranks)
+    assert one["held"] == zero["held"]
+    assert one["finished"] == 3
+    assert zero["held"][1][1], "rank 0 had made a step"
+    assert not zero["held"][2][1], "rank 1's step is forgotten"
+    assert (one["count"], one["lr"], one["schedule"]) == (7, [pytest.approx(0.05)], 1)
+    assert (one["scale"], one["step"]) == (zero["scale"], 5) == (256.0, 5)
+    assert one["in place"], "the model's own tensors are written"
+    assert (one["table"], zero["table"]) == ([0, 0], [1, 1]), "what each rank computes for itself is left alone"
+    assert one["frozen"] != zero["frozen"]
+
+
+def _different(manager: DDPManager) -> None:
+    trainer, trainings = FakeTrainer(nn.Linear(2, 2 + manager.identity.rank)), Trainings()
+    trainings.note(trainer, 0)
+    trainings.make_equal(manager, 0)
+
+
+def _unsendable(manager: DDPManager) -> None:
+    trainer, trainings = FakeTrainer(), Trainings()
+    trainer.step()
+    trainer.optimizer.state[trainer.model.first.weight]["lock"] = object()  # type: ignore[union-attr]
+    trainings.note(trainer, 0)
+    trainings.make_equal(manager, 0)
+
+
+@pytest.mark.parametrize(("place", "words"), [(1, "trainable weights"), (2, "AdamW holds object")])
+def test_what_cannot_be_made_equal_is_an_error_on_all_ranks(place: int, words: str, ranks: list[list[Any]]) -> None:
+    for error in (results[place] for results in ranks):
+        assert isinstance(error, DivergenceError)
+        assert words in str(error)
+
+
+def test_accelerate_sees_one_process_and_keeps_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        become_one_process()
+        assert not PartialState._shared_state, "where nobody asked for accelerate, nothing is made"
+        state = Accelerator(mixed_precision="bf16", cpu=True).state
+        for shared in (PartialState._shared_state, AcceleratorState._shared_state):
+            shared.update(num_processes=2, process_index=1, distributed_type=DistributedType.MULTI_CPU)
+        become_one_process()
+        assert (state.num_processes, state.process_index) == (1, 0)
+        assert state.distributed_type == PartialState().distributed_type == DistributedType.NO
+        assert state.mixed_precision == "bf16"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _manager() -> DDPManager:
+    return DDPManager(RankIdentity(1, 1, 2, 2, "notebook"), MultiGPUConfig(device="cpu"))
+
+
+@pytest.fixture
+def one_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr("unsloth_multigpu.core.manager._connect_store", lambda *_: store)
+
+
+def test_wait_for_rank_0_ends_when_it_has_left_the_cell(one_store: None) -> None:
+    manager = _manager()
+    manager.publish("there", "value")
+    manager.has_rank_0_left = lambda: True
+    assert manager.wait_for("there", "what is there", timeout_s=LIMIT_S) == "value"
+    with pytest.raises(DistributedError, match="rank 1 waits for a file, and rank 0 has left the cell"):
+        manager.wait_for("file", "a file", timeout_s=LIMIT_S)
+
+
+def test_session_reads_nothing_of_an_earlier_one_in_the_same_process(one_store: None) -> None:
+    first, second = (Session(MultiGPUConfig(device="cpu"), _manager().identity, Console(debug=False)) for _ in "12")
+    try:
+        first.manager().publish("saves/0", "of the first")
+        assert not second.manager().is_published("saves/0")
+        assert first.open_manager() is first.manager()
+    finally:
+        second.close()
+        first.close()
+    assert first.open_manager() is None
+
+
+def _draws() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+def test_random_state_goes_through_a_message_and_back() -> None:
+    numpy.random.standard_normal()  # One of a pair: the other waits in the state.
+    message = json.dumps(read_random_state())
+    first = _draws()
+    assert _draws() != first
+    write_random_state(json.loads(message))
+    assert _draws() == first
+
+
+def test_random_state_is_kept_while_something_draws() -> None:
+    with kept_random_state():
+        first = _draws()
+    with contextlib.suppress(ZeroDivisionError), kept_random_state():
+        assert _draws() == first
+        raise ZeroDivisionError
+    assert _draws() == first

@@ -1,0 +1,454 @@
+"""Both shells of a notebook's ranks, over a real IPython shell and a kernel that only writes down."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import getpass
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.hooks.notebook import notebook_patches
+from unsloth_multigpu.notebook.magic import prefix_output, visible_memory
+from unsloth_multigpu.notebook.share import _keep_quiet, _wait_for_rank_0
+from unsloth_multigpu.notebook.shell import KernelShell
+from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.patching import PatchRegistry
+
+
+class WrittenKernel:
+    """Stands for `Kernel`: no worker, and every cell ends as it is told to."""
+
+    def __init__(self) -> None:
+        self.current: Any = None
+        self.workers: list[Any] = []
+        self.begun: list[str] = []
+        self.finished: list[BaseException | None] = []
+        self.values: dict[str, Any] = {}
+        self.outcome: BaseException | None = None
+        self.begin_error: Exception | None = None
+
+    def begin(self, source: str, _state: Mapping[str, Any], task: Any = None, *, execution_count: int = 0) -> None:
+        if self.begin_error is not None:
+            raise self.begin_error
+        self.begun.append(source)
+        self.current = SimpleNamespace(
+            number=len(self.begun),
+            error=None,
+            failure_error=None,
+            stop_s=None,
+            is_shown=False,
+            main="runs",
+            task=task,
+            execution_count=execution_count,
+        )
+        self.current.enter = lambda main: setattr(self.current, "main", main)
+
+    def finish(self, error: BaseException | None) -> BaseException | None:
+        self.finished.append(error)
+        self.current = None
+        return self.outcome
+
+    def send(self, _kind: str, **fields: Any) -> None:
+        self.values[fields["key"]] = fields["value"] if fields["error"] is None else fields["error"]["text"]
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        yield
+
+
+class Rank0:
+    """A shell that is steered, and what is to be seen of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shell = make_shell()
+        self.kernel = WrittenKernel()
+        self.after: list[BaseException | None] = []
+        self.shown: list[BaseException] = []
+        variables = RankVariables({"RANK": "0"})
+        self.in_effect = variables.in_effect()
+        self.steering = KernelShell(self.shell, self.kernel, self.after.append, variables, folder)  # type: ignore[arg-type]
+        self.shell.showtraceback = lambda exc_tuple=None, **_: self.shown.append((exc_tuple or sys.exc_info())[1])
+
+    def run(self, source: str, *, store_history: bool = True) -> Any:
+        return self.shell.run_cell(source, store_history=store_history)
+
+
+def make_shell() -> Any:
+    settings = Config()
+    settings.HistoryManager.enabled = False
+    return InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
+
+
+@pytest.fixture
+def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank0]:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    trap = builtins.__dict__.get("get_ipython")
+    rank_0 = Rank0(tmp_path)
+    with rank_0.in_effect:
+        rank_0.steering.open()
+        yield rank_0
+        rank_0.steering.close()
+    assert builtins.__dict__.get("get_ipython") is trap
+
+
+def test_a_cell_begins_and_ends_on_all_ranks(rank_0: Rank0) -> None:
+    rank_0.run("x = 1")
+    rank_0.run("x + 1")
+    assert rank_0.kernel.begun == ["x = 1", "x + 1"]
+    assert rank_0.kernel.finished == rank_0.after == [None, None]
+    assert rank_0.shell.user_ns["_2"] == 2
+
+
+def test_what_is_no_cell_of_the_user_is_none_of_the_ranks(rank_0: Rank0) -> None:
+    rank_0.run("x = 1", store_history=False)
+    rank_0.run("")
+    rank_0.run("  \n")
+    rank_0.shell.run_cell("x = 2", silent=True)
+    assert rank_0.kernel.begun == rank_0.kernel.finished == []
+
+
+@pytest.mark.parametrize("source", ["%%capture\nx = 1", "%%time\nx = 1", "get_ipython().run_cell('x = 1', True)"])
+def test_a_cell_in_a_cell_is_part_of_it(rank_0: Rank0, source: str) -> None:
+    rank_0.run(source)
+    assert rank_0.kernel.begun == [source]
+    assert rank_0.kernel.finished == [None]
+    assert rank_0.shell.user_ns["x"] == 1
+
+
+def test_a_cell_goes_on_behind_a_cell_in_it(rank_0: Rank0) -> None:
+    running = []
+    rank_0.shell.user_ns["note"] = lambda: running.append(rank_0.kernel.current is not None)
+    rank_0.run("get_ipython().run_cell('x = 1', True); note()")
+    assert running == [True]
+
+
+def test_the_ranks_number_their_cells_alike(rank_0: Rank0) -> None:
+    numbers = []
+    rank_0.shell.user_ns["note"] = lambda: numbers.append(rank_0.kernel.current.execution_count)
+    for _ in range(2):
+        rank_0.run("note()")
+    assert numbers == [1, 2]
+
+
+def test_an_await_cell_gives_its_task(rank_0: Rank0) -> None:
+    tasks = []
+    rank_0.shell.user_ns["note"] = lambda: tasks.append(rank_0.kernel.current.task)
+    rank_0.run("note()  # await")
+    rank_0.run("def f(:  # async")
+    assert tasks == [None]
+    assert isinstance(rank_0.kernel.finished[-1], SyntaxError)
+
+
+def test_an_error_is_shown_once_and_told_to_all(rank_0: Rank0) -> None:
+    result = rank_0.run("1 / 0")
+    assert isinstance(result.error_in_exec, ZeroDivisionError)
+    assert rank_0.shown == rank_0.kernel.finished == rank_0.after == [result.error_in_exec]
+
+
+def test_a_failure_of_another_rank_is_the_failure_of_the_cell(rank_0: Rank0) -> None:
+    rank_0.kernel.outcome = DistributedError("rank 1 raised ValueError", hint="See.")
+    result = rank_0.run("x = 1")
+    assert result.error_in_exec is rank_0.kernel.outcome
+    assert not result.success
+    assert rank_0.shown == rank_0.after == [rank_0.kernel.outcome]
+
+
+def test_the_cause_is_shown_in_place_of_its_echo(rank_0: Rank0) -> None:
+    rank_0.kernel.outcome = cause = DistributedError("rank 1 raised ValueError", hint="See.")
+
+    def fail() -> None:
+        rank_0.kernel.current.failure_error = cause
+        raise RuntimeError("Connection closed by peer")
+
+    rank_0.shell.user_ns["fail"] = fail
+    result = rank_0.run("fail()")
+    assert rank_0.shown == [cause]
+    assert result.error_in_exec is cause
+
+
+def test_what_fails_between_two_cells_fails_the_cell(rank_0: Rank0) -> None:
+    failed = DistributedError("no group", hint="Restart.")
+
+    def after_cell(_error: BaseException | None) -> None:
+        raise failed
+
+    rank_0.steering._after_cell = after_cell
+    assert rank_0.run("x = 1").error_in_exec is failed
+    assert rank_0.shown == [failed]
+
+
+def test_a_cell_that_cannot_begin_on_the_others_does_not_run_here(
+    rank_0: Rank0, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_0.kernel.begin_error = FileNotFoundError("no folder")
+    result = rank_0.run("x = 1")
+    assert not result.success
+    assert "x" not in rank_0.shell.user_ns
+    rank_0.kernel.begin_error = None
+    assert rank_0.run("x = 1").success
+    capsys.readouterr()
+
+
+def test_an_error_in_a_cell_in_a_cell_is_known_and_the_cell_goes_on(rank_0: Rank0) -> None:
+    states = []
+    rank_0.shell.user_ns["note"] = lambda: states.append(rank_0.kernel.current.main)
+    result = rank_0.run("get_ipython().run_cell('1/0'); note()")
+    assert result.success
+    assert states == ["runs"]
+    assert isinstance(rank_0.kernel.finished[0], ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "value"),
+    [
+        ("!exit 3", "!command/0", 3),
+        ("x = !echo a; echo b", "x = !command/0", ["a", "b"]),
+        ("name = 'v'\n!echo {name} $name $$HOME > out", "!command/0", 0),
+        ("%%bash\nexit 0", "%%bash/0", None),
+        ("%%bash\nexit 2", "%%bash/0", "CalledProcessError: "),
+        ("%sx echo a", "%sx/0", ["a"]),
+        ("%%writefile file.txt\ntext", "%%writefile/0", None),
+        ("%timeit -n1 -r1 x = 1", "%timeit/0", None),
+        ("%nosuchmagic", "%nosuchmagic/0", "UsageError: Line magic function `%nosuchmagic` not found."),
+        ("int?", "%pinfo/0", None),
+    ],
+)
+def test_what_rank_0_does_for_all_is_sent(
+    rank_0: Rank0, source: str, key: str, value: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank_0.run(source)
+    capfd.readouterr()
+    (found,) = rank_0.kernel.values.items()
+    if isinstance(value, str):
+        assert found[0] == key
+        assert found[1].startswith(value)
+    else:
+        assert found == (key, value)
+
+
+@pytest.mark.parametrize("source", ["%cd .", "%env HOME", "%%time\nx = 1", "%who_ls", "x = 1"])
+def test_what_all_ranks_do_is_not_sent(rank_0: Rank0, source: str) -> None:
+    assert rank_0.run(source).success
+    assert rank_0.kernel.values == {}
+
+
+def test_variables_of_a_command_are_those_of_the_code_around_it(rank_0: Rank0) -> None:
+    source = """
+name, command, make, key = "global", "c", "m", "k"
+def f(name):
+    !echo {name} {command} {make} {key} > out
+    x = !echo {name} {key}
+    %writefile_of_line $name
+    return x
+x = f("local")
+"""
+    seen = []
+    rank_0.shell.register_magic_function(seen.append, "line", "writefile_of_line")
+    rank_0.run(source)
+    assert Path("out").read_text() == "local c m k\n"
+    assert rank_0.shell.user_ns["x"] == ["local k"]
+    assert seen == ["local"]
+
+
+@pytest.mark.parametrize("name", ["timeit", "time"])
+def test_a_measured_function_sees_its_local_variables(rank_0: Rank0, name: str) -> None:
+    options = " -n1 -r1" if name == "timeit" else ""
+    assert rank_0.run(
+        f"def f():\n    a = [1]\n    %{name}{options} a.append(2)\n    return a\nassert f()[-1] == 2"
+    ).success
+
+
+def test_programs_do_not_take_themselves_for_a_rank(rank_0: Rank0) -> None:
+    rank_0.run("x = !echo [$RANK]")
+    rank_0.run("%%bash --out y\necho [$RANK]")
+    rank_0.run("import os\n%timeit -n1 -r1 os.environ['RANK']")
+    assert rank_0.shown == []
+    assert (rank_0.shell.user_ns["x"], rank_0.shell.user_ns["y"]) == (["[]"], "[]\n")
+    assert os.environ["RANK"] == "0"
+
+
+def test_the_user_is_asked_once(rank_0: Rank0, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "input", lambda prompt="": f"answer to {prompt}")
+    monkeypatch.setattr(getpass, "getpass", lambda _prompt="": "secret")
+    kept = builtins.input
+    rank_0.run("from getpass import getpass as ask\na = input('q')")
+    assert builtins.input is kept
+    rank_0.run("b = ask()")
+    assert rank_0.kernel.values == {"input()/0": "answer to q", "getpass()/0": "secret"}
+    rank_0.steering.close()
+    assert rank_0.shell.user_ns["ask"]() == "secret"
+
+
+def test_one_rank_may_run_a_cell_alone(rank_0: Rank0) -> None:
+    rank_0.run("%%rank0\nx = 1\n!true")
+    rank_0.run("%%rank 0\n2")
+    assert (rank_0.shell.user_ns["x"], rank_0.shell.user_ns["_2"]) == (1, 2)
+    rank_0.kernel.workers = [SimpleNamespace(rank=1, log=Path("rank_1.log"))]
+    Path("rank_1.log").touch()
+    rank_0.run("%%rank 1\nx = 5")
+    assert rank_0.shell.user_ns["x"] == 1
+    assert rank_0.kernel.values == {}
+    result = rank_0.run("%%rank 0\n1/0")
+    assert rank_0.shown == [result.error_in_exec]
+
+
+def test_a_wrong_rank_is_said(rank_0: Rank0) -> None:
+    result = rank_0.run("%%rank 1\nx = 1")
+    assert type(result.error_in_exec).__name__ == "UsageError"
+    assert str(result.error_in_exec).startswith("%%rank: '1' names no ranks: 0 .. 0")
+
+
+def test_the_shell_is_left_as_it_was(rank_0: Rank0) -> None:
+    def state(shell: Any) -> tuple[Any, ...]:
+        magics = {kind: set(found) for kind, found in shell.magics_manager.magics.items()}
+        events = {name: list(found) for name, found in shell.events.callbacks.items()}
+        return magics, events, list(shell.ast_transformers), shell.custom_exceptions, set(vars(shell)) - {"CustomTB"}
+
+    rank_0.steering.close()
+    fresh, once = make_shell(), state(rank_0.shell)
+    steering = KernelShell(fresh, rank_0.kernel, print, RankVariables({}), Path())  # type: ignore[arg-type]
+    before = state(fresh)
+    steering.open()
+    assert state(fresh) != before
+    steering.close()
+    assert state(fresh) == before
+    assert not {"system", "getoutput", "run_line_magic", "run_cell_magic"} & once[-1]
+    assert not {"rank", "rank0"} & once[0]["cell"]
+
+
+class Waits:
+    """Stands for `Receiver`: writes down what is waited for."""
+
+    def __init__(self) -> None:
+        self.is_alone = False
+        self.kinds: list[str] = []
+
+    def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
+        self.kinds.append(kind if is_value else f"({kind})")
+        return {"!command": 3, "x = !command": ["a"], "input()": "typed"}.get(kind)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    for owner, name in ((builtins, "input"), (getpass, "getpass"), (sys, "breakpointhook")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    shell, waits = make_shell(), Waits()
+    worker = SimpleNamespace(shown_error=None, shell=shell, waits=waits)
+    _wait_for_rank_0(shell, waits, RankVariables({}, {"RANK": None}))  # type: ignore[arg-type]
+    _keep_quiet(shell, worker)  # type: ignore[arg-type]
+    return worker
+
+
+def test_a_worker_waits_for_what_rank_0_does(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    source = """
+!exit 3
+x = !echo no
+%pip install nothing
+%nosuchmagic
+y = input("q")
+s = x.s
+breakpoint()
+"""
+    assert worker.shell.run_cell(source).success
+    assert worker.shell.run_cell("%%bash\nexit 1").success
+    assert worker.shell.run_cell("exit").success
+    assert worker.waits.kinds == ["(!command)", "x = !command", "(%pip)", "(%nosuchmagic)", "input()", "(%%bash)"]
+    names = worker.shell.user_ns
+    assert (names["_exit_code"], names["x"], names["s"], names["y"]) == (3, ["a"], "a", "typed")
+    capfd.readouterr()
+
+
+def test_a_worker_that_is_alone_does_it_itself(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    worker.waits.is_alone = True
+    assert worker.shell.run_cell("x = !echo [$RANK]\n%timeit -n1 -r1 x = 1").success
+    assert worker.shell.user_ns["x"] == ["[]"]
+    assert worker.waits.kinds == []
+    capfd.readouterr()
+
+
+def test_a_worker_notes_errors_that_ipython_keeps_to_itself(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert worker.shell.run_cell("%%capture\n1/0").success
+    assert isinstance(worker.shown_error, ZeroDivisionError)
+    assert not worker.shell.run_cell("def f(:").success
+    assert isinstance(worker.shown_error, SyntaxError)
+    capfd.readouterr()
+
+
+def test_a_worker_pages_nothing(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    from IPython.core import page
+
+    worker.shell.user_ns["page"] = page.page
+    assert worker.shell.run_cell("page('text')").success
+    capfd.readouterr()
+
+
+def test_output_of_a_worker_has_its_rank_before_each_line() -> None:
+    header = "---- cell 3\nx\n----\n"
+    assert (
+        prefix_output(f"{header}a\n\n 10%\r 20%\r\nend", header, 1)
+        == "[rank1] a\n[rank1] \n[rank1]  20%\n[rank1] end\n"
+    )
+    assert prefix_output(header, header, 1) == ""
+    long = prefix_output("a\n" * 1500, header, 2)
+    assert long.startswith("[rank2] ... 500 more lines in the log\n")
+    assert long.count("\n") == 1001
+
+
+def test_memory_is_that_of_the_visible_cards() -> None:
+    table = "0, GPU-aa, 1024\n1, GPU-bb, 2048\n2, GPU-cc, [N/A]\n"
+    assert visible_memory(table, {}) == ["1.00 GiB", "2.00 GiB", "-"]
+    assert visible_memory(table, {"CUDA_VISIBLE_DEVICES": "1,0"}) == ["2.00 GiB", "1.00 GiB"]
+    assert visible_memory(table, {"CUDA_VISIBLE_DEVICES": "GPU-b"}) == ["2.00 GiB"]
+    assert visible_memory("", {}) == []
+
+
+def test_what_the_front_end_does_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "google" / "colab"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "userdata.py").write_text("def get(name): return name + '!'\n")
+    (package / "files.py").write_text("def upload(): return {'a': b'\\xff'}\ndef download(name): return 'down'\n")
+    info = tmp_path / "google_colab-1.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: google-colab\nVersion: 1.0.0\n")
+    for name in [name for name in sys.modules if name == "google.colab" or name.startswith("google.colab.")]:
+        monkeypatch.delitem(sys.modules, name)
+    google = types.ModuleType("google")
+    google.__path__ = [str(tmp_path / "google")]
+    monkeypatch.setitem(sys.modules, "google", google)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shared: list[tuple[str, Any]] = []
+
+    def share(kind: str, call: Any) -> Any:
+        shared.append((kind, call()))
+        return shared[-1][1]
+
+    registry = PatchRegistry(notebook_patches(share))
+    registry.apply()
+    try:
+        from google.colab import files, userdata  # type: ignore[import-not-found]
+
+        assert (userdata.get("HF"), files.upload(), files.download("x")) == ("HF!", {"a": b"\xff"}, "down")
+        assert shared == [("userdata.get()", "HF!"), ("files.upload()", {"a": "/w=="}), ("download()", None)]
+        states = {row.target: row.state for row in registry.rows()}
+        assert states["google.colab.userdata:get"] == "landed"
+        assert states["google.colab.drive:mount"] == "absent"
+    finally:
+        registry.undo()
+        for name in [name for name in sys.modules if name.startswith("google.colab")]:
+            del sys.modules[name]

@@ -1,0 +1,163 @@
+"""Values that rank 0 makes alone: both ends of the channel, without one."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.notebook.value import (
+    FailedOnRank0Error,
+    LeftAloneError,
+    Publisher,
+    Receiver,
+    describe_error,
+    rebuild_error,
+)
+
+
+class Pair:
+    """A kernel and a worker that hear each other at once."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.kernel: Any = SimpleNamespace(current=None, send=self._send)
+        channel = SimpleNamespace(send=lambda kind, **fields: self.told.append((kind, fields)))
+        self.worker: Any = SimpleNamespace(
+            number=0, left=0, values={}, has_value=threading.Condition(), channel=channel, is_replay=False
+        )
+        self.publisher, self.receiver = Publisher(self.kernel), Receiver(self.worker)
+
+    def _send(self, _kind: str, **fields: Any) -> None:
+        with self.worker.has_value:
+            self.worker.values[fields["key"]] = fields
+            self.worker.has_value.notify_all()
+
+    def begin(self, number: int) -> None:
+        self.kernel.current = SimpleNamespace(number=number)
+        self.worker.number = number
+
+
+@pytest.fixture
+def pair() -> Pair:
+    pair = Pair()
+    pair.begin(1)
+    return pair
+
+
+def test_values_of_one_kind_come_in_order_and_kinds_are_apart(pair: Pair) -> None:
+    assert [pair.publisher.make(kind, lambda v=v: v) for v, kind in enumerate(["a", "b", "a"])] == [0, 1, 2]
+    assert [pair.receiver.wait_for(kind) for kind in ("a", "a", "b")] == [0, 2, 1]
+
+
+def test_a_value_of_an_earlier_cell_is_none_of_this_one(pair: Pair) -> None:
+    pair.publisher.make("a", lambda: "old")  # Nobody asks for it.
+    pair.begin(2)
+    pair.publisher.make("a", lambda: "new")
+    assert pair.receiver.wait_for("a") == "new"
+    assert pair.worker.values == {}
+
+
+def test_only_the_outermost_of_two_values_is_sent(pair: Pair) -> None:
+    assert pair.publisher.make("%pip", lambda: pair.publisher.make("!", lambda: 5)) == 5
+    assert list(pair.worker.values) == ["%pip/0"]
+    with pair.publisher.alone():
+        pair.publisher.make("!", lambda: 6)
+    assert list(pair.worker.values) == ["%pip/0"]
+
+
+def test_outside_a_cell_nothing_is_sent(pair: Pair) -> None:
+    pair.kernel.current = None
+    assert pair.publisher.make("a", lambda: 1) == 1
+    assert pair.worker.values == {}
+
+
+def test_what_is_sent_is_plain_and_what_is_kept_is_not(pair: Pair) -> None:
+    assert pair.publisher.make("a", lambda: {1}, sorted) == {1}
+    assert pair.receiver.wait_for("a") == [1]
+
+
+@pytest.mark.parametrize(
+    "error", [EOFError("no answer"), subprocess.CalledProcessError(3, ["x"], "out"), OSError(2, "gone"), KeyError("k")]
+)
+def test_an_error_of_rank_0_is_raised_on_the_other_ranks_as_itself(pair: Pair, error: Exception) -> None:
+    def make() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        pair.publisher.make("a", make)
+    with pytest.raises(type(error)) as raised:
+        pair.receiver.wait_for("a")
+    assert str(raised.value) == str(error)
+    assert isinstance(raised.value.__cause__, FailedOnRank0Error)
+
+
+def test_an_error_with_a_constructor_of_its_own_is_built_without_it() -> None:
+    error = rebuild_error(describe_error(ConfigError("bad", hint="do this")))
+    assert isinstance(error, ConfigError)
+    assert str(error) == str(ConfigError("bad", hint="do this"))
+
+
+def test_an_error_of_an_unknown_class_still_says_what_it_was(pair: Pair) -> None:
+    class LocalError(Exception):
+        pass
+
+    def make() -> None:
+        raise LocalError("what happened")
+
+    with pytest.raises(LocalError):
+        pair.publisher.make("a", make)
+    with pytest.raises(FailedOnRank0Error, match="LocalError: what happened"):
+        pair.receiver.wait_for("a")
+
+
+@pytest.mark.parametrize(
+    "told", [["os", "system"], ["builtins", "int"], ["builtins", "SystemExit"], ["no_module", "X"]]
+)
+def test_nothing_but_an_exception_is_built(told: list[str]) -> None:
+    assert rebuild_error({"class": told, "arguments": [], "attributes": {}, "text": ""}) is None
+
+
+def test_stop_is_no_error_of_the_value(pair: Pair) -> None:
+    def make() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pair.publisher.make("a", make)
+    assert pair.worker.values == {}
+    assert pair.publisher.make("b", lambda: 1) == 1
+    assert list(pair.worker.values) == ["b/0"]
+
+
+def test_a_value_is_waited_for_and_a_long_wait_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unsloth_multigpu.notebook.value._TELL_AFTER_S", 0.01)
+    is_told = threading.Event()
+    pair.worker.channel.send = lambda kind, **fields: (pair.told.append((kind, fields)), is_told.set())
+
+    def later() -> None:
+        assert is_told.wait(10)
+        pair._send("value", key="a/0", number=1, value="x" * 5_000_000, error=None)
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    value = pair.receiver.wait_for("a")
+    thread.join()
+    assert len(value) == 5_000_000
+    assert [fields["collective"] is None for _, fields in pair.told] == [False, True]
+
+
+def test_a_worker_is_not_left_alone_for_ever(pair: Pair) -> None:
+    pair.worker.left = 1
+    with pytest.raises(LeftAloneError, match=r"rank 0 has left the cell without input\(\)"):
+        pair.receiver.wait_for("input()")
+
+
+def test_a_replay_passes_over_what_gives_no_value(pair: Pair) -> None:
+    pair.worker.is_replay = True
+    assert pair.receiver.wait_for("%pip", is_value=False) is None
+    with pytest.raises(LeftAloneError, match=r"input\(\) was run before enable_multi_gpu"):
+        pair.receiver.wait_for("input()")

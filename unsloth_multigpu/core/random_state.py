@@ -1,0 +1,65 @@
+"""The random state of a process, as plain data: Python, NumPy, torch on the CPU and on the current device."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
+    """What JSON can carry, about 20 KB; `write_random_state` puts it back, here or in another process.
+
+    Args:
+        device_type: "cuda" and "xpu" add the state of the current device.
+    """
+    import numpy
+
+    kind, keys, *rest = numpy.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, _text(keys.tobytes()), *rest],  # type: ignore[union-attr]
+        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+    }
+    if device_type != "cpu":
+        state["device"] = _text(getattr(torch, device_type).get_rng_state().numpy().tobytes())
+    return state
+
+
+def write_random_state(state: dict[str, Any], device_type: str = "cpu") -> None:
+    """Puts back what `read_random_state` returned, through JSON or not."""
+    import numpy
+
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, words, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.frombuffer(base64.b64decode(words), numpy.uint32), *rest))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if "device" in state:
+        getattr(torch, device_type).set_rng_state(_tensor(state["device"]))
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Keeps what reading and collating a row may draw: the training must not miss it."""
+    import numpy
+
+    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

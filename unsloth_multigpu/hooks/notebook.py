@@ -1,0 +1,71 @@
+"""What a user does once in a notebook: log in, answer, mount, upload. Rank 0 does it, and the others take its value."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from unsloth_multigpu.patching import Patch
+
+# Called with what is done and how rank 0 does it; gives every rank what rank 0 got, as plain data.
+Share = Callable[[str, Callable[[], Any]], Any]
+# Ranks above 0 go on with their value.
+VALUE_KINDS = ("userdata.get()", "files.upload()")
+
+_ASKS = "It asks the user, who is asked once; the other ranks read the token from its file."
+_FRONT_END = "It speaks to the front end of Colab, which only rank 0 has."
+_HUB = "huggingface_hub>=0.24"
+_COLAB = "google-colab>=1"
+_ONCE = {
+    "huggingface_hub._login:login": (_HUB, _ASKS),
+    "huggingface_hub._login:logout": (_HUB, _ASKS),
+    "huggingface_hub._login:notebook_login": (_HUB, _ASKS),
+    "huggingface_hub._login:interpreter_login": (_HUB, _ASKS),
+    "google.colab.auth:authenticate_user": (_COLAB, _FRONT_END),
+    "google.colab.drive:mount": (_COLAB, _FRONT_END),
+    "google.colab.drive:flush_and_unmount": (_COLAB, _FRONT_END),
+    "google.colab.files:download": (_COLAB, _FRONT_END),
+}
+
+
+def notebook_patches(share: Share) -> list[Patch]:
+    """Patches of what asks the user or the front end.
+
+    Args:
+        share: See `Share`.
+    """
+    patches = [
+        Patch(target, supports, functools.partial(_once, share, f"{target.partition(':')[2]}()"), reason, optional=True)
+        for target, (supports, reason) in _ONCE.items()
+    ]
+    for target, wrap in (
+        ("google.colab.userdata:get", functools.partial(_value, share, "userdata.get()")),
+        ("google.colab.files:upload", functools.partial(_files, share, "files.upload()")),
+    ):
+        patches.append(Patch(target, _COLAB, wrap, _FRONT_END, optional=True))
+    return patches
+
+
+def _once(share: Share, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def once(*args: Any, **kwargs: Any) -> Any:
+        results = []
+        share(kind, lambda: results.append(original(*args, **kwargs)))
+        return results[0] if results else None
+
+    return once
+
+
+def _value(share: Share, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: share(kind, lambda: original(*args, **kwargs))
+
+
+def _files(share: Share, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def upload(*args: Any, **kwargs: Any) -> dict[str, bytes]:
+        def in_text() -> dict[str, str]:
+            return {name: base64.b64encode(data).decode() for name, data in original(*args, **kwargs).items()}
+
+        return {name: base64.b64decode(text) for name, text in share(kind, in_text).items()}
+
+    return upload

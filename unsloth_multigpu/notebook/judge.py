@@ -1,0 +1,159 @@
+"""What a notebook's kernel does next when ranks do not end a cell together. Pure decisions over plain values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# From a fault until the kernel's own part of the cell is ended, in seconds. Long where a worker raised: an error that
+# all ranks make shows best as rank 0's own.
+_GRACE_S = {"raised": 1.5, "died": 0.3, "hung": 0.0, "diverged": 0.0}
+# An exception in Python code ends it; a main thread inside a collective needs the group to be aborted as well. Where
+# ranks have diverged it is known to be inside one.
+_ABORT_AFTER_S = {"raised": 0.5, "died": 0.5, "hung": 0.5, "diverged": 0.1}
+_STOP_ABORT_AFTER_S = 1.0
+# Stop comes often twice, and the second one while the ranks are being made equal again.
+_HEALING_STOP_AFTER_S = 10.0
+_MISSED_STOP_AFTER_S = 0.05
+_CANCEL_AFTER_S = 0.2
+# Rank 0 leaves the cell by an error: the others come home. An error that all ranks make ends their part meanwhile.
+_ASK_AFTER_S = 0.3
+_ASK_ABORT_AFTER_S = 0.8
+# They were interrupted by Stop: a second interrupt would fall into what the first one has begun to end.
+_ASK_AFTER_STOP_S = 0.5
+_ASK_ABORT_AFTER_STOP_S = 0.5
+_KILL_AFTER_S = 10.0
+# A collective that has begun on one rank may take a moment to begin on another.
+DIVERGED_AFTER_S = 1.0
+
+Main = Literal["runs", "unwinds", "left"]
+Kind = Literal["raised", "died", "hung", "diverged"]
+
+
+class Action(enum.Enum):
+    """What the kernel does, each at most once in a cell."""
+
+    PASS_STOP = "interrupt the workers as well"
+    CANCEL = "cancel the task of a cell that awaits"
+    RAISE = "raise the failure in the kernel's main thread"
+    ABORT = "abort the kernel's process group"
+    ASK = "ask the workers to leave the cell"
+    ASK_ABORT = "ask the workers to abort their process group"
+    KILL = "kill the workers that are still in the cell"
+
+
+@dataclass(frozen=True)
+class View:
+    """One look at a cell.
+
+    Args:
+        now_s: The time, on one clock with all others.
+        main: What the kernel's main thread does: runs the cell, writes its traceback, or has left the cell.
+        main_since_s: Since when; what it left by an error it left when it began to write the traceback.
+        is_error: The kernel's own part ended, or is ending, by an exception.
+        is_async: The cell awaits, so that a signal reaches the event loop and not the cell.
+        is_healing: No code of the user runs: the ranks are being made equal again.
+        stop_s: When the user pressed Stop; None = not.
+        is_stop_missed: Stop came while the main thread must not be interrupted.
+        failure: Kind of the first failure of another rank; None = none.
+        failure_s: When it was noticed.
+        pending: Workers that live and have not ended the cell.
+        done: When each action was taken.
+    """
+
+    now_s: float
+    main: Main
+    main_since_s: float
+    is_error: bool = False
+    is_async: bool = False
+    is_healing: bool = False
+    stop_s: float | None = None
+    is_stop_missed: bool = False
+    failure: Kind | None = None
+    failure_s: float = 0.0
+    pending: frozenset[int] = frozenset()
+    done: Mapping[Action, float] = field(default_factory=dict)
+
+
+def next_actions(view: View) -> list[Action]:
+    """Actions that are due now."""
+    times_s = _end_own_part(view) if view.main == "runs" else _bring_workers_home(view)
+    if view.stop_s is not None and view.pending and not view.is_healing:
+        times_s[Action.PASS_STOP] = view.stop_s
+    return [action for action, time_s in times_s.items() if action not in view.done and view.now_s >= time_s]
+
+
+def _end_own_part(view: View) -> dict[Action, float]:
+    """When each action is due that ends what the kernel's main thread does."""
+    due_s = {}
+    if view.failure is not None:
+        due_s[Action.RAISE] = view.failure_s + _GRACE_S[view.failure]
+        if Action.RAISE in view.done:
+            due_s[Action.ABORT] = view.done[Action.RAISE] + _ABORT_AFTER_S[view.failure]
+    elif view.stop_s is not None and view.is_healing:
+        due_s[Action.ABORT] = view.stop_s + _HEALING_STOP_AFTER_S
+    elif view.stop_s is not None:
+        if view.is_stop_missed:
+            due_s[Action.RAISE] = view.stop_s + _MISSED_STOP_AFTER_S
+        if view.is_async:
+            due_s[Action.CANCEL] = view.stop_s + _CANCEL_AFTER_S
+        due_s[Action.ABORT] = view.stop_s + _STOP_ABORT_AFTER_S
+    return due_s
+
+
+def _bring_workers_home(view: View) -> dict[Action, float]:
+    """When each action is due that ends what the workers do, the kernel's own part being over."""
+    is_well = not view.is_error and view.stop_s is None and view.failure is None
+    if is_well or not view.pending:
+        return {}
+    if view.failure == "died" and view.main == "left":
+        return {Action.KILL: view.now_s}  # The kernel goes on alone, whatever they do.
+    if view.failure == "diverged":
+        due_s = {Action.ASK: view.now_s}
+        abort_after_s = _ABORT_AFTER_S["diverged"]
+    elif Action.PASS_STOP in view.done:
+        due_s = {Action.ASK: max(view.main_since_s, view.done[Action.PASS_STOP]) + _ASK_AFTER_STOP_S}
+        abort_after_s = _ASK_ABORT_AFTER_STOP_S
+    else:
+        due_s = {Action.ASK: view.main_since_s + _ASK_AFTER_S}
+        abort_after_s = _ASK_ABORT_AFTER_S
+    if Action.ASK in view.done:
+        due_s[Action.ASK_ABORT] = view.done[Action.ASK] + abort_after_s
+    if Action.ASK_ABORT in view.done:
+        due_s[Action.KILL] = view.done[Action.ASK_ABORT] + _KILL_AFTER_S
+    return due_s
+
+
+def find_divergence(
+    main: Main, own: int, ended: Mapping[int, int], running: Mapping[int, int], num_workers: int
+) -> str | None:
+    """Names ranks that wait for ever, because one has begun a collective that the others will never join.
+
+    A proof and not a timeout: whoever has ended its part of the cell, or waits for something that only rank 0 makes,
+    begins no more collectives.
+
+    Args:
+        main: What the kernel's main thread does.
+        own: Number of the last collective that the kernel began.
+        ended: Of each worker that has ended its part well or waits for rank 0, the number of its last collective.
+        running: The same of the others, as they said last.
+        num_workers: Ranks above 0.
+    """
+    if main == "runs" and len(ended) == num_workers and ended and own > max(ended.values()) >= 0:
+        return (
+            f"rank 0 is in collective number {own}, which {_ranks(ended)} will never join: "
+            f"they have ended the cell, or wait for rank 0, after number {max(ended.values())}"
+        )
+    ahead = [rank for rank, number in running.items() if number > own >= 0]
+    if main == "left" and ahead:
+        return (
+            f"{_ranks(ahead)} wait{'s' * (len(ahead) == 1)} in collective number {running[ahead[0]]}, "
+            f"which rank 0 will never join: it has ended the cell after number {own}"
+        )
+    return None
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,300 @@
+"""The kernel's side of a notebook on several ranks: cells begin and end on all of them together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
+from unsloth_multigpu.notebook.cell import names_broken_group
+from unsloth_multigpu.notebook.judge import Action, Kind, Main
+from unsloth_multigpu.notebook.process import Worker
+
+_WAIT_S = 0.05
+
+
+@dataclass
+class Cell:
+    """What all ranks run together: a cell, or the making of a new process group between two cells.
+
+    Attributes:
+        number: Counts what is sent to the workers to be run.
+        task: Of a cell that awaits; None where the cell does not.
+        is_healing: No code of the user runs.
+        error: What the kernel's own part ended with.
+        stop_s: When the user pressed Stop.
+        is_stop_missed: Stop came where it must not raise.
+        failure: The first fault of another rank.
+        failure_error: What the user is to read of it.
+        is_shown: The user has read `failure_error` already.
+    """
+
+    number: int
+    task: asyncio.Task[Any] | None = None
+    is_healing: bool = False
+    begin_s: float = field(default_factory=time.monotonic)
+    main: Main = "runs"
+    main_since_s: float = field(default_factory=time.monotonic)
+    error: BaseException | None = None
+    stop_s: float | None = None
+    is_stop_missed: bool = False
+    failure: Kind | None = None
+    failure_s: float = 0.0
+    failure_error: MultiGPUError | None = None
+    is_shown: bool = False
+    diverged_since_s: float | None = None
+    done: dict[Action, float] = field(default_factory=dict)
+
+    def enter(self, main: Main) -> None:
+        """Notes what the kernel's main thread does from now on."""
+        if self.main != "unwinds":  # It leaves the cell by the error that it has begun to write.
+            self.main_since_s = time.monotonic()
+        self.main = main
+
+    def fail(self, kind: Kind, error: MultiGPUError) -> None:
+        """Notes the first fault of another rank."""
+        if self.failure is None:
+            self.failure_error, self.failure_s = error, time.monotonic()
+            self.failure = kind
+
+    def is_elsewhere(self) -> bool:
+        """True for a cell that awaits, while the main thread, which asks, is in the event loop or in another task."""
+        return self.task is not None and asyncio.current_task(self.task.get_loop()) is not self.task
+
+    def cancel(self) -> None:
+        """Cancels a cell that awaits. From any thread."""
+        if self.task is not None:
+            self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+
+
+class Kernel:
+    """Workers and the cell that runs on them. The main thread begins and ends cells, `Monitor` watches.
+
+    Args:
+        workers: The ranks above 0, in order.
+        last_collective: Number of the last collective that this process has begun.
+
+    Attributes:
+        changed: Notified by the monitor when a worker has said something or has ended.
+        attend: Set by the monitor: turns its attention to what begins or ends now.
+        is_undisturbed: No error may be raised in the main thread.
+        is_broken: The last cell has left the process group, or ranks, in a state that is not known.
+    """
+
+    def __init__(self, workers: Sequence[Worker], last_collective: Callable[[], int]) -> None:
+        self.workers = workers
+        self.last_collective = last_collective
+        self.cell: Cell | None = None
+        self.changed = threading.Condition()
+        self.attend: Callable[[], None] = lambda: None
+        self.is_undisturbed = False
+        self.is_broken = False
+        self._main_thread = threading.get_ident()
+        self._num_cells = 0
+
+    @property
+    def current(self) -> Cell | None:
+        """The cell that runs, to the thread that runs it; None to every other one, and in a forked child."""
+        return self.cell if threading.get_ident() == self._main_thread else None
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of all ranks."""
+        return [os.getpid(), *(worker.pid for worker in self.workers)]
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends a message to all workers."""
+        with self.undisturbed():
+            for worker in self.workers:
+                worker.send(kind, **fields)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Nothing is raised in the main thread meanwhile: neither by Stop nor by the monitor, which hears of it."""
+        if threading.get_ident() != self._main_thread or self.is_undisturbed:
+            yield
+            return
+        self.is_undisturbed = True
+        before = signal.signal(signal.SIGINT, self._note_stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+            self.is_undisturbed = False
+
+    def _note_stop(self, _number: int, _frame: object) -> None:
+        if self.cell is not None and self.cell.main == "runs":
+            self.cell.is_stop_missed = True
+
+    def wait_until_ready(self, limit_s: float) -> None:
+        """Waits until every worker takes orders.
+
+        Raises:
+            DistributedError: A worker has ended.
+            LaunchError: It takes longer than `limit_s`.
+        """
+        self._wait_for(lambda worker: worker.is_ready, "starting the workers", limit_s)
+
+    def _wait_for(self, condition: Callable[[Worker], bool], what: str, limit_s: float) -> None:
+        deadline_s = time.monotonic() + limit_s
+        with self.changed:
+            while not all(condition(worker) for worker in self.workers):
+                for worker in self.workers:
+                    if worker.exit_code is not None:
+                        raise DistributedError(f"While {what}: {worker.describe_death()}", hint="Restart the kernel.")
+                if time.monotonic() > deadline_s:
+                    late = [w.rank for w in self.workers if not condition(w)]
+                    raise LaunchError(
+                        f"{what} took rank(s) {late} longer than {limit_s:g} seconds.",
+                        hint=f"See the log {self.workers[late[0] - 1].log}, and restart the kernel.",
+                    )
+                self.changed.wait(_WAIT_S)
+
+    def replay(self, source: str, limit_s: float, *, execution_count: int = 0) -> None:
+        """Runs code on the workers alone.
+
+        Raises:
+            DistributedError: It failed there.
+        """
+        number = self._next_number()
+        self.send("cell", number=number, source=source, execution_count=execution_count)
+        self._wait_for(lambda worker: number in worker.ended, "running an earlier cell again", limit_s)
+        for worker in self.workers:
+            message = worker.ended[number]
+            if message["error"]:
+                raise DistributedError(
+                    f"Code from before enable_multi_gpu() failed on rank {worker.rank}: {message['error']}\n"
+                    f"{source.strip()[:500]}\n{message['traceback']}",
+                    hint="Call enable_multi_gpu() in the first cell, and restart the kernel.",
+                )
+
+    def begin(
+        self,
+        source: str,
+        random_state: Mapping[str, Any],
+        task: asyncio.Task[Any] | None = None,
+        *,
+        execution_count: int = 0,
+    ) -> Cell:
+        """Begins a cell on all workers; `finish` ends it.
+
+        Args:
+            source: As the user wrote it.
+            random_state: What the workers' generators begin with.
+            task: Of a cell that awaits.
+            execution_count: The cell's number in the notebook.
+        """
+        message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
+        return self._begin(Cell(self._next_number(), task), "cell", {**message, "folder": _folder()})
+
+    def begin_healing(self, order: Mapping[str, Any]) -> Cell:
+        """Lets the workers make a new process group, as `order` says; `finish` ends it."""
+        return self._begin(Cell(self._next_number(), is_healing=True), "open", order)
+
+    def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
+        with self.undisturbed():
+            for worker in self.workers:
+                worker.waits = None
+                worker.ended.clear()
+                if worker.exit_code is not None:  # It has ended between two cells.
+                    cell.fail("died", died(worker))
+            self.cell = cell
+            self.send(kind, number=cell.number, **fields)
+            self.attend()
+        return cell
+
+    def finish(self, error: BaseException | None) -> BaseException | None:
+        """Ends the cell on all ranks, the kernel's own part having ended with `error`.
+
+        Returns:
+            What the user is to be told instead of `error`; None = nothing else.
+        """
+        cell = self.cell
+        assert cell is not None
+        with self.undisturbed():
+            cell.error = error
+            cell.enter("left")
+            self.send("left", number=cell.number)
+            self.attend()
+            with self.changed:
+                while self.pending():
+                    self.changed.wait(_WAIT_S)
+            self.cell = None
+        told = self._outcome(cell)
+        numbers = {message.get("collective") for message in self._messages(cell)} | {self.last_collective()}
+        is_echo = error is not None and names_broken_group(error)
+        self.is_broken = bool(cell.done) or cell.failure is not None or is_echo or len(numbers) > 1
+        return told
+
+    def pending(self) -> frozenset[int]:
+        """Workers that live and have not ended the cell."""
+        cell = self.cell
+        if cell is None:
+            return frozenset()
+        return frozenset(w.rank for w in self.workers if w.exit_code is None and cell.number not in w.ended)
+
+    def forget(self) -> None:
+        """In a forked child: the workers are the kernel's, and no cell of the child's."""
+        for worker in self.workers:
+            worker.close()
+        self.workers, self.cell = (), None
+
+    def _outcome(self, cell: Cell) -> BaseException | None:
+        messages = self._messages(cell)
+        dead = [w for w in self.workers if w.exit_code is not None]
+        if dead:
+            return died(dead[0])
+        is_echo = cell.error is None or names_broken_group(cell.error)
+        if cell.stop_s is not None:
+            return KeyboardInterrupt("Stop was pressed.") if is_echo else None
+        if isinstance(cell.error, asyncio.CancelledError):
+            return cell.failure_error
+        if cell.failure_error is not None and not isinstance(cell.error, MultiGPUError):
+            kinds = {message["error"].partition(":")[0] for message in messages}
+            # The same error on all ranks is the user's own, and shown once. So is what rank 0 raised first.
+            is_common = cell.error is not None and kinds == {type(cell.error).__name__}
+            is_first = not is_echo and cell.main_since_s < cell.failure_s
+            return None if is_common or is_first else cell.failure_error
+        return None if cell.error is not None else self._divergence(messages)
+
+    def _messages(self, cell: Cell) -> list[dict[str, Any]]:
+        return [worker.ended[cell.number] for worker in self.workers if cell.number in worker.ended]
+
+    def _divergence(self, messages: Sequence[Mapping[str, Any]]) -> DivergenceError | None:
+        hint = "Let all ranks take the same way through the cell."
+        alone = [message["error"] for message in messages if message["is_left_alone"]]
+        if alone:
+            why = alone[0].partition(": ")[2].partition("\nHint:")[0]
+            text = f"Another rank has come to something that rank 0 makes for all, and rank 0 has not: {why}"
+            return DivergenceError(text, hint=hint)
+        numbers = {self.last_collective(), *(message["collective"] for message in messages)}
+        if len(numbers) == 1:
+            return None
+        text = f"The ranks have made different numbers of collectives in this cell: {sorted(numbers)}."
+        return DivergenceError(text, hint=hint)
+
+    def _next_number(self) -> int:
+        self._num_cells += 1
+        return self._num_cells
+
+
+def died(worker: Worker) -> DistributedError:
+    """What the user reads of a worker that has ended."""
+    return DistributedError(
+        worker.describe_death(),
+        hint="This kernel goes on alone and keeps its model: save it. Restart the kernel to train on all ranks.",
+    )
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # Somebody has removed it.
+        return ""

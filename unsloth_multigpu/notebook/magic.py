@@ -1,0 +1,195 @@
+"""Magics of a notebook on several ranks: `%%rank N`, `%%rank0` and `%ranks`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.fault.beat import Beat, read_beats
+from unsloth_multigpu.notebook.cell import log_header
+from unsloth_multigpu.notebook.kernel import Kernel
+from unsloth_multigpu.notebook.process import Worker
+from unsloth_multigpu.notebook.share import read_ranks
+from unsloth_multigpu.notebook.value import Publisher
+
+_NUM_LOG_LINES = 40
+_MOST_LINES = 1000
+_IDLE_LIMIT_S = 1.0
+_NVIDIA_SMI_LIMIT_S = 10.0
+_USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: output of every rank."
+
+
+class RankMagics:
+    """The kernel's side.
+
+    Args:
+        shell: `get_ipython()`.
+        kernel: Knows the workers.
+        publisher: Held back in a cell that not all ranks run.
+        run_dir: The run's private folder, with the pages of all ranks.
+    """
+
+    def __init__(self, shell: Any, kernel: Kernel, publisher: Publisher, run_dir: Path) -> None:
+        self._shell = shell
+        self._kernel = kernel
+        self._publisher = publisher
+        self._run_dir = run_dir
+        self._shows_all = False
+        # Of the cell that runs: its source, the ranks whose output is shown, and where each log stood.
+        self._source = ""
+        self._shown: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def open(self, stack: ExitStack) -> None:
+        """Registers the magics until `stack` is closed."""
+        for function, kind in ((self.rank, "cell"), (self.rank0, "cell"), (self.ranks, "line")):
+            self._shell.register_magic_function(function, kind, function.__name__)
+            stack.callback(self._shell.magics_manager.magics[kind].pop, function.__name__, None)
+
+    def begin(self, source: str) -> None:
+        """A cell begins."""
+        self._source = source
+        workers = self._kernel.workers
+        self._shown = {worker.rank for worker in workers} if self._shows_all else set()
+        self._offsets = {worker.rank: worker.log.stat().st_size for worker in workers}
+
+    def end(self, number: int) -> None:
+        """The cell has ended on all ranks: shows what workers have written."""
+        for worker in self._kernel.workers:
+            if worker.rank in self._shown:
+                with worker.log.open("rb") as log:
+                    log.seek(self._offsets[worker.rank])
+                    text = log.read().decode("utf-8", "replace")
+                sys.stdout.write(prefix_output(text, log_header(number, self._source), worker.rank))
+
+    def rank(self, line: str, cell: str) -> None:
+        """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others pass it over."""
+        ranks = read_ranks(line, len(self._kernel.workers) + 1)
+        self._shown |= ranks - {0}
+        if 0 in ranks:
+            with self._publisher.alone():
+                result = self._shell.run_cell(cell)
+            result.raise_error()
+
+    def rank0(self, _line: str, cell: str) -> None:
+        """%%rank0: runs the cell on rank 0; the others pass it over."""
+        self.rank("0", cell)
+
+    def ranks(self, line: str) -> None:
+        """%ranks: who lives, where, and how busy; see `%ranks help`."""
+        words = line.split()
+        if words in (["on"], ["off"]):
+            self._shows_all = words == ["on"]
+        elif words[:1] == ["log"] and len(words) <= 2 and all(map(str.isdecimal, words[1:])):
+            rank = int(words[1]) if words[1:] else 1
+            found = [worker for worker in self._kernel.workers if worker.rank == rank]
+            sys.stdout.write(found[0].tail(_NUM_LOG_LINES) + "\n" if found else f"rank {rank} has no log\n")
+        elif words:
+            sys.stdout.write(_USAGE + "\n")
+        else:
+            sys.stdout.write(self._table() + "\n")
+
+    def _table(self) -> str:
+        with self._kernel.changed:
+            # They run this cell too; who has come as far as here says so by waiting.
+            self._kernel.changed.wait_for(lambda: all(map(self._is_idle, self._kernel.workers)), _IDLE_LIMIT_S)
+        beats, now_s = read_beats(self._run_dir), time.monotonic()
+        rows = [("rank", "pid", "device", "state", "step", "phase", "since", "RSS", "device memory", "log")]
+        workers: Sequence[Worker | None] = [None, *self._kernel.workers]
+        devices = _devices(len(workers))
+        used = _device_memory()
+        for rank, worker in enumerate(workers):
+            beat, pid = beats.get(rank, Beat()), os.getpid() if worker is None else worker.pid
+            age = f"{now_s - beat.progress_s:.0f} s" if beat.progress_s else "-"
+            place = (str(beat.step) if beat.step >= 0 else "-", beat.phase.name.lower(), age)
+            memory = used[rank] if "cpu" not in devices[rank] and rank < len(used) else "-"
+            log = "-" if worker is None else str(worker.log)
+            rows.append((str(rank), str(pid), devices[rank], self._state(worker), *place, _rss(pid), memory, log))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def _state(self, worker: Worker | None) -> str:
+        if worker is None:
+            return "this kernel"
+        if worker.exit_code is not None:
+            code = worker.exit_code
+            return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return "idle" if self._is_idle(worker) else "busy"
+
+    def _is_idle(self, worker: Worker) -> bool:
+        return worker.waits is not None or worker.rank not in self._kernel.pending()
+
+
+def prefix_output(text: str, header: str, rank: int) -> str:
+    """What a worker wrote in a cell, each line with its rank.
+
+    Args:
+        text: Its log from the begin of the cell on.
+        header: See `log_header`; not shown.
+        rank: Which rank.
+    """
+    before, _, after = text.rpartition(header)
+    # A progress bar writes its line many times; the last one is what a terminal shows.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in (before + after).removesuffix("\n").split("\n")]
+    if lines == [""]:
+        return ""
+    cut = [f"... {len(lines) - _MOST_LINES} more lines in the log"] if len(lines) > _MOST_LINES else []
+    return "".join(f"[rank{rank}] {line}\n" for line in [*cut, *lines[-_MOST_LINES:]])
+
+
+def _devices(num_ranks: int) -> list[str]:
+    from unsloth_multigpu import plugin
+    from unsloth_multigpu.core.manager import local_device
+
+    session = plugin.active_session()
+    if session is None:
+        return ["-"] * num_ranks
+    places = [dataclasses.replace(session.identity, rank=rank, local_rank=rank) for rank in range(num_ranks)]
+    return [str(local_device(place, session.config)) for place in places]
+
+
+def _rss(pid: int) -> str:
+    try:
+        num_pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return "-"
+    return f"{num_pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB"
+
+
+def _device_memory() -> list[str]:
+    """What is in use on each visible NVIDIA card, by all processes. CUDA could tell, but would open each card here."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    command = [program, "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return visible_memory(done.stdout, os.environ)
+
+
+def visible_memory(table: str, environment: Mapping[str, str]) -> list[str]:
+    """Memory in use by visible card.
+
+    Args:
+        table: Lines `index, uuid, MiB` of nvidia-smi.
+        environment: CUDA_VISIBLE_DEVICES counts.
+    """
+    cards = [[field.strip() for field in line.split(",")] for line in table.splitlines()]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else [index for index, *_ in cards]
+    used = []
+    for name in names:
+        found = [mib for index, uuid, mib in cards if name == index or uuid.startswith(name)]
+        used.append(f"{int(found[0]) / 1024:.2f} GiB" if found and found[0].isdecimal() else "-")
+    return used

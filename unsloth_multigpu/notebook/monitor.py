@@ -1,0 +1,297 @@
+"""Watches the workers of a notebook from a thread of the kernel, and does what is due while a cell runs."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
+from unsloth_multigpu.fault.beat import read_beats
+from unsloth_multigpu.fault.watchdog import find_hang
+from unsloth_multigpu.launch.process import send_to_main_thread
+from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, View, find_divergence, next_actions
+from unsloth_multigpu.notebook.kernel import Cell, Kernel, died
+from unsloth_multigpu.notebook.process import Worker
+
+logger = get_logger(__name__)
+
+# By which the monitor raises an error in the main thread.
+RAISE_SIGNAL = signal.SIGUSR1
+_POLL_MS = 50
+_LOOK_S = 0.2
+_SIGNAL_S = 0.05
+_STACK_S = 0.1
+_KILLED_BECAUSE = "it did not leave the cell"
+
+
+class Monitor:
+    """Opened and closed by the main thread; everything else happens in a thread of its own.
+
+    Signals are seen by the descriptor to which Python writes them, even while the main thread is inside a collective.
+
+    Args:
+        kernel: Workers and the cell that runs.
+        run_dir: The run's private folder, where ranks say how far they are.
+        hang_timeout_s: See `MultiGPUConfig`.
+        abort_own_group: Lets a collective of the main thread raise.
+    """
+
+    def __init__(
+        self, kernel: Kernel, run_dir: Path, hang_timeout_s: float, abort_own_group: Callable[[], None]
+    ) -> None:
+        self._kernel = kernel
+        self._run_dir = run_dir
+        self._hang_timeout_s = hang_timeout_s
+        self._abort_own_group = abort_own_group
+        self._pending_error: BaseException | None = None
+        self._looked_s = 0.0
+        self._signalled_s = 0.0
+        self._is_closing = False
+        self._main_thread = threading.get_ident()
+        with ExitStack() as stack:
+            self._read_end, self._write_end = os.pipe()
+            for end in (self._read_end, self._write_end):
+                os.set_blocking(end, False)
+                stack.callback(os.close, end)
+            self._wakeup_before = -1
+            self._own_signals()
+            stack.callback(self._give_signals_back)
+            stack.callback(signal.signal, RAISE_SIGNAL, signal.signal(RAISE_SIGNAL, self._raise_pending))
+            self._thread = threading.Thread(target=self._run, name="unsloth_multigpu-monitor", daemon=True)
+            self._thread.start()
+            stack.callback(self._end_thread)
+            self._stack = stack.pop_all()
+        kernel.attend = self.attend
+        # There is no way to take it back: it holds nothing.
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+
+    def close(self) -> None:
+        """Ends the thread and gives the signals back."""
+        self._kernel.attend = lambda: None
+        self._stack.close()
+
+    def attend(self) -> None:
+        """Lets the thread look at once. In the main thread, whose signals another library may have taken since."""
+        self._own_signals()
+        self._wake()
+
+    def forget(self) -> None:
+        """In a forked child: nothing here is the child's."""
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+        self._kernel.forget()
+        for end in (self._read_end, self._write_end):
+            os.close(end)
+        self._stack.pop_all()
+
+    def _own_signals(self) -> None:
+        before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        if before != self._write_end:
+            self._wakeup_before = before
+
+    def _give_signals_back(self) -> None:
+        now = signal.set_wakeup_fd(-1)
+        # What somebody has put there since stays; what was there before may be closed by now.
+        with suppress(OSError, ValueError):
+            signal.set_wakeup_fd(self._wakeup_before if now == self._write_end else now)
+
+    def _end_thread(self) -> None:
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # Full of what wakes it as well.
+            os.write(self._write_end, b"\0")
+
+    def _raise_pending(self, _number: int, _frame: object) -> None:
+        cell = self._kernel.cell
+        is_healing = cell is not None and cell.is_healing
+        if self._pending_error is None or (self._kernel.is_undisturbed and not is_healing):
+            return  # It comes again.
+        error, self._pending_error = self._pending_error, None
+        # Not while the main thread writes its traceback: it would end inside IPython.
+        if cell is None or cell.main != "runs":
+            return
+        if cell.is_elsewhere():
+            cell.cancel()
+        else:
+            raise error from None
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:
+            # Nobody would end a cell any more: the kernel goes on alone.
+            for worker in self._kernel.workers:
+                worker.kill(f"the kernel's monitor has failed ({type(error).__name__}: {error})")
+                worker.collect()
+            raise
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._read_end, select.POLLIN)
+        ends = {}
+        for worker in self._kernel.workers:
+            for descriptor in (worker.channel.fileno(), worker.pid_descriptor):
+                poll.register(descriptor, select.POLLIN)
+                ends[descriptor] = worker
+        while not self._is_closing:
+            for descriptor, _ in poll.poll(_POLL_MS if self._kernel.cell is not None else None):
+                if descriptor == self._read_end:
+                    self._take_signals(os.read(descriptor, 4096))
+                elif not self._is_heard(ends[descriptor], descriptor):
+                    poll.unregister(descriptor)
+            cell = self._kernel.cell
+            if cell is not None:
+                self._look(cell)
+                self._step(cell)
+
+    def _take_signals(self, numbers: bytes) -> None:
+        others = numbers.replace(b"\0", b"")
+        if self._wakeup_before >= 0 and others:
+            with suppress(OSError):  # It is full, or closed by now.
+                os.write(self._wakeup_before, others)
+        cell = self._kernel.cell
+        if signal.SIGINT in numbers and cell is not None and cell.stop_s is None:
+            cell.stop_s = time.monotonic()
+
+    def _is_heard(self, worker: Worker, descriptor: int) -> bool:
+        """Takes what has come; False when nothing more will."""
+        kernel = self._kernel
+        messages = worker.channel.receive() if descriptor == worker.channel.fileno() else None
+        if messages is None and worker.exit_code is None:
+            worker.collect()
+            if kernel.cell is not None:
+                kernel.cell.fail("died", died(worker))
+        with kernel.changed:
+            for message in messages or ():
+                self._take(worker, message)
+            kernel.changed.notify_all()
+        return messages is not None
+
+    def _take(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        kind, cell = message["kind"], self._kernel.cell
+        if kind == "ready":
+            worker.is_ready = True
+        elif kind == "waits":
+            worker.waits = message["collective"]
+        elif kind == "ended":
+            worker.waits = None
+            is_own = message["error"] and not message["is_asked"] and not message["is_left_alone"]
+            if cell is not None and cell.number == message["number"] and is_own and cell.stop_s is None:
+                cell.fail("raised", _raised(worker, message))
+            worker.ended[message["number"]] = dict(message)
+
+    def _step(self, cell: Cell) -> None:
+        """Does what is due."""
+        view = View(
+            now_s=time.monotonic(),
+            main=cell.main,
+            main_since_s=cell.main_since_s,
+            is_error=cell.error is not None,
+            is_async=cell.task is not None,
+            is_healing=cell.is_healing,
+            stop_s=cell.stop_s,
+            is_stop_missed=cell.is_stop_missed,
+            failure=cell.failure,
+            failure_s=cell.failure_s,
+            pending=self._kernel.pending(),
+            done=cell.done,
+        )
+        for action in next_actions(view):
+            logger.debug("cell=%d %s", cell.number, action.value)
+            cell.done[action] = time.monotonic()
+            self._act(cell, action)
+        # Again and again: it is not raised where the main thread must not be disturbed. Each signal wakes this thread.
+        if self._pending_error is not None and cell.main == "runs" and view.now_s - self._signalled_s > _SIGNAL_S:
+            self._signalled_s = view.now_s
+            signal.pthread_kill(self._main_thread, RAISE_SIGNAL)
+
+    def _act(self, cell: Cell, action: Action) -> None:
+        kernel = self._kernel
+        if action == Action.PASS_STOP:
+            kernel.send("interrupt", number=cell.number, is_stop=True)
+        elif action == Action.ASK:
+            kernel.send("interrupt", number=cell.number, is_stop=False)
+        elif action == Action.ASK_ABORT:
+            kernel.send("abort", number=cell.number, pids=kernel.pids)
+        elif action == Action.KILL:
+            for worker in kernel.workers:
+                if worker.rank in kernel.pending():
+                    worker.kill(_KILLED_BECAUSE)
+        elif action == Action.ABORT:
+            self._abort_own_group()
+        elif action == Action.CANCEL:
+            cell.cancel()
+        else:
+            self._pending_error = cell.failure_error or KeyboardInterrupt()
+
+    def _look(self, cell: Cell) -> None:
+        """Looks for what no message tells."""
+        if cell.failure is not None or cell.stop_s is not None or time.monotonic() - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        self._look_for_divergence(cell)
+        self._look_for_hang(cell)
+
+    def _look_for_divergence(self, cell: Cell) -> None:
+        ended, running = {}, {}
+        beats = read_beats(self._run_dir)
+        for worker in self._kernel.workers:
+            message, beat = worker.ended.get(cell.number), beats.get(worker.rank)
+            if message is not None and not message["error"]:
+                ended[worker.rank] = message["collective"]
+            elif worker.waits is not None:
+                ended[worker.rank] = worker.waits
+            elif message is None and beat is not None and beat.alive_s > cell.begin_s:
+                running[worker.rank] = beat.collective  # Of this group, and not of the one before.
+        text = find_divergence(cell.main, self._kernel.last_collective(), ended, running, len(self._kernel.workers))
+        if text is None:
+            cell.diverged_since_s = None
+        elif cell.diverged_since_s is None:
+            cell.diverged_since_s = time.monotonic()
+        elif time.monotonic() - cell.diverged_since_s > DIVERGED_AFTER_S:
+            cell.fail("diverged", DivergenceError(f"{text}.", hint="Let all ranks take the same way through the cell."))
+
+    def _look_for_hang(self, cell: Cell) -> None:
+        hang = find_hang(read_beats(self._run_dir), time.monotonic(), self._hang_timeout_s, since_s=cell.begin_s)
+        if hang is None:
+            return
+        place = "" if hang.rank is None else self._place_of(hang.rank)
+        error = RankTimeoutError(
+            f"{hang.message}{f' ({place})' if place else ''}.",
+            hint=f"Raise hang_timeout_s={self._hang_timeout_s:g} where this only takes long.",
+        )
+        cell.fail("hung", error)
+
+    def _place_of(self, rank: int) -> str:
+        """The user's line that a rank is in."""
+        path = stack_path(self._run_dir, rank)
+        send_to_main_thread(self._kernel.pids[rank], signal.SIGUSR2)
+        time.sleep(_STACK_S)  # A process that is stopped writes nothing.
+        return place_of(main_frames(path.read_text(encoding="utf-8", errors="replace")))
+
+
+def _raised(worker: Worker, message: Mapping[str, Any]) -> DistributedError:
+    return DistributedError(
+        f"rank {worker.rank} raised {message['error']}\n\nTraceback of rank {worker.rank}:\n{message['traceback']}",
+        hint=f"All output of rank {worker.rank}: {worker.shown_log()}",
+    )
+
+
+def _forget(monitor: weakref.ref[Monitor]) -> None:
+    alive = monitor()
+    if alive is not None and not alive._is_closing:
+        alive.forget()

@@ -1,0 +1,283 @@
+"""Makes the ranks of a notebook equal again after a cell that did not end well on all of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.replica import kept_buffers
+from unsloth_multigpu.core.wrap import inner_name
+from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.notebook.state import send_state
+from unsloth_multigpu.proof.replicas import replicated_tensors
+
+logger = get_logger(__name__)
+
+# What our steering changes in TrainingArguments while it trains.
+_STEERED_ARGUMENTS = ("gradient_accumulation_steps", "average_tokens_across_devices")
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """A trainer, and what it had before its training was steered."""
+
+    trainer: weakref.ref[Any]
+    arguments: dict[str, Any]
+    own_names: dict[str, frozenset[str]]
+
+
+class Trainings:
+    """The trainers that this session has trained, by the number of their last training.
+
+    A number is noted once all ranks have agreed on the training, so it means the same trainer on all of them, also
+    where some have let go of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, _Noted] = {}
+        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+    def note(self, trainer: Any, number: int) -> None:
+        """Keeps in mind a trainer that is about to be steered.
+
+        Args:
+            trainer: A `transformers.Trainer` or subclass.
+            number: Which training of this session it is.
+        """
+        self._noted = {n: noted for n, noted in self._noted.items() if noted.trainer() not in (None, trainer)}
+        names = {"trainer": frozenset(vars(trainer)), "accelerator": frozenset(vars(trainer.accelerator))}
+        arguments = {name: getattr(trainer.args, name) for name in _STEERED_ARGUMENTS}
+        self._noted[number] = _Noted(weakref.ref(trainer), arguments, names)
+
+    def note_wrapper(self, model: nn.Module) -> None:
+        """Keeps in mind the wrapper that a plain loop trains, which holds the process group."""
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._wrappers.add(model)
+
+    def unwrap(self) -> None:
+        """Takes what belongs to a process group, and to a training that was cut off, from all trainers."""
+        for noted in self._noted.values():
+            if (trainer := noted.trainer()) is not None:
+                if trainer.is_in_train:  # Its training was cut off.
+                    _take_steering_off(trainer, noted)
+                _take_ddp_off(trainer)
+        for wrapper in self._wrappers:
+            _retire(wrapper)
+        self._wrappers.clear()
+
+    def end(self, *, keeps_global_batch: bool) -> None:
+        """Leaves each trainer to this process alone.
+
+        Args:
+            keeps_global_batch: Trainers that make their own samples were given a rank's part of the batch.
+        """
+        self.unwrap()
+        for noted in self._noted.values():
+            trainer = noted.trainer()
+            if trainer is not None and keeps_global_batch and hasattr(trainer.args, "steps_per_generation"):
+                trainer.train = _refuse_part_of_batch
+
+    def make_equal(self, manager: DDPManager, num_finished: int) -> int:
+        """Gives every rank rank 0's trainable weights, buffers and optimizer states. Collective.
+
+        Ranks that were stopped may be one optimizer step apart, and a wrong optimizer state shows only steps later.
+
+        Args:
+            num_finished: How many trainings this rank has finished.
+
+        Returns:
+            How many rank 0 has finished.
+
+        Raises:
+            DivergenceError: On all ranks: a trainer is another one on another rank, or cannot be sent.
+        """
+        live = {n: trainer for n, noted in self._noted.items() if (trainer := noted.trainer()) is not None}
+        facts = {number: _facts_of(trainer) for number, trainer in live.items()}
+        texts = [json.loads(text) for text in manager.gather_texts(json.dumps([facts, num_finished]))]
+        ranks = [text[0] for text in texts]
+        # A trainer that one rank has let go of can be trained by none.
+        for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
+            _check_same_facts(number, [rank[str(number)] for rank in ranks])
+            _send_trainer(manager, live[number])
+        return int(texts[0][1])
+
+
+def become_one_process() -> None:
+    """Lets accelerate see a process without ranks: what was made for several goes on alone."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.PartialState._shared_state:
+        return
+    kept = dict(state.AcceleratorState._shared_state)
+    # As transformers does for every TrainingArguments. All objects of these classes share one state: those that
+    # trainers hold are told as well. The precision and the like stay.
+    is_cpu = state.PartialState._shared_state["_cpu"]
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    alone = vars(state.PartialState(cpu=is_cpu))
+    if kept:
+        state.AcceleratorState._shared_state.update({**kept, **alone})
+
+
+def _refuse_part_of_batch(*_args: Any, **_kwargs: Any) -> Any:
+    raise SetupError(
+        "This Trainer was built as one of several ranks: its steps would see a part of the samples only.",
+        hint="Make a new Trainer, with new arguments.",
+    )
+
+
+def _take_steering_off(trainer: Any, noted: _Noted) -> None:
+    """What an exception has left behind that struck while our own methods were just being taken off."""
+    for owner, before in ((trainer, noted.own_names["trainer"]), (trainer.accelerator, noted.own_names["accelerator"])):
+        for name, value in list(vars(owner).items()):
+            if not callable(value) or not hasattr(type(owner), name):
+                continue
+            if name not in before:
+                delattr(owner, name)
+            while isinstance(value, functools.partial) and _is_ours(value.func) and name in before:
+                value = value.args[0]
+                setattr(owner, name, value)
+    for name, value in noted.arguments.items():
+        setattr(trainer.args, name, value)
+    for callback in [c for c in trainer.callback_handler.callbacks if _is_ours(type(c))]:
+        trainer.remove_callback(callback)
+    trainer.is_in_train = False
+
+
+def _is_ours(made: Any) -> bool:
+    return str(getattr(made, "__module__", "")).startswith("unsloth_multigpu.")
+
+
+def _take_ddp_off(trainer: Any) -> None:
+    """The wrapper's group is gone, and its buckets may be in the middle of a step."""
+    accelerator = trainer.accelerator
+    for model in (trainer.model_wrapped, *accelerator._models):
+        if (ddp := _ddp_in(model)) is not None:
+            ddp._remove_autograd_hooks()
+    accelerator._models = [model for model in accelerator._models if _ddp_in(model) is None]
+    trainer.model_wrapped = trainer.model
+    # Gradients are parts of the buckets.
+    trainer.model.zero_grad(set_to_none=True)
+    if getattr(trainer, "_buffered_inputs", None) is not None:
+        # TRL's generated samples, of which ranks may have used up different numbers.
+        trainer._buffered_inputs = None
+
+
+def _retire(wrapper: Any) -> None:
+    """Its optimizer is the script's, and may be a step apart from other ranks': nothing here can make it equal."""
+
+    def forward(*_args: Any, **_kwargs: Any) -> Any:
+        raise DistributedError(
+            "This model was wrapped for a process group that is gone, since a cell failed or was stopped.",
+            hint="Wrap what unwrap_model(model) returns, and make a new optimizer. Alone, train that model.",
+        )
+
+    wrapper._remove_autograd_hooks()
+    wrapper.forward = forward
+
+
+def _ddp_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            return model
+        if (name := inner_name(model)) is None:
+            return None
+        model = getattr(model, name)
+
+
+def _optimizer_of(trainer: Any) -> Any:
+    """torch's own, within accelerate's; None before the first training."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _facts_of(trainer: Any) -> dict[str, Any]:
+    """What must be equal for one rank to take over another's state."""
+    optimizer = _optimizer_of(trainer)
+    weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in replicated_tensors(trainer.model)]
+    shapes = optimizer and [tuple(p.shape) for p in _parameters_of(optimizer)]
+    return {
+        "class": type(trainer).__name__,
+        "trainable weights": [len(weights), _hash_of(weights)],
+        "optimizer": optimizer and [type(optimizer).__name__, len(shapes), _hash_of(shapes)],
+    }
+
+
+def _hash_of(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def _check_same_facts(number: int, ranks: list[dict[str, Any]]) -> None:
+    for rank, facts in enumerate(ranks):
+        # A rank that was stopped before its first step has no optimizer yet.
+        different = [n for n, v in facts.items() if v != ranks[0][n] and (n != "optimizer" or (v and ranks[0][n]))]
+        if different:
+            values = [f"{n}: rank 0 has {ranks[0][n]}, rank {rank} has {facts[n]}" for n in different]
+            raise DivergenceError(
+                f"Training number {number + 1} of this notebook cannot be made equal: {'; '.join(values)}.",
+                hint="Load the model anew and make a new Trainer.",
+            )
+
+
+def _send_trainer(manager: DDPManager, trainer: Any) -> None:
+    """Collective."""
+    optimizer, model = _optimizer_of(trainer), trainer.model
+    weights = [t for _, t in replicated_tensors(model)]
+    send_state(manager, {"weights": weights, "buffers": list(kept_buffers(model))})
+    states = None if optimizer is None else [optimizer.state.get(p) for p in _parameters_of(optimizer)]
+    states, kept = send_state(manager, states)
+    if kept:
+        raise DivergenceError(
+            f"The state of {type(optimizer).__name__} holds {kept[0]}, which cannot be sent to other ranks.",
+            hint="Make a new Trainer with a new optimizer, on all ranks.",
+        )
+    _take_optimizer_states(trainer, states)
+    optimizer, scheduler = _optimizer_of(trainer), trainer.lr_scheduler
+    groups = optimizer and [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    scaler = trainer.accelerator.scaler
+    mine = {
+        "groups": groups,
+        "scheduler": scheduler and scheduler.state_dict(),
+        "scaler": scaler and scaler.state_dict(),
+        "step": getattr(trainer, "_step", None),  # How many micro-batches TRL has taken from its generated samples.
+    }
+    state, _ = send_state(manager, mine)
+    if manager.identity.rank == 0:
+        return
+    for group, values in zip(optimizer.param_groups if groups else (), state["groups"] or (), strict=False):
+        group.update(values)
+    if scheduler is not None and state["scheduler"] is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    if scaler is not None and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    if mine["step"] is not None:
+        trainer._step = state["step"]
+
+
+def _take_optimizer_states(trainer: Any, states: list[Any] | None) -> None:
+    """Puts rank 0's states in place of this rank's; on rank 0 they are what is there."""
+    if states is None:
+        if trainer.optimizer is not None:
+            _optimizer_of(trainer).state.clear()
+        return
+    if trainer.optimizer is None and any(states):
+        trainer.create_optimizer()
+    optimizer = _optimizer_of(trainer)
+    for parameter, state in zip(_parameters_of(optimizer) if optimizer else (), states, strict=False):
+        if state:
+            optimizer.state[parameter] = state
+        else:
+            optimizer.state.pop(parameter, None)

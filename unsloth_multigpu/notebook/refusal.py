@@ -1,0 +1,119 @@
+"""What a kernel may not hold yet when it becomes rank 0."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import ConfigError, SetupError, VersionError
+from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
+
+_RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """What this kernel holds.
+
+    Args:
+        is_main_thread: The call comes from the main thread.
+        was_enabled: It was rank 0 before.
+        has_group: torch.distributed is initialised, or a launcher's variables are set.
+        has_accelerator: A Trainer, TrainingArguments or an Accelerator were made.
+        has_model: A model of transformers was loaded.
+        num_devices: Accelerators that torch has opened in this kernel; None = none yet.
+        is_one_device: Unsloth was imported while it saw one device, and keeps accelerate to one process since.
+    """
+
+    is_main_thread: bool = True
+    was_enabled: bool = False
+    has_group: bool = False
+    has_accelerator: bool = False
+    has_model: bool = False
+    num_devices: int | None = None
+    is_one_device: bool = False
+
+
+_was_enabled = threading.Event()
+
+
+def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool) -> None:
+    """Refuses a kernel that cannot become rank 0.
+
+    Raises:
+        ConfigError: Options that a notebook does not have.
+        SetupError: The kernel holds what was made for one process.
+        VersionError: IPython or ipykernel are too old.
+    """
+    for name, supported in SUPPORTED_IN_NOTEBOOKS.items():
+        if not (row := check_version(name + supported)).ok:
+            raise VersionError(
+                f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
+                hint=f'pip install "{name}{supported}"',
+            )
+    refuse(read_state(), config, num_ranks, replay=replay)
+
+
+def note_enabled() -> None:
+    """This kernel is rank 0 now: it cannot become that again."""
+    _was_enabled.set()
+
+
+def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay: bool) -> None:
+    """Raises for the first reason against it; see `check_kernel`."""
+    if config.max_restarts or config.nnodes != "1":
+        name = f"max_restarts={config.max_restarts}" if config.max_restarts else f"nnodes={config.nnodes!r}"
+        raise ConfigError(f"{name} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
+    if not state.is_main_thread:
+        raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
+    if state.was_enabled:
+        raise SetupError("enable_multi_gpu() was in effect in this kernel before, its workers are gone.", hint=_RESTART)
+    if state.has_group:
+        raise SetupError("This kernel already has a process group, or a launcher's variables.", hint=_RESTART)
+    if state.has_accelerator:
+        raise SetupError(
+            "A Trainer, TrainingArguments or an Accelerator were made in this kernel for one process.", hint=_RESTART
+        )
+    if state.num_devices is not None and state.num_devices < num_ranks:
+        raise SetupError(
+            f"num_gpus={num_ranks}, but this kernel has opened {state.num_devices} device(s), and cannot open more.",
+            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
+        )
+    if state.is_one_device:
+        raise SetupError(
+            "unsloth was imported while one device was visible, and has told accelerate that there is one process.",
+            hint=f"Take CUDA_VISIBLE_DEVICES out of the notebook. {_RESTART}",
+        )
+    if state.has_model and not replay:
+        raise SetupError(
+            "A model was loaded in this kernel, and the other ranks do not have it.",
+            hint=f"{_RESTART} Or set replay=True: the workers then run the earlier cells too.",
+        )
+
+
+def read_state() -> KernelState:
+    """Looks at this process. Imports nothing."""
+    torch, dist = sys.modules.get("torch"), sys.modules.get("torch.distributed")
+    accelerate = sys.modules.get("accelerate.state")
+    transformers = sys.modules.get("transformers.modeling_utils")
+    model_class = getattr(transformers, "PreTrainedModel", None)
+    partial_state = getattr(accelerate, "PartialState", None)
+    has_opened = torch is not None and torch.cuda.is_initialized()
+    return KernelState(
+        is_main_thread=threading.current_thread() is threading.main_thread(),
+        was_enabled=_was_enabled.is_set(),
+        has_group=bool(dist and dist.is_available() and dist.is_initialized()) or "WORLD_SIZE" in os.environ,
+        has_accelerator=partial_state is not None and bool(partial_state._shared_state),
+        has_model=model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()),
+        num_devices=torch.cuda.device_count() if torch is not None and has_opened else None,
+        is_one_device=partial_state is not None and not _is_accelerates(partial_state._prepare_backend),
+    )
+
+
+def _is_accelerates(function: Any) -> bool:
+    return bool(function.__module__.startswith("accelerate."))

@@ -1,0 +1,236 @@
+"""The kernel's shell while it is rank 0: cells begin and end on all ranks, and an error is shown once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.notebook.cell import names_broken_group
+from unsloth_multigpu.notebook.kernel import Cell, Kernel
+from unsloth_multigpu.notebook.magic import RankMagics
+from unsloth_multigpu.notebook.share import SharedInput, made_by_rank_0
+from unsloth_multigpu.notebook.value import Publisher
+from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.patching import PatchRegistry
+
+_ROOT_CAUSE_LIMIT_S = 2.0
+
+
+class KernelShell:
+    """Steers a shell by public functions of IPython alone.
+
+    Args:
+        shell: `get_ipython()`.
+        kernel: Runs the cells on the other ranks.
+        after_cell: Called between two cells, with what the cell that has just ended is to be told to have failed by.
+        variables: Kept from programs that cells start.
+        run_dir: The run's private folder.
+    """
+
+    def __init__(
+        self,
+        shell: Any,
+        kernel: Kernel,
+        after_cell: Callable[[BaseException | None], None],
+        variables: RankVariables,
+        run_dir: Path,
+    ) -> None:
+        self._shell = shell
+        self._kernel = kernel
+        self._after_cell = after_cell
+        self._variables = variables
+        self._publisher = Publisher(kernel)
+        self._input = SharedInput(self._publisher)
+        self._magics = RankMagics(shell, kernel, self._publisher, run_dir)
+        self._stack = ExitStack()
+        # Cells that are in each other, as `%rerun` makes them; those of %%capture are part of their cell.
+        self._depth = 0
+        self._num_inner = 0
+        # What a cell within the cell has shown, and may raise again.
+        self._inner_error: BaseException | None = None
+        self._begin_error: BaseException | None = None
+        # New versions of IPython count a cell when it begins, old ones when it ends.
+        self._num_counted_early = 1
+
+    def open(self) -> None:
+        """Begins to steer the shell."""
+        from unsloth_multigpu.hooks.notebook import notebook_patches
+
+        shell = self._shell
+        self._num_counted_early = shell.execution_count - (len(shell.history_manager.input_hist_parsed) - 1)
+        for name, handler in (("pre_run_cell", self._before), ("post_run_cell", self._after)):
+            shell.events.register(name, handler)
+            self._stack.callback(shell.events.unregister, name, handler)
+        shell.set_custom_exc((BaseException,), self._on_error)
+        self._stack.callback(shell.set_custom_exc, (), None)
+        gate = _Gate(self)
+        shell.ast_transformers.append(gate)
+        self._stack.callback(lambda: shell.ast_transformers.remove(gate))
+        self._stack.enter_context(made_by_rank_0(shell, self._publisher, self._variables))
+        registry = PatchRegistry(notebook_patches(self._publisher.make))
+        registry.apply()
+        self._stack.callback(registry.undo)
+        self._stack.callback(self._input.close)
+        self._magics.open(self._stack)
+
+    def close(self) -> None:
+        """Leaves the shell as it was."""
+        self._stack.close()
+
+    def begin(self, source: str) -> None:
+        """Begins a cell on the other ranks; the enabling one is running already."""
+        from unsloth_multigpu.core.random_state import read_random_state
+
+        self._depth, self._inner_error = 1, None
+        self._magics.begin(source)
+        number = self._shell.execution_count - self._num_counted_early
+        self._kernel.begin(source, read_random_state(), self._task_of(source), execution_count=number)
+        self._input.open()
+
+    def _task_of(self, source: str) -> asyncio.Task[Any] | None:
+        """The task of a cell that awaits."""
+        if "await" not in source and "async" not in source:
+            return None
+        with suppress(SyntaxError):  # IPython shows it.
+            transformed = self._shell.transform_cell(source)
+            if self._shell.should_run_async(source, transformed_cell=transformed, preprocessing_exc_tuple=None):
+                return asyncio.current_task()
+        return None
+
+    def _before(self, info: Any) -> None:
+        # A cell of a subshell, in a thread of its own, is run by rank 0 alone.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not info.store_history:  # A silent request of a front end, or a cell inside a cell.
+            self._num_inner += 1
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        with self._kernel.undisturbed():
+            self._num_inner, self._begin_error = 0, None
+            try:
+                self.begin(info.raw_cell)
+            except BaseException as error:
+                # IPython only prints it and runs the cell: here alone.
+                self._begin_error = error
+                raise
+
+    def _after(self, result: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        # IPython tells the end of an empty cell, but not its begin. None = a cell that awaited and was cancelled.
+        if result is not None and not result.info.raw_cell.strip():
+            return
+        if result is not None and not result.info.store_history:
+            self._num_inner = max(0, self._num_inner - 1)
+            return
+        self._depth = max(0, self._depth - 1)
+        cell = self._kernel.current
+        if self._depth or cell is None:
+            return
+        with self._kernel.undisturbed():
+            self._input.close()
+            self._end(cell, result)
+
+    def _end(self, cell: Cell, result: Any) -> None:
+        error = asyncio.CancelledError() if result is None else result.error_before_exec or result.error_in_exec
+        told = self._kernel.finish(error or self._inner_error)
+        self._magics.end(cell.number)
+        if told is not None and not isinstance(error, MultiGPUError):
+            self._fail(result, told, is_shown=cell.is_shown)
+        try:
+            self._after_cell(told or error or self._inner_error)
+        except MultiGPUError as failed:
+            self._fail(result, failed, is_shown=False)
+
+    def _fail(self, result: Any, error: BaseException, *, is_shown: bool) -> None:
+        """Lets the reply be an error, at which nbclient and papermill stop."""
+        if not is_shown:
+            self._shell.showtraceback((type(error), error, None))
+        if result is not None:
+            result.error_in_exec = error
+
+    def _on_error(
+        self,
+        shell: Any,
+        kind: type[BaseException],
+        error: BaseException,
+        tb: TracebackType,
+        tb_offset: int | None = None,
+    ) -> None:
+        """Every exception of a cell comes by here before it is shown."""
+        cell = self._kernel.current
+        if cell is None:
+            shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
+            return
+        cell.error = error
+        cell.enter("unwinds")
+        with self._kernel.undisturbed():
+            # A cell within the cell may have shown it.
+            if error is not self._inner_error:
+                self._show(cell, error, tb, tb_offset)
+        if self._num_inner:
+            # What contains it may go on.
+            self._inner_error, cell.error = error, None
+            cell.enter("runs")
+
+    def _show(self, cell: Cell, error: BaseException, tb: TracebackType, tb_offset: int | None) -> None:
+        cause = self._cause_of(cell, error) or error
+        if isinstance(cause, KeyboardInterrupt | MultiGPUError):
+            cause.__suppress_context__ = True  # What it interrupted is an echo of it.
+        frames: TracebackType | None = tb
+        if cause is cell.failure_error:
+            # It has its own traceback in its text; of this rank's, the place in the cell says it all.
+            cell.is_shown, frames, tb_offset = True, _frames_of_cell(tb, self._shell.user_ns), 0
+        elif cause is not error:
+            frames = None
+        self._shell.showtraceback((type(cause), cause, frames), tb_offset=tb_offset)
+
+    def _cause_of(self, cell: Cell, error: BaseException) -> BaseException | None:
+        """What the user is to see instead of an exception that is only the echo of another rank's, or of Stop."""
+        if isinstance(error, asyncio.CancelledError):
+            return cell.failure_error
+        if not names_broken_group(error) or isinstance(error, MultiGPUError):
+            return None
+        deadline_s = time.monotonic() + _ROOT_CAUSE_LIMIT_S
+        while cell.failure_error is None and cell.stop_s is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        if cell.failure_error is None and cell.stop_s is not None:
+            return KeyboardInterrupt("Stop was pressed.")
+        return cell.failure_error
+
+    def raise_begin_error(self) -> None:
+        """Raises what kept the cell from beginning on the other ranks, so that it does not run here alone."""
+        error, self._begin_error = self._begin_error, None
+        if error is not None:
+            from IPython.core.error import InputRejected
+
+            raise InputRejected(f"The cell could not begin on the other ranks: {error}") from error
+
+
+def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> TracebackType | None:
+    """A traceback of those frames alone that run the user's cells."""
+    if tb is None:
+        return None
+    rest = _frames_of_cell(tb.tb_next, user_ns)
+    return TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_lineno) if tb.tb_frame.f_globals is user_ns else rest
+
+
+class _Gate:
+    """The last place at which IPython lets a cell be refused: a transformer of syntax trees."""
+
+    def __init__(self, shell: KernelShell) -> None:
+        self._kernel_shell = shell
+
+    def visit(self, tree: Any) -> Any:
+        """Changes nothing."""
+        self._kernel_shell.raise_begin_error()
+        return tree

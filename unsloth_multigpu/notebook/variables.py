@@ -1,0 +1,49 @@
+"""The variables by which this process is a rank: put in for the time of a notebook's ranks, and kept from programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+class RankVariables:
+    """Variables of the environment that only this process is to see.
+
+    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others.
+
+    Args:
+        values: What the variables are while the ranks live.
+        before: What they were before, None = not set; left out = what they are now.
+    """
+
+    def __init__(self, values: Mapping[str, str], before: Mapping[str, str | None] | None = None) -> None:
+        self._values = dict(values)
+        self.before = {name: os.environ.get(name) for name in values} if before is None else dict(before)
+
+    @contextmanager
+    def in_effect(self) -> Iterator[None]:
+        """Sets the variables, and at the end puts back what they were."""
+        _write(self._values)
+        try:
+            yield
+        finally:
+            _write(self.before)
+
+    @contextmanager
+    def without(self) -> Iterator[None]:
+        """Takes the variables away for a time."""
+        now = {name: os.environ.get(name) for name in self.before}
+        _write(self.before)
+        try:
+            yield
+        finally:
+            _write(now)
+
+
+def _write(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
