@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RECEIPT, MultiGPUConfig, translate_legacy
+from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_NOTEBOOK, ENV_RECEIPT, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.logs import Console
@@ -130,6 +131,7 @@ def enable_multi_gpu(
         VersionError: A library outside the supported range.
     """
     global _session
+    _refuse_replay()
     # Here the parameters are all there is; `legacy` stands for the rest.
     arguments = {name: value for name, value in locals().items() if name not in ("legacy", "replay")}
     arguments.update(translate_legacy(legacy))
@@ -150,6 +152,16 @@ def enable_multi_gpu(
     except BaseException:
         console.close()
         raise
+
+
+def _refuse_replay() -> None:
+    """Raises in a worker of a notebook that runs a cell from before the line again, in which an earlier call failed."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None or ENV_NOTEBOOK not in os.environ else ipython.get_ipython()
+    if getattr(shell, "is_replay", lambda: False)():
+        from unsloth_multigpu.notebook.worker import ReplayedLineError
+
+        raise ReplayedLineError("This call was made again since.", hint="Go on there.")
 
 
 def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: bool) -> Session:

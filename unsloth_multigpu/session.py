@@ -46,6 +46,8 @@ class Session:
     before_training: Callable[[], None] = lambda: None
     # In a notebook: True on a rank above 0 once rank 0 has ended its part of the cell; and the trainers to be healed.
     has_rank_0_left: Callable[[], bool] = lambda: False
+    # In a notebook: this rank, or these, run a cell without the others.
+    is_apart: Callable[[], bool] = lambda: False
     trainings: Trainings | None = None
     num_trainings: int = 0
     num_finished: int = 0
@@ -59,13 +61,15 @@ class Session:
         if self._manager is None:
             from unsloth_multigpu.core.manager import DDPManager
 
-            self._manager = DDPManager(self.identity, self.config, self.number)
+            # A notebook's store is new with each group, and calls that failed before count on some ranks only.
+            number = 0 if self.identity.launcher == "notebook" else self.number
+            self._manager = DDPManager(self.identity, self.config, number)
             self._manager.has_rank_0_left = lambda: self.has_rank_0_left()
         return self._manager
 
     def open_manager(self) -> DDPManager | None:
-        """The same; None once this session is closed."""
-        return None if self.is_closed else self.manager()
+        """The same; None once this session is closed, and in a notebook's cell that not all ranks run."""
+        return None if self.is_closed or self.is_apart() else self.manager()
 
     def leave_group(self) -> None:
         """In a notebook: the process group is about to be closed, and a new one opened."""
@@ -235,7 +239,7 @@ def _patches(session: Session) -> list[Patch]:
         *patches,
         *placement_patches(device_type, local_device(identity, config).index or 0),
         *saving_patches(identity.rank, session.open_manager),
-        *dataset_patches(os.environ.get(ENV_RUN_DIR), session.manager),
+        *dataset_patches(os.environ.get(ENV_RUN_DIR), session.open_manager),
     ]
 
 

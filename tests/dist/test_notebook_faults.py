@@ -86,6 +86,16 @@ def check_stop(run: NotebookRun, source: str, error: str, limit_s: float) -> Non
     assert (following.text, following.error) == ("2\n", ""), following
 
 
+def check_line_that_failed(run: NotebookRun) -> None:
+    """Ranks above 0 do again what rank 0 did before the line, and nothing that stands behind a failed call."""
+    failing = "import unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2, max_restarts=1)\nopen('behind', 'w')"
+    assert run.run(failing).error == "ConfigError"
+    caught = "try:\n    ump.enable_multi_gpu(num_gpus=2, nnodes='2')\nexcept ump.ConfigError:\n    caught = 'caught'"
+    assert run.run(caught).error == ""
+    assert run.run(ENABLE).text.splitlines()[-1] == "2"
+    assert run.run("%%rank 1\nprint(caught, os.path.exists('behind'))").text == "[rank1] caught False\n"
+
+
 def check_faults_of_cells(run: NotebookRun) -> None:
     raise_one = "if rank == 1: raise ValueError('one')\n"
     cause = "rank 1 raised ValueError: one"
@@ -148,7 +158,7 @@ def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
 
 def test_kernel_outlives_each_fault_and_no_worker_outlives_the_kernel(tmp_path):
     with NotebookRun(tmp_path, LIGHT) as run:
-        assert run.run(ENABLE).text.splitlines()[-1] == "2"
+        check_line_that_failed(run)
         check_faults_of_cells(run)
         check_faults_of_trainings(run)
         run_dir = Path(run.run("if rank == 0: print(os.environ['UNSLOTH_MULTIGPU_RUN_DIR'])").text.strip())

@@ -18,6 +18,13 @@ EARLIER = """
 files = !echo a; echo b
 answer = int("4" + files[0].replace("a", "2"))
 """
+# A call that fails, and is put right in a later cell: what stands behind it was never run.
+MISTAKE = """
+import unsloth_multigpu as ump
+before_mistake = 1
+ump.enable_multi_gpu(num_gpu=2)
+answer = 0
+"""
 # The line itself stands within a cell magic, behind what is done before it.
 LINE = """%%time
 import os
@@ -41,9 +48,9 @@ def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("notebook")
     environment = oldest_ipython() if request.param == "oldest" else {}
     with NotebookRun(folder, environment) as run:
-        for source in (EARLIER, LINE, TOTAL):
+        for source in (EARLIER, MISTAKE, LINE, TOTAL):
             result = run.run(source, 120)
-            assert not result.error, result
+            assert result.error == ("ConfigError" if source is MISTAKE else ""), result
         yield run
 
 
@@ -54,7 +61,8 @@ def well(result: CellResult) -> str:
 
 def test_a_worker_has_what_was_there_before_the_line(notebook: NotebookRun) -> None:
     assert (
-        well(notebook.run("total(answer), total(before), total(after), total(len(files.s))")) == "(84.0, 2.0, 4.0, 6.0)"
+        well(notebook.run("total(answer), total(before), total(after), total(len(files.s)), total(before_mistake)"))
+        == "(84.0, 2.0, 4.0, 6.0, 2.0)"
     )
     assert "never again" not in (notebook.folder / "own_logs" / "rank_1.log").read_text().replace(
         "echo never again", ""
@@ -91,6 +99,7 @@ def test_a_worker_has_what_was_there_before_the_line(notebook: NotebookRun) -> N
         ("41 + 1", "42"),
         ("total(_), total(list(Out.values())[-1])", "(84.0, 84.0)"),
         ("if rank == 0:\n    !echo only here\ntotal(1)", "only here\n2.0"),
+        ("if rank == 0: get_ipython().getoutput('echo first')\nb = !echo second\ntotal(b == ['second'])", "2.0"),
         ("breakpoint() if rank else None\ntotal(1)", "2.0"),
     ],
 )
@@ -139,11 +148,12 @@ def test_stop_while_the_user_is_asked(notebook: NotebookRun) -> None:
 
 
 def test_stop_while_a_program_runs(notebook: NotebookRun) -> None:
-    message = notebook.begin("!echo begins; exec sleep 60")
+    message = notebook.begin("!echo begins; exec sleep 60\ngoes_on = total(1)")
     notebook.wait_for_text("begins")
     notebook.interrupt()
-    assert notebook.finish(message, 30).error == "KeyboardInterrupt"
-    assert well(notebook.run("total(1)")) == "2.0"
+    result = notebook.finish(message, 30)
+    assert (result.error, len(result.traceback)) == ("KeyboardInterrupt", 1), result
+    assert well(notebook.run("total('goes_on' in globals())")) == "0.0"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +165,8 @@ def test_stop_while_a_program_runs(notebook: NotebookRun) -> None:
         ("%%capture\nif rank == 1: raise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one"),
         ("%%rank 1\nraise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one"),
         ("%%rank 0\nraise ValueError('zero')", "ValueError", "zero"),
-        ("if rank == 1:\n    !echo never", "DivergenceError", "rank 0 has left the cell without !command"),
+        ("if rank == 1:\n    !echo never", "DivergenceError", "rank 0 has left the cell without !echo never"),
+        ("x = get_ipython().getoutput(f'echo {rank}')", "DivergenceError", "without x = !echo 1"),
         ("def f(:", "SyntaxError", "invalid syntax"),
     ],
 )
@@ -167,13 +178,18 @@ def test_an_error_is_shown_once(notebook: NotebookRun, source: str, error: str, 
     assert well(notebook.run("total(1)")) == "2.0"
 
 
-@pytest.mark.parametrize("source", ["%nosuchmagic", "%%nosuchmagic\n1", "%%rank 7\n1"])
+@pytest.mark.parametrize("source", ["%nosuchmagic", "%%nosuchmagic\n1", "%%rank 7\n1", "%rerun"])
 def test_a_wrong_magic_is_said_once(notebook: NotebookRun, source: str) -> None:
     result = notebook.run(source)
     assert result.error == "UsageError"
     assert result.traceback == ()
     assert result.text.count("UsageError: ") == 1
     assert well(notebook.run("total(1)")) == "2.0"
+
+
+def test_an_error_that_the_cell_survives_is_none_of_the_cell(notebook: NotebookRun) -> None:
+    result = notebook.run("try: 1 / 0\nexcept ZeroDivisionError: get_ipython().showtraceback()\ntotal(1)")
+    assert (result.error, len(result.traceback), result.text) == ("", 1, "2.0\n"), result
 
 
 def test_an_error_of_a_program_is_caught_alike(notebook: NotebookRun) -> None:
@@ -185,6 +201,19 @@ except Exception as error:
 print(kind, total(code))
 """
     assert well(notebook.run(source)) == "CalledProcessError 10.0"
+
+
+def test_a_save_of_rank_0_alone_does_not_count(notebook: NotebookRun) -> None:
+    # A rank that takes the first save for the second does not wait for it.
+    source = """
+rank or shutil.rmtree("rows")
+dist.barrier()
+rows.save_to_disk("rows")
+total(os.path.isfile("rows/state.json"))
+"""
+    well(notebook.run("import os, shutil\nfrom datasets import Dataset\nrows = Dataset.from_dict({'a': [1]})"))
+    well(notebook.run("%%rank0\nrows.save_to_disk('rows')"))
+    assert well(notebook.run(source)).endswith("2.0")
 
 
 def test_login_is_done_once(notebook: NotebookRun) -> None:
@@ -202,6 +231,11 @@ total(1)
     assert "login of 0" in result
     assert "[rank1] Out" in result
     assert "login of 1" not in result
+
+
+def test_a_cell_needs_no_folder_of_logs(notebook: NotebookRun) -> None:
+    well(notebook.run(f"!rm -rf {notebook.folder}/own_logs"))
+    assert well(notebook.run("%ranks on\ntotal(1)")) == "2.0"
 
 
 def test_disabling_leaves_no_trace(notebook: NotebookRun) -> None:

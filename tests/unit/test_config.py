@@ -407,7 +407,8 @@ def test_unknown_argument_is_named_with_the_known_ones() -> None:
         translate_legacy({"num_gpu": 2})
     assert_says(error, "enable_multi_gpu() got num_gpu=2, which it does not know", "num_gpus")
     named = error.value.hint.removeprefix("Options: ").rstrip(".").split(", ")
-    assert named == [name for name in inspect.signature(enable_multi_gpu).parameters if name != "legacy"]
+    parameters = inspect.signature(enable_multi_gpu).parameters
+    assert named == [name for name in parameters if name not in ("replay", "legacy")]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -34,6 +34,7 @@ class Ranks:
         self.store: set[str] = set()
         self.calls: list[tuple[int, str, dict[str, Any]]] = []
         self.has_left = False
+        self.is_apart = False
         self.maps = [self._map(rank, num_ranks, per_node, run_dir) for rank in range(num_ranks)]
 
     def _map(self, rank: int, num_ranks: int, per_node: int, run_dir: Path | None) -> Callable[..., Any]:
@@ -44,7 +45,9 @@ class Ranks:
             is_published=self.store.__contains__,
             has_rank_0_left=lambda: self.has_left,
         )
-        (patch,) = dataset_patches(None if run_dir is None else str(run_dir), lambda: manager)  # type: ignore[arg-type, return-value]
+        (patch,) = dataset_patches(
+            None if run_dir is None else str(run_dir), lambda: None if self.is_apart else manager
+        )  # type: ignore[arg-type, return-value]
 
         def original(data: FakeData, function: Callable[[], object], **kwargs: Any) -> str:
             self.calls.append((rank, data.name, kwargs))
@@ -156,6 +159,18 @@ def test_map_in_memory_is_every_ranks_own() -> None:
     ranks.maps[1](FakeData("a"), work, keep_in_memory=True)
     assert ranks.order == [(1, "a")]
     assert not ranks.store
+
+
+def test_map_of_a_cell_that_not_all_ranks_run_does_not_count() -> None:
+    ranks = Ranks(2, per_node=2)
+    ranks.is_apart = True
+    ranks.maps[1](FakeData("a"), unhashable)
+    assert not ranks.store
+    ranks.is_apart = False
+    for rank in (0, 1):
+        ranks.maps[rank](FakeData("b"), unhashable)
+    assert ranks.order == [(1, "a"), (0, "b"), (1, "b")]
+    assert ranks.store == {"map/0/done/0 1", "map/0/calls/1"}
 
 
 @pytest.mark.parametrize("function", [work, unhashable])

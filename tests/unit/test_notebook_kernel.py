@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import linecache
 import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -31,10 +33,10 @@ from unsloth_multigpu.launch.stack import place_of
 from unsloth_multigpu.notebook import process
 from unsloth_multigpu.notebook import worker as worker_program
 from unsloth_multigpu.notebook.channel import Channel
-from unsloth_multigpu.notebook.group import _meet
+from unsloth_multigpu.notebook.group import _meet, _shut
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
-from unsloth_multigpu.notebook.refusal import KernelState, refuse
+from unsloth_multigpu.notebook.refusal import KernelState, line_of_cell, refuse
 
 
 def test_channel_carries_whole_messages_of_any_size():
@@ -229,13 +231,13 @@ def test_monitor_gives_the_signals_back(watched, start_worker, tmp_path):
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     before = signal.set_wakeup_fd(write_end)
-    handler = signal.getsignal(RAISE_SIGNAL)
+    handler, threads = signal.getsignal(RAISE_SIGNAL), set(threading.enumerate())
     monitor = Monitor(Kernel([], lambda: -1), tmp_path, 0.0, lambda: None)
     os.kill(os.getpid(), signal.SIGWINCH) if signal.getsignal(signal.SIGWINCH) else None
     monitor.close()
     assert signal.set_wakeup_fd(before) == write_end
     assert signal.getsignal(RAISE_SIGNAL) == handler
-    assert not [t for t in threading.enumerate() if "unsloth_multigpu" in t.name]
+    assert set(threading.enumerate()) <= threads
     os.close(read_end)
     os.close(write_end)
 
@@ -353,3 +355,51 @@ def test_ranks_meet_in_python_with_a_limit(tmp_path):
     with pytest.raises(RankTimeoutError, match=r"rank\(s\) 1 did not come to open the process group within 0.01 s"):
         _meet(store, 0, 2, 0.01)
     _meet(store, 1, 2, 5.0)
+
+
+def test_connection_that_is_closed_meanwhile_is_passed_over():
+    """gloo closes its end while this process lists it; another file may have the number by then."""
+    one, other = socket.socketpair()
+    inode = os.readlink(f"/proc/self/fd/{one.fileno()}")[len("socket:[") : -1]
+    descriptor = one.detach()
+    _shut(descriptor, "1")  # The number is another socket's: that one stays open.
+    other.sendall(b"x")
+    assert os.read(descriptor, 1) == b"x"
+    _shut(descriptor, inode)
+    assert other.recv(1) == b""
+    os.close(descriptor)
+    _shut(descriptor, inode)  # Nothing has the number any more.
+    other.close()
+
+
+def test_worker_that_cannot_listen_ends():
+    """Its main thread would wait for orders for ever, and the kernel for the end of the cell."""
+    code = (
+        "import socket, sys\n"
+        "from unsloth_multigpu.notebook.channel import Channel\n"
+        "from unsloth_multigpu.notebook.worker import Worker\n"
+        "ours, theirs = socket.socketpair()\n"
+        "Channel(theirs).send('abort', number=0)\n"  # Without the processes that it is to be cut off from.
+        "Worker(Channel(ours))._listen()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "KeyError: 'pids'" in ended.stderr
+
+
+def test_line_outside_a_cell_is_refused():
+    """A widget's callback, a timer, a silent request: the workers would run the cell before it again."""
+    source = "f = lambda: line_of_cell(shell)\nx = 0\nx = f()\n"
+    shell = SimpleNamespace(history_manager=SimpleNamespace(input_hist_parsed=["", source]))
+    shell.user_ns = {"line_of_cell": line_of_cell, "shell": shell}
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
+    try:
+        exec(compile(source, "<cell>", "exec"), shell.user_ns)
+        assert shell.user_ns["x"] == 3
+        shell.history_manager.input_hist_parsed.append("pass\n")
+        with pytest.raises(SetupError, match="outside a cell"):
+            exec(compile(source, "<cell>", "exec"), shell.user_ns)
+        with pytest.raises(SetupError, match="outside a cell"):
+            line_of_cell(shell)
+    finally:
+        del linecache.cache["<cell>"]

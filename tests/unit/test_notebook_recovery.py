@@ -20,7 +20,7 @@ from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.random_state import kept_random_state, read_random_state, write_random_state
+from unsloth_multigpu.core.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -341,7 +341,8 @@ def test_wait_for_rank_0_ends_when_it_has_left_the_cell(one_store: None) -> None
 
 
 def test_session_reads_nothing_of_an_earlier_one_in_the_same_process(one_store: None) -> None:
-    first, second = (Session(MultiGPUConfig(device="cpu"), _manager().identity, Console(debug=False)) for _ in "12")
+    identity = RankIdentity(1, 1, 2, 2, "torchrun")  # A notebook's groups have a store each.
+    first, second = (Session(MultiGPUConfig(device="cpu"), identity, Console(debug=False)) for _ in "12")
     try:
         first.manager().publish("saves/0", "of the first")
         assert not second.manager().is_published("saves/0")
@@ -363,6 +364,17 @@ def test_random_state_goes_through_a_message_and_back() -> None:
     assert _draws() != first
     write_random_state(json.loads(message))
     assert _draws() == first
+
+
+def test_random_state_of_a_device_in_use_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_in_use() == "cpu"
+    written: list[list[int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([1, 2, 3], dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: written.append(state.tolist()))
+    assert device_in_use() == "cuda"
+    write_random_state(json.loads(json.dumps(read_random_state(device_in_use()))))
+    assert written == [[1, 2, 3]]
 
 
 def test_random_state_is_kept_while_something_draws() -> None:

@@ -38,7 +38,7 @@ class Pair:
             self.worker.has_value.notify_all()
 
     def begin(self, number: int) -> None:
-        self.kernel.current = SimpleNamespace(number=number)
+        self.kernel.current = SimpleNamespace(number=number, stop_s=None)
         self.worker.number = number
 
 
@@ -131,6 +131,36 @@ def test_stop_is_no_error_of_the_value(pair: Pair) -> None:
     assert pair.worker.values == {}
     assert pair.publisher.make("b", lambda: 1) == 1
     assert list(pair.worker.values) == ["b/0"]
+
+
+def test_a_stop_that_the_program_swallowed_ends_the_cell(pair: Pair) -> None:
+    def make() -> None:
+        pair.kernel.current.stop_s = 2.0
+
+    for call in (make, lambda: pair.publisher.make("b", make)):
+        pair.kernel.current.stop_s = None
+        with pytest.raises(KeyboardInterrupt):
+            pair.publisher.make("a", call)
+    assert pair.worker.values == {}
+    # A cell that has caught it may clean up here.
+    assert pair.publisher.make("rm", lambda: 0) == 0
+
+
+def test_a_cell_does_not_inherit_what_an_earlier_one_was_in(pair: Pair) -> None:
+    alone = pair.publisher.alone()
+    alone.__enter__()  # Left by force.
+    pair.begin(2)
+    pair.publisher.make("a", lambda: 1)
+    assert list(pair.worker.values) == ["a/0"]
+    alone.__exit__(None, None, None)
+    pair.publisher.make("a", lambda: 2)
+    assert list(pair.worker.values) == ["a/0", "a/1"]
+
+
+def test_a_long_command_is_named_in_one_line(pair: Pair) -> None:
+    pair.worker.left = 1
+    with pytest.raises(LeftAloneError, match=r"without !a b{117}\.\.\."):
+        pair.receiver.wait_for("!a\n" + "b" * 500)
 
 
 def test_a_value_is_waited_for_and_a_long_wait_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,11 @@ ALLOWED = {
     "launch/nodes.py": {"socket.*"},
     # It shuts connections.
     "fault/harm.py": {"socket.*"},
+    # A pair of connected sockets without a name, and the connections that a group has made.
+    "notebook/channel.py": {"socket.socket"},
+    "notebook/process.py": {"socket.socketpair"},
+    "notebook/worker.py": {"socket.socket"},
+    "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Is this process one of a pool?
     "plugin.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }

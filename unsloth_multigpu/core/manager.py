@@ -176,7 +176,7 @@ class DDPManager:
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
         if self.identity.world_size > 1:
             kind = local_device(self.identity, self.config).type
-            write_random_state(json.loads(self.broadcast_text(json.dumps(read_random_state(kind)))), kind)
+            write_random_state(json.loads(self.broadcast_text(json.dumps(read_random_state(kind)))))
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's `text`. Collective."""

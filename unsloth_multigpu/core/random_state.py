@@ -26,11 +26,17 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
         "torch": _text(torch.get_rng_state().numpy().tobytes()),
     }
     if device_type != "cpu":
-        state["device"] = _text(getattr(torch, device_type).get_rng_state().numpy().tobytes())
+        state["device"] = [device_type, _text(getattr(torch, device_type).get_rng_state().numpy().tobytes())]
     return state
 
 
-def write_random_state(state: dict[str, Any], device_type: str = "cpu") -> None:
+def device_in_use() -> str:
+    """The kind of accelerator that this process has opened; "cpu" before that: to ask one would open it."""
+    in_use = [name for name in ("cuda", "xpu") if getattr(torch, name).is_initialized()]
+    return in_use[0] if in_use else "cpu"
+
+
+def write_random_state(state: dict[str, Any]) -> None:
     """Puts back what `read_random_state` returned, through JSON or not."""
     import numpy
 
@@ -40,7 +46,8 @@ def write_random_state(state: dict[str, Any], device_type: str = "cpu") -> None:
     numpy.random.set_state((kind, numpy.frombuffer(base64.b64decode(words), numpy.uint32), *rest))
     torch.set_rng_state(_tensor(state["torch"]))
     if "device" in state:
-        getattr(torch, device_type).set_rng_state(_tensor(state["device"]))
+        device_type, words = state["device"]
+        getattr(torch, device_type).set_rng_state(_tensor(words))
 
 
 @contextmanager

@@ -22,12 +22,13 @@ logger = get_logger(__name__)
 _POLL_S = 0.02
 
 
-def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager]) -> list[Patch]:
+def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> list[Patch]:
     """Patches of `datasets`.
 
     Args:
         run_dir: Private folder that all ranks of this node see; None if the launcher gave none.
-        get_manager: Gives the manager, whose store works before there is a process group.
+        get_manager: Gives the manager, whose store works before there is a process group; None where the other ranks
+            do not run this code.
     """
     return [
         Patch(
@@ -56,7 +57,7 @@ class _MapOrder:
     (a function that cannot be hashed, say) each does its own work: right, only not shared.
     """
 
-    def __init__(self, run_dir: str | None, get_manager: Callable[[], DDPManager]) -> None:
+    def __init__(self, run_dir: str | None, get_manager: Callable[[], DDPManager | None]) -> None:
         self._run_dir = run_dir
         self._get_manager = get_manager
         self._manager: DDPManager | None = None
@@ -68,6 +69,8 @@ class _MapOrder:
         if self._depth or kwargs.get("keep_in_memory"):
             return original(dataset, *args, **kwargs)
         manager = self._get_manager()
+        if manager is None:
+            return original(dataset, *args, **kwargs)
         if manager is not self._manager:
             # A new one has an empty store: ranks that left a notebook's cell at different places count anew.
             self._manager, self._num_calls = manager, 0

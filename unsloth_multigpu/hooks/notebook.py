@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unsloth_multigpu.patching import Patch
 
 # Called with what is done and how rank 0 does it; gives every rank what rank 0 got, as plain data.
 Share = Callable[[str, Callable[[], Any]], Any]
-# Ranks above 0 go on with their value.
-VALUE_KINDS = ("userdata.get()", "files.upload()")
+# What they begin with. Ranks above 0 go on with their value.
+VALUE_KINDS = ("userdata.get(", "files.upload(")
 
 _ASKS = "It asks the user, who is asked once; the other ranks read the token from its file."
 _FRONT_END = "It speaks to the front end of Colab, which only rank 0 has."
@@ -37,35 +37,47 @@ def notebook_patches(share: Share) -> list[Patch]:
         share: See `Share`.
     """
     patches = [
-        Patch(target, supports, functools.partial(_once, share, f"{target.partition(':')[2]}()"), reason, optional=True)
+        Patch(target, supports, functools.partial(_once, share, target), reason, optional=True)
         for target, (supports, reason) in _ONCE.items()
     ]
     for target, wrap in (
-        ("google.colab.userdata:get", functools.partial(_value, share, "userdata.get()")),
-        ("google.colab.files:upload", functools.partial(_files, share, "files.upload()")),
+        ("google.colab.userdata:get", functools.partial(_value, share, "userdata.get")),
+        ("google.colab.files:upload", functools.partial(_files, share, "files.upload")),
     ):
         patches.append(Patch(target, _COLAB, wrap, _FRONT_END, optional=True))
     return patches
 
 
-def _once(share: Share, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _once(share: Share, target: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+
     def once(*args: Any, **kwargs: Any) -> Any:
         results = []
-        share(kind, lambda: results.append(original(*args, **kwargs)))
+        # A token that is given to `login` is written nowhere.
+        share(
+            _call(name, args, kwargs) if module.startswith("google.") else f"{name}()",
+            lambda: results.append(original(*args, **kwargs)),
+        )
         return results[0] if results else None
 
     return once
 
 
-def _value(share: Share, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: share(kind, lambda: original(*args, **kwargs))
+def _value(share: Share, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: share(_call(name, args, kwargs), lambda: original(*args, **kwargs))
 
 
-def _files(share: Share, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _files(share: Share, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def upload(*args: Any, **kwargs: Any) -> dict[str, bytes]:
         def in_text() -> dict[str, str]:
             return {name: base64.b64encode(data).decode() for name, data in original(*args, **kwargs).items()}
 
-        return {name: base64.b64decode(text) for name, text in share(kind, in_text).items()}
+        found = share(_call(name, args, kwargs), in_text)
+        return {name: base64.b64decode(text) for name, text in found.items()}
 
     return upload
+
+
+def _call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """With what of its arguments is text, by which ranks know the call."""
+    return f"{name}({', '.join(repr(text) for text in (*args, *kwargs.values()) if isinstance(text, str))})"

@@ -109,7 +109,7 @@ class SaveGate:
     def _find_manager(self) -> DDPManager | None:
         """A new manager has an empty store: ranks that have left a notebook's cell at different places begin anew."""
         manager = self._get_manager()
-        if manager is not self._manager:
+        if manager is not None and manager is not self._manager:
             self._manager = manager
             self._count_from_here()
         return manager

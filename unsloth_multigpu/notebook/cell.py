@@ -25,6 +25,8 @@ RANK_0_CELL_MAGICS = frozenset(_CELL_MAGICS.split())
 RANK_0_LINE_MAGICS = frozenset(_LINE_MAGICS.split())
 # These run Python here, which may ask for its rank; the rest starts programs, which must not.
 MEASURING_MAGICS = frozenset({"timeit", "memit", "mprun", "debug", "pdb"})
+# They read the history of the shell, which ranks above 0 do not keep.
+HISTORY_MAGICS = frozenset({"macro", "rerun"})
 # A front end's own magics, which a worker does not have.
 _FRONT_ENDS = ("ipykernel.", "google.colab.")
 # What torch and gloo say when another rank is gone, or when the group was aborted.

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,20 @@ def abort_group(pids: Sequence[int]) -> None:
     for inode, descriptor in _sockets(os.getpid()).items():
         here, there = connections.get(inode, ("", ""))
         if (there, here) in others:
-            with socket.socket(fileno=os.dup(descriptor)) as end:
-                end.shutdown(socket.SHUT_RDWR)
+            _shut(descriptor, inode)
+
+
+def _shut(descriptor: int, inode: str) -> None:
+    """Shuts one connection. gloo may have closed its end by now, and its number may be another's."""
+    try:
+        own = os.dup(descriptor)
+    except OSError:
+        return
+    if os.readlink(f"/proc/self/fd/{own}") != f"socket:[{inode}]":
+        os.close(own)
+        return
+    with socket.socket(fileno=own) as end, suppress(OSError):  # The other end was quicker.
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def _abort_backends() -> None:

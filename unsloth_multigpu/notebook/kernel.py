@@ -15,7 +15,7 @@ from typing import Any
 from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
 from unsloth_multigpu.notebook.cell import names_broken_group
 from unsloth_multigpu.notebook.judge import Action, Kind, Main
-from unsloth_multigpu.notebook.process import Worker
+from unsloth_multigpu.notebook.process import Worker, died
 
 _WAIT_S = 0.05
 
@@ -121,13 +121,14 @@ class Kernel:
         if threading.get_ident() != self._main_thread or self.is_undisturbed:
             yield
             return
-        self.is_undisturbed = True
-        before = signal.signal(signal.SIGINT, self._note_stop)
+        before = signal.getsignal(signal.SIGINT)
         try:
+            self.is_undisturbed = True
+            signal.signal(signal.SIGINT, self._note_stop)
             yield
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
             self.is_undisturbed = False
+            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
     def _note_stop(self, _number: int, _frame: object) -> None:
         if self.cell is not None and self.cell.main == "runs":
@@ -156,6 +157,11 @@ class Kernel:
                         hint=f"See the log {self.workers[late[0] - 1].log}, and restart the kernel.",
                     )
                 self.changed.wait(_WAIT_S)
+
+    def wait_until_gone(self, limit_s: float) -> None:
+        """Waits until the monitor has seen the end of every worker."""
+        with self.changed:
+            self.changed.wait_for(lambda: all(w.exit_code is not None for w in self.workers), limit_s)
 
     def replay(self, source: str, limit_s: float, *, execution_count: int = 0) -> None:
         """Runs code on the workers alone.
@@ -283,14 +289,6 @@ class Kernel:
     def _next_number(self) -> int:
         self._num_cells += 1
         return self._num_cells
-
-
-def died(worker: Worker) -> DistributedError:
-    """What the user reads of a worker that has ended."""
-    return DistributedError(
-        worker.describe_death(),
-        hint="This kernel goes on alone and keeps its model: save it. Restart the kernel to train on all ranks.",
-    )
 
 
 def _folder() -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class RankMagics:
         self._publisher = publisher
         self._run_dir = run_dir
         self._shows_all = False
+        # No other rank runs what rank 0 runs now.
+        self.is_apart = False
         # Of the cell that runs: its source, the ranks whose output is shown, and where each log stood.
         self._source = ""
         self._shown: set[int] = set()
@@ -60,24 +62,28 @@ class RankMagics:
         self._source = source
         workers = self._kernel.workers
         self._shown = {worker.rank for worker in workers} if self._shows_all else set()
-        self._offsets = {worker.rank: worker.log.stat().st_size for worker in workers}
+        self._offsets = {worker.rank: _size_of(worker.log) for worker in workers}
 
     def end(self, number: int) -> None:
         """The cell has ended on all ranks: shows what workers have written."""
         for worker in self._kernel.workers:
             if worker.rank in self._shown:
-                with worker.log.open("rb") as log:
+                with suppress(FileNotFoundError), worker.log.open("rb") as log:
                     log.seek(self._offsets[worker.rank])
                     text = log.read().decode("utf-8", "replace")
-                sys.stdout.write(prefix_output(text, log_header(number, self._source), worker.rank))
+                    sys.stdout.write(prefix_output(text, log_header(number, self._source), worker.rank))
 
     def rank(self, line: str, cell: str) -> None:
         """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others pass it over."""
         ranks = read_ranks(line, len(self._kernel.workers) + 1)
         self._shown |= ranks - {0}
         if 0 in ranks:
-            with self._publisher.alone():
-                result = self._shell.run_cell(cell)
+            self.is_apart = ranks == {0}
+            try:
+                with self._publisher.alone():
+                    result = self._shell.run_cell(cell)
+            finally:
+                self.is_apart = False
             result.raise_error()
 
     def rank0(self, _line: str, cell: str) -> None:
@@ -127,6 +133,14 @@ class RankMagics:
 
     def _is_idle(self, worker: Worker) -> bool:
         return worker.waits is not None or worker.rank not in self._kernel.pending()
+
+
+def _size_of(log: Path) -> int:
+    """0 where a cell has removed the folder of logs: no later cell may fail by that."""
+    try:
+        return log.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def prefix_output(text: str, header: str, rank: int) -> str:

@@ -21,8 +21,8 @@ from unsloth_multigpu.launch.process import send_to_main_thread
 from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, View, find_divergence, next_actions
-from unsloth_multigpu.notebook.kernel import Cell, Kernel, died
-from unsloth_multigpu.notebook.process import Worker
+from unsloth_multigpu.notebook.kernel import Cell, Kernel
+from unsloth_multigpu.notebook.process import Worker, died
 
 logger = get_logger(__name__)
 
@@ -173,8 +173,8 @@ class Monitor:
         messages = worker.channel.receive() if descriptor == worker.channel.fileno() else None
         if messages is None and worker.exit_code is None:
             worker.collect()
-            if kernel.cell is not None:
-                kernel.cell.fail("died", died(worker))
+            if (cell := kernel.cell) is not None:
+                cell.fail("died", died(worker))
         with kernel.changed:
             for message in messages or ():
                 self._take(worker, message)
@@ -186,7 +186,8 @@ class Monitor:
         if kind == "ready":
             worker.is_ready = True
         elif kind == "waits":
-            worker.waits = message["collective"]
+            if cell is not None and cell.number == message["number"]:
+                worker.waits = message["collective"]
         elif kind == "ended":
             worker.waits = None
             is_own = message["error"] and not message["is_asked"] and not message["is_left_alone"]

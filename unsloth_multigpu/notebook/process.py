@@ -13,11 +13,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.launch.process import kill_rank
 from unsloth_multigpu.notebook.channel import Channel
 
-# A worker that does not read for so long is ended.
-_SEND_LIMIT_S = 5.0
+# A message that a worker has not read after so long ends it: its thread reads unless native code keeps the lock.
+_SEND_LIMIT_S = 30.0
 # From SIGKILL until the process is gone; a driver may hold it longer.
 _KILL_LIMIT_S = 5.0
 _TAIL_LINES = 25
@@ -48,6 +49,7 @@ class Worker:
         self.ended: dict[int, dict[str, Any]] = {}
         self.waits: int | None = None
         self._killed_because = ""
+        self._started_by = os.getpid()
         ours, theirs = socket.socketpair()
         with ExitStack() as stack:
             stack.callback(ours.close)
@@ -100,7 +102,7 @@ class Worker:
 
     def end(self, limit_s: float) -> None:
         """Asks the process to end, and kills it after `limit_s`."""
-        if self.exit_code is not None:
+        if self.exit_code is not None or os.getpid() != self._started_by:
             return
         with suppress(OSError):
             self.channel.send("exit")
@@ -138,3 +140,11 @@ class Worker:
         with suppress(OSError):
             return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
         return ""
+
+
+def died(worker: Worker) -> DistributedError:
+    """What the user reads of a worker that has ended."""
+    return DistributedError(
+        worker.describe_death(),
+        hint="This kernel goes on alone and keeps its model: save it. Restart the kernel to train on all ranks.",
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import sys
 import threading
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from unsloth_multigpu.config import MultiGPUConfig
@@ -117,3 +119,26 @@ def read_state() -> KernelState:
 
 def _is_accelerates(function: Any) -> bool:
     return bool(function.__module__.startswith("accelerate."))
+
+
+def line_of_cell(shell: Any) -> int:
+    """The line of the running cell that is being executed.
+
+    Raises:
+        SetupError: The call comes from no cell that the workers could go on with.
+    """
+    found = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        if frame.f_globals is shell.user_ns and (name == "<module>" or name.startswith("<cell line: ")):
+            found.append(frame)
+        frame = frame.f_back
+    cell = shell.history_manager.input_hist_parsed[-1].rstrip("\n")
+    # The innermost one stands in the body of a cell magic; the outermost one is the cell itself.
+    if not found or "".join(linecache.getlines(found[-1].f_code.co_filename)).rstrip("\n") != cell:
+        raise SetupError(
+            "enable_multi_gpu() was called outside a cell: from a widget's callback, a timer or a silent request.",
+            hint="Call it in a cell.",
+        )
+    return found[0].f_lineno

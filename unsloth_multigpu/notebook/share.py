@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.notebook.cell import MEASURING_MAGICS, is_rank_0_magic, parse_ranks
-from unsloth_multigpu.notebook.value import Publisher, Receiver
+from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, is_rank_0_magic, parse_ranks
+from unsloth_multigpu.notebook.value import Publisher, Receiver, like_ipython, plain_output
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import PatchRegistry
 
@@ -39,24 +39,27 @@ def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -
 
     def shared_system(command: str) -> Any:
         with expands_in(shell, sys._getframe(1)), variables.without():
-            return make("!command", lambda: system(command), lambda _: shell.user_ns.get("_exit_code"))
+            return make(f"!{command}", lambda: system(command), lambda _: shell.user_ns.get("_exit_code"))
 
     def shared_getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
         with expands_in(shell, sys._getframe(depth + 1)), variables.without():
-            return make("x = !command", lambda: getoutput(command, split=split), _plain_output)
+            return make(f"x = !{command}", lambda: getoutput(command, split=split), plain_output)
 
     def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
+        refuse_history(name)
         if not is_rank_0_magic("line", name, line, _module_of(shell.find_line_magic(name))):
             return line_magic(name, line, _stack_depth=_stack_depth + 1)
         with expands_in(shell, sys._getframe(_stack_depth)), _environment(name, variables):
             # The magic looks for the user's variables as many frames up.
-            return make(f"%{name}", lambda: line_magic(name, line, _stack_depth=_stack_depth + 3), _plain_output)
+            return make(
+                _magic("%", name, line), lambda: line_magic(name, line, _stack_depth=_stack_depth + 4), plain_output
+            )
 
     def shared_cell_magic(name: str, line: str, cell: str) -> Any:
         if not is_rank_0_magic("cell", name, line, _module_of(shell.find_cell_magic(name))):
             return cell_magic(name, line, cell)
         with expands_in(shell, sys._getframe(1)), _environment(name, variables):
-            return make(f"%%{name}", lambda: cell_magic(name, line, cell), _plain_output)
+            return make(_magic("%%", name, line), lambda: cell_magic(name, line, cell), plain_output)
 
     with ExitStack() as stack:
         stack.enter_context(attribute(shell, "system", shared_system))
@@ -96,11 +99,11 @@ class SharedInput:
     # `from getpass import getpass` keeps these for later cells: they ask the function that was found last.
     def input(self, *args: Any) -> Any:
         """Stands in for `input`."""
-        return self._publisher.make("input()", lambda: self._before[0](*args))
+        return self._publisher.make(_question("input", args), lambda: self._before[0](*args))
 
     def getpass(self, *args: Any, **kwargs: Any) -> Any:
         """Stands in for `getpass.getpass`."""
-        return self._publisher.make("getpass()", lambda: self._before[1](*args, **kwargs))
+        return self._publisher.make(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
 
 
 def prepare_worker(worker: Worker, variables: RankVariables) -> None:
@@ -128,20 +131,22 @@ def prepare_worker(worker: Worker, variables: RankVariables) -> None:
     _keep_quiet(shell, worker)
 
     def share(kind: str, call: Callable[[], Any]) -> Any:
-        return call() if receiver.is_alone else receiver.wait_for(kind, is_value=kind in VALUE_KINDS)
+        return call() if receiver.is_alone else receiver.wait_for(kind, is_value=kind.startswith(VALUE_KINDS))
 
     # For the life of the process.
     PatchRegistry(notebook_patches(share)).apply()
 
     def rank(line: str, cell: str) -> None:
         if int(os.environ["RANK"]) in read_ranks(line, int(os.environ["WORLD_SIZE"])):
-            with receiver.alone():
+            with receiver.alone(is_apart=0 not in read_ranks(line, int(os.environ["WORLD_SIZE"]))):
                 shell.run_cell(cell)  # What it raises is noted as it is shown.
 
     shell.register_magic_function(rank, "cell", "rank")
     shell.register_magic_function(lambda _line, cell: rank("0", cell), "cell", "rank0")
     # Asked by the session: `disable_multi_gpu()` of a worker waits there, because rank 0's ends this process.
     object.__setattr__(shell, "value_of_rank_0", receiver.wait_for)
+    object.__setattr__(shell, "is_apart", lambda: receiver.is_apart)
+    object.__setattr__(shell, "is_replay", lambda: worker.is_replay)
     object.__setattr__(shell, "has_rank_0_left", lambda: worker.left >= worker.number > 0)
 
 
@@ -155,7 +160,7 @@ def _wait_for_rank_0(shell: Any, receiver: Receiver, variables: RankVariables) -
             with expands_in(shell, sys._getframe(1)), variables.without():
                 original["system"](command)
             return
-        exit_code = wait_for("!command", is_value=False)
+        exit_code = wait_for(f"!{command}", is_value=False)
         if exit_code is not None:
             shell.user_ns["_exit_code"] = exit_code
 
@@ -163,31 +168,37 @@ def _wait_for_rank_0(shell: Any, receiver: Receiver, variables: RankVariables) -
         if receiver.is_alone:
             with expands_in(shell, sys._getframe(depth + 1)), variables.without():
                 return original["getoutput"](command, split=split)
-        return _like_ipython(wait_for("x = !command"))
+        return like_ipython(wait_for(f"x = !{command}"))
 
     def run_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
+        refuse_history(name)
         if is_rank_0_magic("line", name, line, _module_of(shell.find_line_magic(name))) and not receiver.is_alone:
-            return _like_ipython(wait_for(f"%{name}", is_value=False))
+            return like_ipython(wait_for(_magic("%", name, line), is_value=False))
         return original["run_line_magic"](name, line, _stack_depth=_stack_depth + 1)
 
     def run_cell_magic(name: str, line: str, cell: str) -> Any:
         if is_rank_0_magic("cell", name, line, _module_of(shell.find_cell_magic(name))) and not receiver.is_alone:
-            return _like_ipython(wait_for(f"%%{name}", is_value=False))
+            return like_ipython(wait_for(_magic("%%", name, line), is_value=False))
         with variables.without() if receiver.is_alone else nullcontext():
             return original["run_cell_magic"](name, line, cell)
 
     for function in (system, getoutput, run_line_magic, run_cell_magic):
         object.__setattr__(shell, function.__name__, function)
-    builtins.input = lambda *args: ask(*args) if receiver.is_alone else wait_for("input()")
-    getpass.getpass = lambda *a, **k: ask_secret(*a, **k) if receiver.is_alone else wait_for("getpass()")
+    builtins.input = lambda *args: ask(*args) if receiver.is_alone else wait_for(_question("input", args))
+    getpass.getpass = lambda *a, **k: ask_secret(*a, **k) if receiver.is_alone else wait_for(_question("getpass", a))
 
 
 def _keep_quiet(shell: Any, worker: Worker) -> None:
     """Nobody sits before a worker: nothing is paged, drawn or debugged, and it ends with the kernel."""
 
-    def showtraceback(_shell: Any, *_args: Any, **_kwargs: Any) -> None:
-        # Also of a cell within a cell (%%capture), whose error IPython keeps to itself.
-        worker.shown_error = sys.exc_info()[1]
+    codes = {getattr(type(shell), name).__code__ for name in ("run_cell", "run_line_magic", "run_cell_magic")}
+
+    def showtraceback(_shell: Any, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
+        # IPython keeps to itself the error of a cell within a magic (%%capture, %%time) or a cell. What is shown
+        # elsewhere did not end anything: a failed `_repr_html_`, an error that the cell has caught.
+        frames = (frame.f_code in codes for frame, _ in traceback.walk_stack(None))
+        if exc_tuple is None and sum(frames) > 1:
+            worker.shown_error = sys.exc_info()[1]
         traceback.print_exc()  # IPython's own takes seconds on a deep stack, and the kernel shows it.
 
     def show_in_pager(_shell: Any, text: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -196,7 +207,13 @@ def _keep_quiet(shell: Any, worker: Worker) -> None:
     def leave(keep_kernel: bool = False) -> None:
         pass
 
+    def close_figures() -> None:
+        pyplot = sys.modules.get("matplotlib.pyplot")
+        if pyplot is not None:
+            pyplot.close("all")  # As the front end does with those it has shown.
+
     shell.set_hook("show_in_pager", show_in_pager)
+    shell.events.register("post_execute", close_figures)
     for name in ("showtraceback", "showsyntaxerror", "showindentationerror"):
         object.__setattr__(shell, name, MethodType(showtraceback, shell))
     object.__setattr__(shell, "enable_matplotlib", lambda gui=None: (gui, "agg"))
@@ -214,6 +231,14 @@ def read_ranks(line: str, num_ranks: int) -> frozenset[int]:
         return parse_ranks(line, num_ranks)
     except ValueError as error:
         raise UsageError(f"%%rank: {error}") from None
+
+
+def refuse_history(name: str) -> None:
+    """Raises for a magic that would run other code on each rank."""
+    from IPython.core.error import UsageError
+
+    if name in HISTORY_MAGICS:
+        raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
 
 
 @contextmanager
@@ -249,6 +274,14 @@ def expands_in(shell: Any, frame: FrameType) -> Iterator[None]:
         yield
 
 
+def _question(name: str, args: tuple[Any, ...]) -> str:
+    return f"{name}({str(args[0])!r})" if args else f"{name}()"
+
+
+def _magic(signs: str, name: str, line: str) -> str:
+    return f"{signs}{name} {line}".rstrip()
+
+
 def _environment(name: str, variables: RankVariables) -> Any:
     return nullcontext() if name in MEASURING_MAGICS else variables.without()
 
@@ -257,15 +290,3 @@ def _module_of(magic: Any) -> str | None:
     if magic is None:
         return None
     return str(getattr(magic, "__module__", ""))
-
-
-def _plain_output(output: Any) -> Any:
-    """Output of a program, as lines or as one text; None for all else that a magic returns."""
-    return list(output) if isinstance(output, list) else str(output) if isinstance(output, str) else None
-
-
-def _like_ipython(output: Any) -> Any:
-    """The same in the types of IPython, which can be asked for `x.s`."""
-    from IPython.utils.text import LSString, SList
-
-    return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.cell import names_broken_group
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.magic import RankMagics
@@ -19,6 +20,8 @@ from unsloth_multigpu.notebook.share import SharedInput, made_by_rank_0
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import PatchRegistry
+
+logger = get_logger(__name__)
 
 _ROOT_CAUSE_LIMIT_S = 2.0
 
@@ -81,17 +84,20 @@ class KernelShell:
         self._magics.open(self._stack)
 
     def close(self) -> None:
-        """Leaves the shell as it was."""
+        """Leaves the shell as it was, but for a user's `set_custom_exc`, which no public function of IPython reads."""
         self._stack.close()
+
+    @property
+    def is_apart(self) -> bool:
+        """No other rank runs what rank 0 runs now."""
+        return self._magics.is_apart
 
     def begin(self, source: str) -> None:
         """Begins a cell on the other ranks; the enabling one is running already."""
-        from unsloth_multigpu.core.random_state import read_random_state
-
         self._depth, self._inner_error = 1, None
         self._magics.begin(source)
         number = self._shell.execution_count - self._num_counted_early
-        self._kernel.begin(source, read_random_state(), self._task_of(source), execution_count=number)
+        self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=number)
         self._input.open()
 
     def _task_of(self, source: str) -> asyncio.Task[Any] | None:
@@ -214,6 +220,17 @@ class KernelShell:
             from IPython.core.error import InputRejected
 
             raise InputRejected(f"The cell could not begin on the other ranks: {error}") from error
+
+
+def _random_state() -> dict[str, Any]:
+    """With the device's, unless an error has left it unusable: the cell that saves what there is must begin."""
+    from unsloth_multigpu.core.random_state import device_in_use, read_random_state
+
+    try:
+        return read_random_state(device_in_use())
+    except RuntimeError as error:
+        logger.warning("the ranks' random states on the device may differ: %s", error)
+        return read_random_state()
 
 
 def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> TracebackType | None:

@@ -23,7 +23,7 @@ from unsloth_multigpu.notebook.cell import replay_sources, split_at
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.process import Worker
-from unsloth_multigpu.notebook.refusal import check_kernel, note_enabled
+from unsloth_multigpu.notebook.refusal import check_kernel, line_of_cell, note_enabled
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables
 
@@ -35,6 +35,7 @@ logger = get_logger(__name__)
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 # A group that ends by an error must not end the process, which is the kernel (PyTorch's ProcessGroupNCCL).
+_DEVICE_VARIABLES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP")
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
@@ -53,9 +54,10 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
         DistributedError: A worker could not start, or not do again what the cells before did.
     """
     check_kernel(config, num_ranks, replay=replay)
+    line = line_of_cell(shell)
     begin_s = time.monotonic()
     with ExitStack() as stack:
-        notebook = Notebook(config, num_ranks, shell, stack)
+        notebook = Notebook(config, num_ranks, shell, line, stack)
         notebook.replay()
         session = notebook.open_session(console)
         session.on_close.push(stack.pop_all())
@@ -77,12 +79,13 @@ class Notebook:
         stack: Closed at the end; what is opened here goes there.
     """
 
-    def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
+    def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, line: int, stack: ExitStack) -> None:
         from unsloth_multigpu.fault.control import ControlPage
         from unsloth_multigpu.fault.pulse import last_collective
 
         self._config = config
         self._shell = shell
+        self._line = line
         self._generation = 0
         self._pid = os.getpid()
         self._identity = _identity(0, num_ranks)
@@ -90,7 +93,9 @@ class Notebook:
         self.log_dir = stack.enter_context(exclusive_log_dir(Path(config.log_dir), num_ranks))
         # Nobody asks the ranks by it to stop: Stop ends a cell.
         stack.callback(ControlPage(self.run_dir, num_ranks).close)
-        variables = RankVariables(self._variables_of_ranks(num_ranks))
+        values = self._variables_of_ranks(num_ranks)
+        before = {name: os.environ.get(name) for name in (*values, *_DEVICE_VARIABLES)}
+        variables = RankVariables(values, before)
         stack.enter_context(variables.in_effect())
         workers: list[Worker] = []
         self.kernel = Kernel(workers, last_collective)
@@ -113,7 +118,7 @@ class Notebook:
         """Lets the workers do what this kernel did before the line. Without a group: rank 0 would not be there."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
         cells = self._shell.history_manager.input_hist_parsed
-        before, self._rest = split_at(cells[-1], _line_of_cell(self._shell), self._shell.transform_cell)
+        before, self._rest = split_at(cells[-1], self._line, self._shell.transform_cell)
         for number, source in enumerate(replay_sources([*cells[1:-1], before], self._shell.user_ns), 1):
             if source.strip():
                 self.kernel.replay(source, self._config.timeout_s, execution_count=number)
@@ -125,6 +130,7 @@ class Notebook:
         self._open_group()
         session = open_session(self._config, self._identity, console)
         session.before_training = self._check_place
+        session.is_apart = lambda: self._kernel_shell.is_apart
         return session
 
     def begin_rest_of_cell(self) -> None:
@@ -166,7 +172,7 @@ class Notebook:
     def _give_up(self, failed: BaseException) -> DistributedError:
         for worker in self.kernel.workers:
             worker.kill("the ranks could not be brought together again")
-            worker.collect()
+        self.kernel.wait_until_gone(_END_LIMIT_S)
         error = DistributedError(
             f"The ranks could not be brought together again after the cell ({type(failed).__name__}: {failed}).",
             hint="This kernel goes on alone and keeps its model: save it. Restart the kernel to train on all ranks.",
@@ -209,8 +215,7 @@ class Notebook:
     def _close_group(self) -> None:
         from unsloth_multigpu.notebook.group import close_group
 
-        if self._dead():  # NCCL would wait for them.
-            self._abort_group()
+        self._abort_group()  # NCCL would wait for the others, which end without closing theirs.
         close_group()
 
     def _leave(self) -> None:
@@ -244,6 +249,7 @@ def wait_for_kernel_at_close(session: Session) -> None:
     """Lets a worker's `disable_multi_gpu()` wait for rank 0's, which ends this process: it runs nothing alone."""
     shell = sys.modules["IPython"].get_ipython()
     session.has_rank_0_left = shell.has_rank_0_left
+    session.is_apart = shell.is_apart
     session.on_close.callback(shell.value_of_rank_0, "disable_multi_gpu()")
 
 
@@ -264,17 +270,6 @@ def join_group(order: Mapping[str, Any]) -> None:
     open_group(Path(os.environ[ENV_RUN_DIR]), order["generation"], order["backend"], order["timeout_s"])
     if session is not None:
         session.enter_group(order["num_trainings"], heals=order["heals"])
-
-
-def _line_of_cell(shell: Any) -> int:
-    """The line of the running cell that is being executed."""
-    frame = sys._getframe()
-    while frame is not None:
-        name = frame.f_code.co_name
-        if frame.f_globals is shell.user_ns and (name == "<module>" or name.startswith("<cell line: ")):
-            return frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return 1
 
 
 @contextmanager

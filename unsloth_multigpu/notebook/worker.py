@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_SUPERVISOR_PID
-from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
 from unsloth_multigpu.notebook.cell import log_header, names_broken_group
 from unsloth_multigpu.notebook.channel import Channel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
@@ -30,6 +30,10 @@ _TRACEBACK_CHARACTERS = 8000
 
 class LeftCell(BaseException):
     """Raised in the main thread to leave a cell that the kernel has left. No `except Exception` of a cell holds it."""
+
+
+class ReplayedLineError(SetupError, ConfigError):
+    """Raised by the line in a cell that is run again: rank 0's call has failed or was stopped there."""
 
 
 class Worker:
@@ -56,13 +60,15 @@ class Worker:
         # With the number of the cell that it is to end.
         self._pending: tuple[int, BaseException] | None = None
         self._is_asked = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[Any] | None = None
 
     def run(self) -> None:
         """Takes orders until the kernel is gone."""
         signal.signal(RAISE_SIGNAL, self._raise_pending)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # One for all cells: what one of them has begun another may await.
+        asyncio.set_event_loop(self._loop)
         self.shell.loop_runner = self._run_coroutine
         threading.Thread(target=self._listen, name="unsloth_multigpu-channel", daemon=True).start()
         self.channel.send("ready")
@@ -70,6 +76,14 @@ class Worker:
             self._obey(self._orders.get())
 
     def _listen(self) -> None:
+        try:
+            self._take_messages()
+        finally:
+            # By an error: a worker that hears nothing would hold every cell.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _take_messages(self) -> None:
         while True:
             messages = self.channel.receive()
             if messages is None:
@@ -109,16 +123,13 @@ class Worker:
         if pending is None or pending[0] != self.number:
             return
         error = pending[1]
-        if self._loop is not None and self._task is not None and asyncio.current_task(self._loop) is not self._task:
+        if self._task is not None and asyncio.current_task(self._loop) is not self._task:
             self._loop.call_soon_threadsafe(self._task.cancel)  # The event loop, or another task of it, runs.
         else:
             raise error from None
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a cell that awaits. Tasks that it has begun go on with the next one that awaits."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(coroutine)
         try:
             return self._loop.run_until_complete(self._task)
@@ -162,11 +173,14 @@ class Worker:
             write_random_state(order["random_state"])
             if order["folder"]:
                 os.chdir(order["folder"])
+        else:
+            _claim_device()
         sys.stdout.write(log_header(order["number"], order["source"]))
         self.shell.execution_count = order["execution_count"]
         result = self.shell.run_cell(order["source"], store_history=True)
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self.shown_error
-        return error
+        # Rank 0 has left the cell there, too.
+        return None if self.is_replay and isinstance(error, ReplayedLineError) else error
 
     @staticmethod
     def _open_group(order: Mapping[str, Any]) -> BaseException | None:
@@ -177,6 +191,14 @@ class Worker:
         except (RuntimeError, OSError, MultiGPUError) as error:
             return error
         return None
+
+
+def _claim_device() -> None:
+    """A cell from before the line finds this rank's card as "cuda", as later cells do."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
 
 
 def _traceback(error: BaseException) -> str:
