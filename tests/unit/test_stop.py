@@ -33,10 +33,13 @@ def beat(tmp_path):
 
 @pytest.fixture
 def stop(tmp_path):
+    # What is ignored, as under nohup, is left alone.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with Stop(tmp_path, 2, 5.0, end) as stop:
         stop.begin_round(0)
         stop.turn()
         yield stop
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

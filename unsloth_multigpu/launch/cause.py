@@ -20,6 +20,8 @@ _COMMUNICATION_ERROR = re.compile(
 
 # After these a rank has said why it ends.
 _ENDS = ("left_training", "exception")
+# Exit codes of ranks that the supervisor has stopped.
+_SENT_TO_SURVIVORS = (-signal.SIGTERM, -signal.SIGINT)
 # A signal has asked the run to stop.
 STOPS = ("stopping", "stopped")
 # What is known of a hang: said by the supervisor, and not by the rank.
@@ -86,7 +88,9 @@ def find_cause(
         return _from_exception(own[0])
     # A process may take longer to end than the connection error that its exit makes elsewhere.
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
-    left = find_early_exit(events, {r for r in {*gone, *exit_codes, *leaving} if exit_codes.get(r, 0) >= 0})
+    # One that was leaving may be ended by what the supervisor sends to the survivors.
+    leaving = {r for r in leaving if exit_codes.get(r, 0) >= 0 or exit_codes[r] in _SENT_TO_SURVIVORS}
+    left = find_early_exit(events, {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0} | leaving)
     if left is not None:
         code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
         is_known = "exit_code" in left.facts or exit_codes
@@ -159,8 +163,7 @@ def _from_exit_codes(
     exit_codes: Mapping[int, int], gone: Collection[int], steps: Mapping[int, int], memory: Memory
 ) -> Cause | None:
     """A death by signal, else an exit with a code of its own; None where there is neither."""
-    # SIGTERM is what the supervisor sends to the survivors.
-    deaths = {r: c for r, c in exit_codes.items() if c < 0 and c not in (-signal.SIGTERM, -signal.SIGINT)}
+    deaths = {r: c for r, c in exit_codes.items() if c < 0 and c not in _SENT_TO_SURVIVORS}
     # A survivor that did not listen to SIGTERM was killed as well.
     for rank, code in sorted(deaths.items(), key=lambda death: (death[0] not in gone, death[0])):
         return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
