@@ -94,6 +94,9 @@ def check_line_that_failed(run: NotebookRun) -> None:
     assert run.run(caught).error == ""
     assert run.run(ENABLE).text.splitlines()[-1] == "2"
     assert run.run("%%rank 1\nprint(caught, os.path.exists('behind'))").text == "[rank1] caught False\n"
+    log = (run.folder / "logs" / "rank_1.log").read_text()
+    assert "Rank 0 has left this cell here." in log
+    assert "Traceback" not in log
 
 
 def check_faults_of_cells(run: NotebookRun) -> None:
@@ -146,6 +149,8 @@ def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
     assert (result.error, len(result.traceback)) == ("DistributedError", 1), result
     assert f"rank 1 (pid {worker.pid}) was ended by SIGKILL" in result.value
     assert "This kernel goes on alone" in result.value
+    assert f"this kernel goes on alone: rank 1 (pid {worker.pid}) was ended by SIGKILL" in result.text
+    assert result.text.count("The end of its log") == 0
     assert not run_dir.exists()
     left = "import threading; print(ump.is_multi_gpu_enabled(), os.environ.get('RANK'), dist.is_initialized())"
     alone = run.run(f"{left}; print(threading.enumerate())")

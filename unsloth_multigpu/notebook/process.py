@@ -118,6 +118,10 @@ class Worker:
 
     def describe_death(self) -> str:
         """How it ended, with the end of its log."""
+        return f"{self.describe_end()}. The end of its log:\n{self.tail()}"
+
+    def describe_end(self) -> str:
+        """How it ended, in one line without a full stop."""
         code = self.exit_code
         how = f"has ended with exit code {code}"
         if self._killed_because:
@@ -127,7 +131,7 @@ class Worker:
             how = f"was ended by {name}"
             if code == -signal.SIGKILL:
                 how += ", as the system does when the machine has no memory left"
-        return f"rank {self.rank} (pid {self.pid}) {how}. The end of its log:\n{self.tail()}"
+        return f"rank {self.rank} (pid {self.pid}) {how}"
 
     def shown_log(self) -> Path:
         """Where its log is, from the notebook's folder where it is below it."""

@@ -191,6 +191,8 @@ def _wait_for_rank_0(shell: Any, receiver: Receiver, variables: RankVariables) -
 def _keep_quiet(shell: Any, worker: Worker) -> None:
     """Nobody sits before a worker: nothing is paged, drawn or debugged, and it ends with the kernel."""
 
+    from unsloth_multigpu.notebook.worker import ReplayedLineError
+
     codes = {getattr(type(shell), name).__code__ for name in ("run_cell", "run_line_magic", "run_cell_magic")}
 
     def showtraceback(_shell: Any, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
@@ -199,6 +201,9 @@ def _keep_quiet(shell: Any, worker: Worker) -> None:
         frames = (frame.f_code in codes for frame, _ in traceback.walk_stack(None))
         if exc_tuple is None and sum(frames) > 1:
             worker.shown_error = sys.exc_info()[1]
+        if isinstance(sys.exc_info()[1], ReplayedLineError):
+            sys.stdout.write("Rank 0 has left this cell here.\n")
+            return
         traceback.print_exc()  # IPython's own takes seconds on a deep stack, and the kernel shows it.
 
     def show_in_pager(_shell: Any, text: Any, *_args: Any, **_kwargs: Any) -> None:

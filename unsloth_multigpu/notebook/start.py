@@ -161,7 +161,7 @@ class Notebook:
             except (RuntimeError, OSError, MultiGPUError, KeyboardInterrupt) as failed:
                 told = self._give_up(failed)
         if self._dead():
-            logger.warning("this kernel goes on alone: %s", self._dead()[0].describe_death().partition("\n")[0])
+            logger.warning("this kernel goes on alone: %s", self._dead()[0].describe_end())
             plugin.disable_multi_gpu()
         if told is not None:
             raise told
