@@ -350,7 +350,7 @@ def test_the_shell_is_left_as_it_was(rank_0: Rank0) -> None:
     def state(shell: Any) -> tuple[Any, ...]:
         magics = {kind: set(found) for kind, found in shell.magics_manager.magics.items()}
         events = {name: list(found) for name, found in shell.events.callbacks.items()}
-        return magics, events, list(shell.ast_transformers), shell.custom_exceptions, set(vars(shell)) - {"CustomTB"}
+        return magics, events, list(shell.ast_transformers), shell.custom_exceptions, shell.CustomTB, set(vars(shell))
 
     rank_0.steering.close()
     fresh, once = make_shell(), state(rank_0.shell)
@@ -362,6 +362,22 @@ def test_the_shell_is_left_as_it_was(rank_0: Rank0) -> None:
     assert state(fresh) == before
     assert not {"system", "getoutput", "run_line_magic", "run_cell_magic"} & once[-1]
     assert not {"rank", "rank0"} & once[0]["cell"]
+
+
+def test_a_front_ends_own_handler_of_errors_is_asked_and_comes_back(rank_0: Rank0) -> None:
+    # Colab has one for ImportError.
+    handled = []
+    rank_0.steering.close()
+    rank_0.shell.set_custom_exc((ImportError,), lambda shell, kind, error, tb, tb_offset=None: handled.append(kind))
+    rank_0.steering.open()
+    rank_0.run("import no_such_module")
+    rank_0.run("1 / 0")
+    assert handled == [ModuleNotFoundError]
+    assert [type(error) for error in rank_0.kernel.finished] == [ModuleNotFoundError, ZeroDivisionError]
+    assert [type(error) for error in rank_0.shown] == [ZeroDivisionError]
+    rank_0.steering.close()
+    rank_0.shell.run_cell("import no_such_module")
+    assert handled == [ModuleNotFoundError] * 2
 
 
 class Waits:

@@ -53,6 +53,8 @@ class KernelShell:
         self._input = SharedInput(self._publisher)
         self._magics = RankMagics(shell, kernel, self._publisher, run_dir)
         self._stack = ExitStack()
+        # Of a front end: Colab adds what to do about an ImportError.
+        self._earlier_handler: tuple[tuple[type[BaseException], ...], Callable[..., Any]] = (), shell.showtraceback
         # Cells that are in each other, as `%rerun` makes them; those of %%capture are part of their cell.
         self._depth = 0
         self._num_inner = 0
@@ -71,8 +73,9 @@ class KernelShell:
         for name, handler in (("pre_run_cell", self._before), ("post_run_cell", self._after)):
             shell.events.register(name, handler)
             self._stack.callback(shell.events.unregister, name, handler)
+        self._earlier_handler = shell.custom_exceptions, shell.CustomTB
         shell.set_custom_exc((BaseException,), self._on_error)
-        self._stack.callback(shell.set_custom_exc, (), None)
+        self._stack.callback(self._restore_handler)
         gate = _Gate(self)
         shell.ast_transformers.append(gate)
         self._stack.callback(lambda: shell.ast_transformers.remove(gate))
@@ -84,8 +87,11 @@ class KernelShell:
         self._magics.open(self._stack)
 
     def close(self) -> None:
-        """Leaves the shell as it was, but for a user's `set_custom_exc`, which no public function of IPython reads."""
+        """Leaves the shell as it was."""
         self._stack.close()
+
+    def _restore_handler(self) -> None:
+        self._shell.custom_exceptions, self._shell.CustomTB = self._earlier_handler
 
     @property
     def is_apart(self) -> bool:
@@ -198,6 +204,9 @@ class KernelShell:
             cell.is_shown, frames, tb_offset = True, _frames_of_cell(tb, self._shell.user_ns), 0
         elif cause is not error:
             frames = None
+        elif isinstance(error, self._earlier_handler[0]):
+            self._earlier_handler[1](type(error), error, tb, tb_offset)
+            return
         self._shell.showtraceback((type(cause), cause, frames), tb_offset=tb_offset)
 
     def _cause_of(self, cell: Cell, error: BaseException) -> BaseException | None:
