@@ -149,6 +149,24 @@ def test_training_that_was_cut_off_between_two_ranks_steps_goes_on_with_equal_ra
     assert "notebook" in report
 
 
+def test_a_mistake_of_all_ranks_breaks_nothing_unless_it_cuts_a_training_off(notebook: NotebookRun) -> None:
+    _run(notebook, "group = dist.group.WORLD")
+    assert notebook.run("no_such_name", timeout_s=60).error == "NameError"
+    assert _run(notebook, "print(dist.group.WORLD is group)").strip() == "True"
+    source = """
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise ArithmeticError("in a callback")
+
+fourth = make_trainer(2)
+fourth.add_callback(Fails())
+fourth.train()
+"""
+    assert notebook.run(source, timeout_s=60).error == "ArithmeticError"
+    assert _run(notebook, "print(dist.group.WORLD is group)").strip() == "False"
+    _run(notebook, "fourth.remove_callback(Fails); fourth.train()")
+
+
 def test_save_and_evaluation_in_a_cell(notebook: NotebookRun) -> None:
     source = """
 model.save_pretrained("adapter")

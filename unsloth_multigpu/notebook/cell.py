@@ -35,6 +35,7 @@ _BROKEN = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Pro
 _VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput", "userdata.get")
 _CHANGING = "add append clear discard extend insert pop popitem remove reverse setdefault sort update"
 _MUTATORS = frozenset(_CHANGING.split())
+_ERROR_CHARACTERS = 2000
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
 
 
@@ -52,6 +53,11 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
     if name == "store" and "-r" in line.split():
         return False  # It reads: every rank needs what it reads.
     return name in (RANK_0_LINE_MAGICS if kind == "line" else RANK_0_CELL_MAGICS)
+
+
+def error_text(error: BaseException | None) -> str:
+    """An error in one line or a few, as ranks tell each other; "" = none."""
+    return "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
 
 
 def names_broken_group(error: BaseException) -> bool:

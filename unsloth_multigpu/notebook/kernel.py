@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
-from unsloth_multigpu.notebook.cell import names_broken_group
+from unsloth_multigpu.notebook.cell import error_text, names_broken_group
 from unsloth_multigpu.notebook.judge import Action, Kind, Main
 from unsloth_multigpu.notebook.process import Worker, died
 
@@ -86,6 +86,7 @@ class Kernel:
         attend: Set by the monitor: turns its attention to what begins or ends now.
         is_undisturbed: No error may be raised in the main thread.
         is_broken: The last cell has left the process group, or ranks, in a state that is not known.
+        is_common: It ended alike on all ranks, with or without an error, and nobody was interrupted.
     """
 
     def __init__(self, workers: Sequence[Worker], last_collective: Callable[[], int]) -> None:
@@ -95,7 +96,7 @@ class Kernel:
         self.changed = threading.Condition()
         self.attend: Callable[[], None] = lambda: None
         self.is_undisturbed = False
-        self.is_broken = False
+        self.is_broken = self.is_common = False
         self._main_thread = threading.get_ident()
         self._num_cells = 0
 
@@ -233,10 +234,11 @@ class Kernel:
                 while self.pending():
                     self.changed.wait(_WAIT_S)
             self.cell = None
-        told = self._outcome(cell)
-        numbers = {message.get("collective") for message in self._messages(cell)} | {self.last_collective()}
-        is_echo = error is not None and names_broken_group(error)
-        self.is_broken = bool(cell.done) or cell.failure is not None or is_echo or len(numbers) > 1
+        told, messages = self._outcome(cell), self._messages(cell)
+        numbers = {message.get("collective") for message in messages} | {self.last_collective()}
+        is_cut = any((cell.done, cell.stop_s, len(numbers) > 1, error is not None and names_broken_group(error)))
+        self.is_common = not is_cut and [m["error"] for m in messages] == [error_text(error)] * len(self.workers)
+        self.is_broken = is_cut or (cell.failure is not None and not self.is_common)
         return told
 
     def pending(self) -> frozenset[int]:

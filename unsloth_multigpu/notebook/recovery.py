@@ -49,6 +49,11 @@ class Trainings:
     def __bool__(self) -> bool:
         return bool(self._noted)
 
+    @property
+    def is_cut(self) -> bool:
+        """True where an exception has ended a training before its end."""
+        return any(trainer.is_in_train for noted in self._noted.values() if (trainer := noted.trainer()) is not None)
+
     def note(self, trainer: Any, number: int) -> None:
         """Keeps in mind a trainer that is about to be steered.
 

@@ -151,9 +151,11 @@ class Notebook:
         from unsloth_multigpu import plugin
 
         session = plugin.active_session()
-        has_trained = session is not None and bool(session.trainings)
+        trainings = None if session is None else session.trainings
+        # A mistake outside a training, made on all ranks alike, breaks nothing; to send a large model takes its time.
+        is_doubtful = bool(error is not None and trainings and (trainings.is_cut or not self.kernel.is_common))
         told: MultiGPUError | None = None
-        if not self._dead() and (self.kernel.is_broken or (error is not None and has_trained)):
+        if not self._dead() and (self.kernel.is_broken or is_doubtful):
             try:
                 self._open_group()
             except DivergenceError as divergence:

@@ -19,12 +19,11 @@ from typing import Any
 
 from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_SUPERVISOR_PID
 from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
-from unsloth_multigpu.notebook.cell import log_header, names_broken_group
+from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.channel import Channel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
 from unsloth_multigpu.notebook.variables import RankVariables
 
-_ERROR_CHARACTERS = 2000
 _TRACEBACK_CHARACTERS = 8000
 
 
@@ -156,7 +155,7 @@ class Worker:
         self.channel.send(
             "ended",
             number=order["number"],
-            error="" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS],
+            error=error_text(error),
             traceback="" if error is None else _traceback(error),
             # An error of its own that came first stays its own.
             is_asked=self._is_asked and error is not None and (is_end or names_broken_group(error)),
