@@ -28,6 +28,8 @@ ENV_CHAOS = ENV_PREFIX + "CHAOS"
 ENV_RECEIPT = ENV_PREFIX + "RECEIPT"
 # What a worker of a notebook needs to know: a JSON object, see notebook.start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
+# Marks the processes of one check of `unsloth-multigpu doctor`, see cli.probe.
+ENV_PROBE = ENV_PREFIX + "PROBE"
 INTERNAL_VARIABLES = frozenset(
     {
         ENV_RUN_DIR,
@@ -39,6 +41,7 @@ INTERNAL_VARIABLES = frozenset(
         ENV_CHAOS,
         ENV_RECEIPT,
         ENV_NOTEBOOK,
+        ENV_PROBE,
     }
 )
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.run import orphans, wait_until
+from tests.helpers.run import orphans
 from unsloth_multigpu import start
 from unsloth_multigpu.cli import bench, bench_arm, bench_ddp, bench_worker, main
 from unsloth_multigpu.cli.bench_arm import (
@@ -528,12 +528,14 @@ def test_gradients_of_a_setting_that_failed_are_no_memory_of_the_next(monkeypatc
 def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
     # The settings file, which stands in the command, tells which processes are meant.
     sleeper = "import time; time.sleep(600)"
-    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeper!r}, sys.argv[1]]); {sleeper}"
+    # A session of its own and no end with its parent, as a rank of torchrun.
+    start = f"subprocess.Popen([sys.executable, '-c', {sleeper!r}, sys.argv[1]], start_new_session=True)"
+    code = f"import subprocess, sys; {start}; {sleeper}"
     begin_s = time.monotonic()
     with pytest.raises(LaunchError, match="did not end within 1 s"):
         run_arm(failing([sys.executable, "-c", code]), BenchOptions(arms=(), timeout_s=1.0), tmp_path)
     assert time.monotonic() - begin_s < 20
-    wait_until(lambda: not orphans(str(tmp_path)), 5.0, "end of the arm's children")
+    assert orphans(str(tmp_path)) == []
 
 
 def test_arm_that_leaves_no_result_has_failed(tmp_path) -> None:
@@ -641,7 +643,7 @@ def test_test_counts_tokens_that_are_to_be_predicted() -> None:
 
 def test_numbers_of_rows_are_not_learned() -> None:
     rows = [{"input_ids": [7, 7, 1, 2]}, {"input_ids": [7, 8, 3]}]
-    batch = bench_worker._collate(rows, num_given=2)
+    batch = bench_worker.collate(rows, num_given=2)
     assert batch["input_ids"].tolist() == [[7, 7, 1, 2], [7, 8, 3, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 1, 2], [-100, -100, 3, -100]]

@@ -61,9 +61,9 @@ def test_channel_is_json_and_nothing_else():
         channel = Channel(ours)
         channel.send("cell", source="1")
         data = theirs.recv(1000)
-        assert struct.unpack("!I", data[:4])[0] == len(data) - 4
-        assert json.loads(data[4:]) == {"kind": "cell", "source": "1"}
-        theirs.sendall(struct.pack("!I", 9) + b"\x80\x04no json")
+        assert struct.unpack("!Q", data[:8])[0] == len(data) - 8
+        assert json.loads(data[8:]) == {"kind": "cell", "source": "1"}
+        theirs.sendall(struct.pack("!Q", 9) + b"\x80\x04no json")
         with pytest.raises(ValueError, match="can't decode"):
             channel.receive()
         channel.close()

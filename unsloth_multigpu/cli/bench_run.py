@@ -6,18 +6,59 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from unsloth_multigpu.cli.bench_arm import Arm, arm_command, arm_environment, num_processes
 from unsloth_multigpu.cli.bench_option import BenchOptions
 from unsloth_multigpu.cli.bench_result import RankRecord
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch.process import end_command
 
 _LOG_LINES = 30
 # torchrun waits up to 30 s for ranks that it has told to end.
 _TERMINATE_LIMIT_S = 35.0
+_LOOK_S = 0.5
+Result = TypeVar("Result")
+
+
+def run_rounds(
+    names: Sequence[str], num_rounds: int, run: Callable[[str, Path], Result]
+) -> tuple[dict[str, list[Result]], LaunchError | None]:
+    """Runs every arm in every round, each time in an empty folder of its own.
+
+    Returns:
+        `results[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
+        for number in range(1, num_rounds + 1):
+            first = (number - 1) % len(names)
+            this_round = {}
+            # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
+            for name in [*names[first:], *names[:first]]:
+                folder = Path(root, f"{number}_{name.replace(':', '_')}")
+                folder.mkdir()
+                begin_s = time.monotonic()
+                try:
+                    this_round[name] = run(name, folder)
+                except LaunchError as failed:
+                    return results, failed
+                elapsed_s = time.monotonic() - begin_s
+                tell(f"round {number}/{num_rounds}  {name:<22} {elapsed_s:6.1f} s with start-up")
+            for name, result in this_round.items():
+                results[name].append(result)
+    return results, None
+
+
+def tell(line: str) -> None:
+    """Says how far it is."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
@@ -27,32 +68,68 @@ def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
         folder: An empty folder, where it works.
 
     Raises:
-        LaunchError: It failed, or did not end within `options.timeout_s`; the message has the end of its output.
+        LaunchError: See `run_worker`.
     """
-    settings = folder / "settings.json"
-    settings.write_text(json.dumps({"arm": arm.name, "options": dataclasses.asdict(options)}), encoding="utf-8")
-    log = folder / "output.log"
-    what = _wait(
-        [*arm_command(arm, options), str(settings)],
+    flag = "--arms" if options.num_epochs is None else "--strategies"
+    records = run_worker(
+        f"{arm.name} ({arm.text})",
+        arm_command(arm, options),
+        {"arm": arm.name, "options": dataclasses.asdict(options)},
         folder,
         arm_environment(arm, options, folder, os.environ),
-        log,
         options.timeout_s,
+        results=[f"rank_{rank}.json" for rank in range(num_processes(arm, options))],
+        hint=f"Run it alone: unsloth-multigpu bench {flag} {arm.name}",
     )
-    paths = [folder / f"rank_{rank}.json" for rank in range(num_processes(arm, options))]
+    return list(map(RankRecord.from_json, records))
+
+
+def run_worker(
+    what: str,
+    command: Sequence[str],
+    settings: Mapping[str, Any],
+    folder: Path,
+    environment: Mapping[str, str],
+    limit_s: float,
+    *,
+    results: Sequence[str],
+    hint: str,
+    look: Callable[[int], None] | None = None,
+) -> list[Any]:
+    """Runs a command that takes a file of settings and leaves results beside it as JSON; returns these.
+
+    Args:
+        what: Its name in errors.
+        folder: An empty folder, where it works. Its environment must name it: what it leaves behind is found by that.
+        results: Names of the files.
+        hint: What helps to find out why it failed.
+        look: Called with its process id twice a second, while it runs.
+
+    Raises:
+        LaunchError: It failed, or did not end within `limit_s`; the message has the end of its output.
+    """
+    file, log = folder / "settings.json", folder / "output.log"
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    problem = _wait([*command, str(file)], folder, environment, log, limit_s, look)
+    paths = [folder / name for name in results]
     missing = [path.stem for path in paths if not path.exists()]
-    if what or missing:
-        what = what or f"left no result of {', '.join(missing)}"
-        flag = "--arms" if options.num_epochs is None else "--strategies"
+    if problem or missing:
+        problem = problem or f"left no result of {', '.join(missing)}"
         tail = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-_LOG_LINES:]
         raise LaunchError(
-            f"The arm {arm.name} ({arm.text}) {what}. The end of its output:\n" + "\n".join(f"  | {x}" for x in tail),
-            hint=f"Run it alone: unsloth-multigpu bench {flag} {arm.name}",
+            f"The arm {what} {problem}. The end of its output:\n" + "\n".join(f"  | {x}" for x in tail), hint=hint
         )
-    return [RankRecord.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
-def _wait(command: list[str], folder: Path, environment: dict[str, str], log: Path, limit_s: float) -> str:
+def _wait(
+    command: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    log: Path,
+    limit_s: float,
+    look: Callable[[int], None] | None,
+) -> str:
     """Runs a command to its end; returns what went wrong, "" if nothing did."""
     with log.open("wb") as output:
         # A group of its own: Ctrl-C reaches this process, which then ends the command and what the command started.
@@ -65,21 +142,16 @@ def _wait(command: list[str], folder: Path, environment: dict[str, str], log: Pa
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    end_s = time.monotonic() + limit_s
     try:
-        code = process.wait(limit_s)
+        while look is not None and process.poll() is None and time.monotonic() + _LOOK_S < end_s:
+            look(process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_S)
+        code = process.wait(max(0.0, end_s - time.monotonic()))
         return f"ended with exit code {code}" if code else ""
     except subprocess.TimeoutExpired:
         return f"did not end within {limit_s:g} s"
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        # The launchers end their ranks on SIGTERM.
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_TERMINATE_LIMIT_S)
-    with contextlib.suppress(ProcessLookupError):  # The usual case: nobody is left in the group.
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        # Its TMPDIR.
+        end_command(process, str(folder), _TERMINATE_LIMIT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from unsloth_multigpu.cli.script import has_own_line
 from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.fault.chaos import ChaosRequest, Fault
+from unsloth_multigpu.launch.process import find_marked, kill_marked
 
 _POLL_S = 0.05
 # Processes that outlive the command by more than this were left behind.
@@ -74,6 +74,11 @@ class Scene:
         """Where the script's files belong."""
         return self.folder / "work"
 
+    @property
+    def _marker(self) -> str:
+        """What the variables of this row's processes have, and no others."""
+        return str(self.records)
+
     def run(self, faults: Sequence[Fault], options: Mapping[str, object]) -> Ended:
         """Runs the script to its end.
 
@@ -108,7 +113,7 @@ class Scene:
             is_over = process.poll() is not None
             num_orphans = self._wait_for_end() if is_over else 0
             end_s = time.monotonic()
-            self._kill_rest()
+            kill_marked(self._marker)
             process.wait()
         reader.join(_ORPHAN_LIMIT_S)
         output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
@@ -125,22 +130,6 @@ class Scene:
     def _wait_for_end(self) -> int:
         """Waits for ranks that outlive their supervisor; returns how many have not ended within the limit."""
         end_s = time.monotonic() + _ORPHAN_LIMIT_S
-        while (alive := len(self._processes())) and time.monotonic() < end_s:
+        while (alive := len(find_marked(self._marker))) and time.monotonic() < end_s:
             time.sleep(_POLL_S)
         return alive
-
-    def _kill_rest(self) -> None:
-        for pid in self._processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def _processes(self) -> list[int]:
-        """Living processes of this row: they have inherited the name of its folder."""
-        marker = str(self.records).encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            # One that has ended meanwhile, or is another user's.
-            with suppress(OSError):
-                if entry.name.isdigit() and marker in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-        return found

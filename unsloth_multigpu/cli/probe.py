@@ -15,7 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from unsloth_multigpu.config import ENV_PROBE
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.launch.process import end_command
 
 _TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15
@@ -36,7 +38,7 @@ class Probe:
         self._outcome = folder / f"{module}.json"
         self._log = folder / f"{module}.log"
         self._limit_s = limit_s
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**os.environ, **(environment or {}), ENV_PROBE: str(self._outcome)}
 
     def __enter__(self) -> Probe:
         self._deadline = time.monotonic() + self._limit_s
@@ -70,14 +72,8 @@ class Probe:
         return {"error": f"{what}: {reason}", "log": lines[-_LOG_LINES:]}
 
     def _end(self) -> None:
-        if self._process.poll() is None:
-            # The launcher ends its ranks on SIGTERM; they also die with it.
-            os.killpg(self._process.pid, signal.SIGTERM)
-            try:
-                self._process.wait(_TERMINATE_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        # The launcher ends its ranks on SIGTERM; they also die with it.
+        end_command(self._process, str(self._outcome), _TERMINATE_LIMIT_S)
 
 
 @contextmanager

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.launch.folder import private_dir
 from unsloth_multigpu.launch.identity import read_identity
+from unsloth_multigpu.launch.process import end_command
 
 if TYPE_CHECKING:
     from unsloth_multigpu.proof.comparison import Comparison, RunRecord
@@ -87,7 +86,8 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             environment = {**_common_variables(folder), **variables, **_devices(config, number)}
             request = ReceiptRequest(str(place), num_steps, number, dropout=not options.no_dropout)
             environment.update(request.variables())
-            code = _run(program, environment, limit_s)
+            # The request has the place in it, as JSON, which writes only ASCII as it is.
+            code = _run(program, environment, limit_s, f"{folder.name}/{name}")
             if code != 0:
                 print(f"verify: the run on {label} ended with exit code {code}.", file=sys.stderr)
                 return code
@@ -166,7 +166,7 @@ def _devices(config: MultiGPUConfig, num_gpus: int) -> dict[str, str]:
     return {name: os.environ.get(name, "0").split(",")[0]}
 
 
-def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float) -> int:
+def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float, marker: str) -> int:
     """Runs the program to its end, its output on this process's stderr; returns the exit code as a shell shows it."""
     # By its whole name, since the script may change its folder before its line starts the ranks.
     name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
@@ -184,19 +184,8 @@ def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float)
             hint="Compare fewer --steps, or raise --timeout-s where it only takes long.",
         ) from None
     finally:
-        _end(process)
+        end_command(process, marker, _TERMINATE_LIMIT_S)
     return 128 - code if code < 0 else code
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a run: its supervisor, which ends the ranks, or helpers of a process that has ended."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_TERMINATE_LIMIT_S)
-    with suppress(ProcessLookupError):  # The usual case: nobody is left in the group.
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _read(folder: Path, program: Sequence[str]) -> RunRecord:

@@ -37,12 +37,28 @@ def private_dir() -> Iterator[Path]:
 def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
     """Makes `log_dir` with empty logs, readable by this user only; a second job at once gets a folder of its own.
 
-    A folder that was there keeps its mode. Others may be allowed to write in it: a link that they have put in a log's
-    place is replaced and not followed.
-
     Args:
         log_dir: Where the logs go.
         num_ranks: Ranks above 0 get a log.
+
+    Raises:
+        LaunchError: It cannot be written.
+    """
+    with locked_log_dir(log_dir) as folder:
+        (folder / "stack_rank_0.txt").unlink(missing_ok=True)
+        for rank in range(1, num_ranks):
+            make_log(folder / f"rank_{rank}.log")
+            # Of an earlier run; it would be taken for this one's.
+            (folder / f"stack_rank_{rank}.txt").unlink(missing_ok=True)
+        yield folder
+
+
+@contextmanager
+def locked_log_dir(log_dir: Path) -> Iterator[Path]:
+    """Makes `log_dir`, readable by this user only; a second job at once gets a folder of its own in it.
+
+    A folder that was there keeps its mode. Others may be allowed to write in it: a link that they have put in a log's
+    place is replaced and not followed.
 
     Raises:
         LaunchError: It cannot be written.
@@ -56,13 +72,6 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
             except BlockingIOError:
                 log_dir = Path(tempfile.mkdtemp(prefix=f"job_{os.getpid()}_", dir=log_dir))
                 logger.warning("log_dir is in use by another job, logs=%s", log_dir)
-            (log_dir / "stack_rank_0.txt").unlink(missing_ok=True)
-            for rank in range(1, num_ranks):
-                log = log_dir / f"rank_{rank}.log"
-                log.unlink(missing_ok=True)
-                # Of an earlier run; it would be taken for this one's.
-                (log_dir / f"stack_rank_{rank}.txt").unlink(missing_ok=True)
-                os.close(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             yield log_dir.resolve()
         finally:
             os.close(lock)
@@ -72,6 +81,12 @@ def exclusive_log_dir(log_dir: Path, num_ranks: int) -> Iterator[Path]:
         raise LaunchError(
             f"log_dir={str(log_dir)!r} cannot be written: {error.strerror}.", hint="Set log_dir to another folder."
         ) from error
+
+
+def make_log(log: Path) -> None:
+    """Puts an empty log, readable by this user only, where one may be already."""
+    log.unlink(missing_ok=True)
+    os.close(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def _is_mine(path: Path) -> bool:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
+
+_POLL_S = 0.01
+# From SIGKILL until a process is gone; a driver may hold it longer.
+_KILL_LIMIT_S = 5.0
 
 
 def is_alive(pid: int) -> bool:
@@ -65,6 +72,53 @@ def kill_rank(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         send_signal(pid, signal.SIGKILL)  # It leads none, or all of it has ended.
+
+
+def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:
+    """Asks a command to end, kills it after `limit_s`, and ends what it leaves behind.
+
+    Args:
+        process: Leads a session of its own.
+        marker: Text that stands in the variables of this command alone. Its group is not enough: torch elastic gives
+            each rank a session of its own, and forgets the ranks that it was starting when its signal came.
+        limit_s: What it has to end by itself, in seconds.
+    """
+    if process.poll() is None:
+        # The launchers end their ranks on SIGTERM.
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit_s)
+    with suppress(ProcessLookupError):  # The usual case: nobody is left in the group.
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if left := kill_marked(marker):
+        logger.warning("pids=%s do not end: a driver may hold them", left)
+
+
+def find_marked(marker: str) -> list[int]:
+    """Living processes that have inherited a variable with `marker` in it, wherever they are attached by now."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        # One that has ended meanwhile, or is another user's.
+        with suppress(OSError):
+            if entry.name.isdigit() and os.fsencode(marker) in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def kill_marked(marker: str) -> list[int]:
+    """SIGKILL to all that `find_marked` finds, and to what those start meanwhile; returns those that did not end."""
+    end_s = time.monotonic() + _KILL_LIMIT_S
+    seen: set[int] = set()
+    while True:
+        found = find_marked(marker)
+        for pid in found:
+            send_signal(pid, signal.SIGKILL)
+        # Its variables go before its files and devices.
+        seen = {pid for pid in seen.union(found) if is_alive(pid)}
+        if not seen or time.monotonic() > end_s:
+            return sorted(seen)
+        time.sleep(_POLL_S)
 
 
 def count_memory_kills() -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 
 # From a fault until the kernel's own part of the cell is ended, in seconds. Long where a worker raised: an error that
 # all ranks make shows best as rank 0's own.
-_GRACE_S = {"raised": 1.5, "died": 0.3, "hung": 0.0, "diverged": 0.0}
+_GRACE_S = {"raised": 1.4, "died": 0.25, "hung": 0.0, "diverged": 0.0}
 # An exception in Python code ends it; a main thread inside a collective needs the group to be aborted as well. Where
 # ranks have diverged it is known to be inside one.
 _ABORT_AFTER_S = {"raised": 0.5, "died": 0.5, "hung": 0.5, "diverged": 0.1}

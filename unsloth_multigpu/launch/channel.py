@@ -1,0 +1,116 @@
+"""Whole messages over one end of a pair of sockets. No name, no port: nobody else can connect."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+
+_LENGTH = struct.Struct("!Q")
+_CHUNK_BYTES = 2**20
+
+
+class Frames:
+    """Sends and receives bytes, each message with its length before it.
+
+    Any thread may send; one thread receives. `put` and `flush` are for one that must not wait and alone sends here.
+
+    Args:
+        end: A connected stream socket, owned from now on.
+        limit_s: How long a message may wait for a reader that does not read; None = for ever, 0 = it does not wait.
+    """
+
+    def __init__(self, end: socket.socket, limit_s: float | None = None) -> None:
+        self._end = end
+        self._end.settimeout(limit_s)
+        self._lock = threading.Lock()
+        self._header = bytearray()
+        self._body: bytearray | None = None
+        self._num_filled = 0
+        self._outgoing: deque[memoryview] = deque()
+
+    def fileno(self) -> int:
+        """Readable when there is something to receive."""
+        return self._end.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Sends a message.
+
+        Raises:
+            OSError: The other side is gone, or does not read. A message that was cut off ends the pair.
+        """
+        with self._lock:
+            for part in _framed(data):
+                self._end.sendall(part)
+
+    def put(self, data: bytes) -> None:
+        """Takes a message for `flush`."""
+        self._outgoing += map(memoryview, _framed(data))
+
+    def flush(self) -> bool:
+        """Sends what the other side takes now; True when nothing is left.
+
+        Raises:
+            OSError: The other side is gone.
+        """
+        while self._outgoing:
+            part = self._outgoing[0]
+            try:
+                num_sent = self._end.send(part[:_CHUNK_BYTES])
+            except BlockingIOError:
+                return False
+            if num_sent < len(part):
+                self._outgoing[0] = part[num_sent:]
+            else:
+                self._outgoing.popleft()
+        return True
+
+    def receive(self) -> list[bytearray] | None:
+        """Waits for bytes and returns the message that is whole by now, if one is; None when the other side is gone.
+
+        Raises:
+            BlockingIOError: Nothing has come, and `limit_s` is 0.
+        """
+        try:
+            if self._body is None and not self._read_header():
+                return None
+            return self._read_body()
+        except BlockingIOError:
+            raise
+        except OSError:
+            return None
+
+    def _read_header(self) -> bool:
+        data = self._end.recv(_LENGTH.size - len(self._header))
+        self._header += data
+        if len(self._header) == _LENGTH.size:
+            self._body, self._num_filled = bytearray(_LENGTH.unpack(self._header)[0]), 0
+            self._header.clear()
+        return bool(data)
+
+    def _read_body(self) -> list[bytearray] | None:
+        """One read, to where the body stays: it may have gigabytes."""
+        body = self._body
+        if body is None:
+            return []
+        if body:
+            num_read = self._end.recv_into(memoryview(body)[self._num_filled :])
+            self._num_filled += num_read
+            if num_read == 0:
+                return None
+        if self._num_filled < len(body):
+            return []
+        self._body = None
+        return [body]
+
+    def close(self) -> None:
+        """Closes this end. The other side sees that the pair has ended."""
+        self._end.close()
+        self._outgoing.clear()
+
+
+def _framed(data: bytes) -> tuple[bytes, ...]:
+    header = _LENGTH.pack(len(data))
+    # What is small goes at once; what is large is not copied.
+    return (header + data,) if len(data) <= _CHUNK_BYTES else (header, data)

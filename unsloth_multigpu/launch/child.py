@@ -1,0 +1,126 @@
+"""A Python process that this one starts, ends and speaks to over a pair of sockets."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from unsloth_multigpu.launch.process import kill_rank
+
+# From SIGKILL until the process is gone; a driver may hold it longer.
+_KILL_LIMIT_S = 5.0
+_TAIL_LINES = 25
+
+
+class Child:
+    """Starts the process, and holds what is known of it.
+
+    Args:
+        name: What a user calls it, like "rank 1".
+        program: What it runs by `python -c`; not by `-m`, since its `__main__` is the user's. `sys.argv[1]` is the
+            number of its end of the pair.
+        arguments: The rest of its `sys.argv`.
+        log: Where its output goes.
+        environment: All of its variables.
+
+    Attributes:
+        connection: This process's end of the pair, for the caller to own.
+        exit_code: None while it lives; negative = the signal that ended it.
+    """
+
+    def __init__(
+        self, name: str, program: str, log: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
+    ) -> None:
+        self.name = name
+        self.log = log
+        self.exit_code: int | None = None
+        self._killed_because = ""
+        self._started_by = os.getpid()
+        self.connection, theirs = socket.socketpair()
+        with ExitStack() as stack:
+            stack.callback(self.connection.close)
+            with log.open("ab") as output, theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", program, str(theirs.fileno()), *arguments],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    # Ctrl-C, and Jupyter's Stop, go to this process's whole group; a child is told by this process.
+                    start_new_session=True,
+                )
+            self.pid = self._process.pid
+            stack.callback(self._process.wait)
+            stack.callback(self.kill)
+            self.pid_descriptor = os.pidfd_open(self.pid)
+            stack.pop_all()
+
+    def kill(self, because: str = "") -> None:
+        """SIGKILL to the process and what it has started.
+
+        Args:
+            because: What the user is to read of it.
+        """
+        self._killed_because = self._killed_because or because
+        kill_rank(self.pid)
+
+    def has_ended(self, limit_s: float = 0.0) -> bool:
+        """Waits for its end."""
+        poll = select.poll()
+        poll.register(self.pid_descriptor, select.POLLIN)
+        return bool(poll.poll(limit_s * 1000))
+
+    def collect(self) -> None:
+        """Takes the exit code of a process that has ended, and ends what it leaves behind."""
+        # Before it is collected: until then nobody else can have its number.
+        kill_rank(self.pid)
+        try:
+            self.exit_code = self._process.wait(_KILL_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.exit_code = -signal.SIGKILL
+
+    def is_mine(self) -> bool:
+        """True in the process that has started it, and not in a forked one."""
+        return os.getpid() == self._started_by
+
+    def describe_death(self) -> str:
+        """How it ended, with the end of its log."""
+        return f"{self.describe_end()}. The end of its log:\n{self.tail()}"
+
+    def describe_end(self) -> str:
+        """How it ended, in one line without a full stop."""
+        code = self.exit_code
+        how = f"has ended with exit code {code}"
+        if self._killed_because:
+            how = f"was killed, because {self._killed_because}"
+        elif code is not None and code < 0:
+            name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
+            how = f"was ended by {name}"
+            if code == -signal.SIGKILL:
+                how += ", as the system does when the machine has no memory left"
+        return f"{self.name} (pid {self.pid}) {how}"
+
+    def shown_log(self) -> Path:
+        """Where its log is, from the current folder where it is below it."""
+        with suppress(ValueError, FileNotFoundError):
+            return self.log.relative_to(Path.cwd())
+        return self.log
+
+    def tail(self, num_lines: int = _TAIL_LINES) -> str:
+        """The last lines of its log."""
+        return read_tail(self.log, num_lines)
+
+
+def read_tail(log: Path, num_lines: int = _TAIL_LINES) -> str:
+    """The last lines of a log; "" where there is none."""
+    with suppress(OSError):
+        return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+    return ""
