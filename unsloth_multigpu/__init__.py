@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ConfigError,
         DistributedError,
         DivergenceError,
+        FederatedError,
         LaunchError,
         MultiGPUError,
         NonFiniteGradientError,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         SetupError,
         VersionError,
     )
+    from unsloth_multigpu.federated.server import FederatedServer, create_multigpu_flower_server
     from unsloth_multigpu.plain import distributed_loader, save_state_dict, wrap_model_multi_gpu
     from unsloth_multigpu.plugin import (
         MultiGPUStatus,
@@ -49,6 +51,7 @@ _HOMES = {
         "ConfigError",
         "DistributedError",
         "DivergenceError",
+        "FederatedError",
         "LaunchError",
         "MultiGPUError",
         "NonFiniteGradientError",
@@ -62,6 +65,7 @@ _HOMES = {
     "plain": ("distributed_loader", "save_state_dict", "wrap_model_multi_gpu"),
     "core.state": ("load_state_dict",),
     "core.wrap": ("unwrap_model",),
+    "federated.server": ("FederatedServer", "create_multigpu_flower_server"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -69,6 +73,8 @@ __all__ = [
     "ConfigError",
     "DistributedError",
     "DivergenceError",
+    "FederatedError",
+    "FederatedServer",
     "LaunchError",
     "MultiGPUConfig",
     "MultiGPUError",
@@ -82,6 +88,7 @@ __all__ = [
     "SetupError",
     "VersionError",
     "__version__",
+    "create_multigpu_flower_server",
     "disable_multi_gpu",
     "distributed_loader",
     "enable_multi_gpu",

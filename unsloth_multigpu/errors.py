@@ -93,3 +93,9 @@ class DivergenceError(DistributedError):
     """The ranks run with different settings, data or weights, or a run is not the one that it was compared with."""
 
     exit_code = 77
+
+
+class FederatedError(MultiGPUError, RuntimeError):
+    """A federated round cannot be finished: too many clients failed, or what they sent cannot be put together."""
+
+    exit_code = 80

@@ -19,9 +19,12 @@ SUPPORTED: Mapping[str, str] = {
 }
 # What runs a notebook. It has no part in the training, so ranks on several nodes may differ in it.
 SUPPORTED_IN_NOTEBOOKS: Mapping[str, str] = {"ipython": ">=7.34", "ipykernel": ">=6.17"}
+# The engine of federated training, which ranks of one training do not use.
+SUPPORTED_FOR_FEDERATED: Mapping[str, str] = {"flwr": ">=1.41,<2", "cloudpickle": ">=3"}
+_OUTSIDE_RANKS: Mapping[str, str] = {**SUPPORTED_IN_NOTEBOOKS, **SUPPORTED_FOR_FEDERATED}
 
 # Without these the package still trains a plain transformers script.
-OPTIONAL = frozenset({"unsloth", "unsloth_zoo", *SUPPORTED_IN_NOTEBOOKS})
+OPTIONAL = frozenset({"unsloth", "unsloth_zoo", *_OUTSIDE_RANKS})
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class VersionRow:
 
 
 def version_rows() -> list[VersionRow]:
-    """Returns one row per library of both tables, in their order. An optional library may be absent and is ok then."""
-    rows = [check_version(name + supported) for name, supported in {**SUPPORTED, **SUPPORTED_IN_NOTEBOOKS}.items()]
+    """Returns one row per library of the tables, in their order. An optional library may be absent and is ok then."""
+    rows = [check_version(name + supported) for name, supported in {**SUPPORTED, **_OUTSIDE_RANKS}.items()]
     return [replace(row, ok=row.ok or (row.installed is None and row.name in OPTIONAL)) for row in rows]
 
 

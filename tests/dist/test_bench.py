@@ -139,3 +139,25 @@ def test_bench_compares_strategies(tmp_path):
         assert words in run.out
     assert "data:image/png" in (tmp_path / "report" / "report.html").read_text()
     assert (tmp_path / "report" / "accuracy_curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_bench_trains_the_same_clients_in_processes_and_in_threads(tmp_path):
+    home = tmp_path / "tmp"
+    home.mkdir()
+    # Three clients in two slots: who waits for whom changes nothing.
+    options = ["--federated", "slots:2,threads:2", "--clients", "3", "--rounds", "2", "--warmup", "0", "--repeats", "1"]
+    options += ["--steps", "2", "--batch-size", "4", "--lengths", "text:40", "--json", "b.json"]
+    run = run_python([*BENCH, *options], tmp_path, {**LIGHT, "TMPDIR": str(home)})
+    assert run.code == 0, run.err
+    outcome = json.loads((tmp_path / "b.json").read_text())
+    slots, threads = (outcome["runs"][name][0] for name in ("slots:2", "threads:2"))
+    assert slots["losses"] == pytest.approx(threads["losses"], rel=1e-5)
+    assert slots["losses"][1] < slots["losses"][0]
+    assert outcome["results"]["threads:2"]["difference"] <= 1e-6
+    assert (len(slots["pss_bytes"]), len(threads["pss_bytes"])) == (3, 1)
+    assert min(*slots["pss_bytes"], *threads["pss_bytes"]) > 2**26
+    assert all(seconds > 0 for arm in (slots, threads) for seconds in arm["rounds_s"])
+    assert "slots:2" in run.out
+    assert list(home.iterdir()) == []
+    assert orphans(str(home)) == []

@@ -20,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.run import orphans, wait_until
+from tests.helpers.run import orphans
 from unsloth_multigpu import start, versions
 from unsloth_multigpu.cli import allreduce, device, doctor, main, probe, script, seam, verdict, verify
 from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.launch.process import end_command
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.plugin import enable_multi_gpu
 
@@ -273,18 +274,20 @@ def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, ca
 HELPER = """
 import signal, subprocess, sys
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
-helper = subprocess.Popen([sys.executable, "-c", code, sys.argv[1]], stdout=subprocess.PIPE)
-helper.stdout.readline()
+command, is_alone = [sys.executable, "-c", code, sys.argv[1]], sys.argv[2] == "True"
+subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=is_alone).stdout.readline()
 """
 
 
-def test_verify_kills_helpers_that_stay():
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_command_ends_with_helpers_that_stay(is_alone):
     marker = f"helper_of_{os.getpid()}_{time.monotonic_ns()}"
-    process = subprocess.Popen([sys.executable, "-c", HELPER, marker], start_new_session=True)
+    command = [sys.executable, "-c", HELPER, marker, str(is_alone)]
+    process = subprocess.Popen(command, env={**os.environ, "MARKER": marker}, start_new_session=True)
     assert process.wait(60) == 0
     assert len(orphans(marker)) == 1
-    verify._end(process)
-    wait_until(lambda: orphans(marker) == [], 20, "the end of the helper")
+    end_command(process, marker, 20.0)
+    assert orphans(marker) == []
 
 
 @pytest.mark.parametrize("error", [SetupError, LaunchError])

@@ -26,6 +26,7 @@ TREE: dict[type[MultiGPUError], tuple[type[Exception], int]] = {
     errors.RankTimeoutError: (TimeoutError, 124),
     errors.NonFiniteGradientError: (ArithmeticError, 78),
     errors.ResumeError: (ValueError, 79),
+    errors.FederatedError: (RuntimeError, 80),
 }
 
 each_error = pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)

@@ -49,7 +49,18 @@ LAYERS = {
     "data.cost": 1,
     "data.deal": 1,
     "data.plan": 1,
+    "launch.channel": 0,
+    "launch.child": 1,
+    "federated.option": 0,
+    "federated.report": 0,
     "federated.placement": 1,
+    "federated.adapters": 2,
+    "federated.aggregation": 2,
+    "federated.checkpoint": 2,
+    "federated.record": 2,
+    "federated.strategy": 2,
+    "federated.server": 5,
+    "federated.*": 3,
     "notebook.channel": 1,
     "notebook.judge": 1,
     "notebook.cell": 1,
@@ -95,9 +106,6 @@ LAYERS = {
     "launch.launcher": 4,
     "launch.rank": 4,
     "launch.script": 4,
-    "launch.notebook": 4,
-    "federated.adapters": 4,
-    "federated.apps": 4,
     "plugin": 5,
     "plain": 5,
     "session": 5,
@@ -183,7 +191,7 @@ def third_party_is_allowed(root: str, layer: int, where: str) -> bool:
         return True
     if root in LIGHT:
         return where == "inside" or 1 <= layer <= 5
-    return layer in (2, 3) and root == "torch" if where == "top" else layer >= 2
+    return layer in (2, 3) and root in ("torch", "flwr") if where == "top" else layer >= 2
 
 
 def style_violations(source: str, module: str) -> list[str]:

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import pickle
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStateError
@@ -28,6 +30,7 @@ from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.backend import PlainStateBackend
+from unsloth_multigpu.launch.child import Child
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.report import EventWriter
@@ -71,10 +74,16 @@ ALLOWED = {
     # It shuts connections.
     "fault/harm.py": {"socket.*"},
     # A pair of connected sockets without a name, and the connections that a group has made.
+    "launch/channel.py": {"socket.socket"},
+    "launch/child.py": {"socket.socketpair"},
+    "federated/worker.py": {"socket.socket", "pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     "notebook/channel.py": {"socket.socket"},
-    "notebook/process.py": {"socket.socketpair"},
     "notebook/worker.py": {"socket.socket"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
+    # Over such a pair, between a server and the slots that it has started: both run the same user's program.
+    "federated/parcel.py": {"cloudpickle.dumps", "cloudpickle.loads"},
+    "federated/slot.py": {"pickle.dumps", "pickle.loads"},
+    "federated/task.py": {"pickle.dumps", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
     "plugin.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }
@@ -353,3 +362,21 @@ def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
     torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     assert set(told) == {f"UNSLOTH_MULTIGPU_{word}" for word in words} | torchs
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
+def test_child_speaks_over_a_pair_that_nobody_else_can_reach(tmp_path: Path) -> None:
+    # No name in the file system, no port: there is nothing to connect to, and only the child inherits the other end.
+    program = "import os, sys, time; os.write(int(sys.argv[1]), b'x'); time.sleep(60)"
+    child = Child("slot 0", program, tmp_path / "log", dict(os.environ))
+    try:
+        assert (child.connection.family, child.connection.recv(1)) == (socket.AF_UNIX, b"x")
+        assert (child.connection.getsockname(), child.connection.getpeername()) == ("", "")
+        assert psutil.Process(child.pid).net_connections("inet") == []
+        theirs = sorted(int(fd.name) for fd in Path(f"/proc/{child.pid}/fd").iterdir())
+        assert len(theirs) == 4  # Standard input, output, error, and its end.
+        assert not os.get_inheritable(child.connection.fileno())
+    finally:
+        child.kill()
+        child.collect()
+        child.connection.close()
+        os.close(child.pid_descriptor)

@@ -68,7 +68,8 @@ def test_check_version_of_an_absent_library_is_not_ok(fake_installed: FakeInstal
 def test_version_rows_let_only_optional_libraries_be_absent(fake_installed: FakeInstalled) -> None:
     fake_installed({})
     rows = versions.version_rows()
-    assert [row.name for row in rows] == [*versions.SUPPORTED, *versions.SUPPORTED_IN_NOTEBOOKS]
+    tables = (versions.SUPPORTED, versions.SUPPORTED_IN_NOTEBOOKS, versions.SUPPORTED_FOR_FEDERATED)
+    assert [row.name for row in rows] == [name for table in tables for name in table]
     assert {row.name for row in rows if row.ok} == versions.OPTIONAL
 
 
@@ -80,9 +81,9 @@ def test_version_rows_refuse_an_optional_library_outside_its_range(fake_installe
 def test_pyproject_names_the_ranges_of_the_table() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["unsloth"], *extras["notebook"]]
+    lines = [*project["dependencies"], *extras["unsloth"], *extras["notebook"], *extras["federated"]]
     wanted = {canonicalize_name(r.name): r.specifier for r in map(Requirement, lines)}
-    ranges = {**versions.SUPPORTED, **versions.SUPPORTED_IN_NOTEBOOKS}
+    ranges = {**versions.SUPPORTED, **versions.SUPPORTED_IN_NOTEBOOKS, **versions.SUPPORTED_FOR_FEDERATED}
     table = {canonicalize_name(name): Requirement(name + s).specifier for name, s in ranges.items()}
     assert {name: str(wanted.get(name)) for name in table} == {name: str(s) for name, s in table.items()}
 
@@ -90,4 +91,4 @@ def test_pyproject_names_the_ranges_of_the_table() -> None:
 def test_versions_imports_none_of_the_libraries() -> None:
     code = "import sys, unsloth_multigpu.versions as v; v.version_rows(); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    assert not {*versions.SUPPORTED, "IPython", "ipykernel"} & set(out.stdout.split())
+    assert not {*versions.SUPPORTED, "IPython", "ipykernel", "flwr"} & set(out.stdout.split())

@@ -7,25 +7,15 @@ import dataclasses
 import importlib.util
 import os
 import platform
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, UNGUARDED, Arm, choose_arms, part_available
-from unsloth_multigpu.cli.bench_option import (
-    DEFAULT_LENGTHS,
-    MODEL_SIZES,
-    NUM_EPOCHS,
-    NUM_STEPS,
-    NUM_STEPS_OF_EPOCH,
-    NUM_WARMUP,
-    NUM_WARMUP_SLOW,
-    TEXT_LENGTHS,
-    BenchOptions,
-)
+from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, part_available
+from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.cli.bench_run import tell
+from unsloth_multigpu.cli.federated_option import check_not_federated
 from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.cli.strategy_arm import STRATEGIES
@@ -40,66 +30,6 @@ if TYPE_CHECKING:
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
 
 
-def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `bench` to its parser."""
-    defaults = BenchOptions(arms=())
-    sizes = ", ".join(f"{name} = {h} x {n}, {v}" for name, (h, n, v) in MODEL_SIZES.items())
-    what = parser.add_argument_group("what is compared")
-    arms = "; ".join(f"{arm.name}: {arm.text}" for arm in ARMS.values())
-    others = ", ".join(name for name in ARMS if name not in DEFAULT_ARMS)
-    choice = what.add_mutually_exclusive_group()
-    choice.add_argument("--arms", metavar="A,B", help=f"[all but {others}] {arms}")
-    strategies = "; ".join(f"{arm.name}: {arm.text}" for arm in STRATEGIES.values())
-    choice.add_argument(
-        "--strategies",
-        metavar="A,B",
-        help=f'in place of arms ways in which gradients meet, "all" for all; the model learns a text. {strategies}',
-    )
-    what.add_argument("--ranks", type=int, metavar="N", default=defaults.num_ranks, help="[2]")
-    what.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[auto]")
-    what.add_argument("--slow-rank", metavar="R:SPEED", help="rank R computes at SPEED, 0.5 say; simulated")
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model-size",
-        choices=tuple(MODEL_SIZES),
-        default="small",
-        help=f"hidden x layers, vocabulary: {sizes} [small]",
-    )
-    for name in ("hidden-size", "num-layers", "vocab-size"):
-        model.add_argument(f"--{name}", type=int, metavar="N", help="in place of that of --model-size")
-    model.add_argument(
-        "--dtype",
-        choices=("fp32", "bf16"),
-        default=defaults.dtype,
-        help="bf16 = autocast, and frozen weights are bf16 [fp32]",
-    )
-    model.add_argument("--train", choices=("full", "lora"), default=defaults.train, help="[full]")
-    data = parser.add_argument_group("samples")
-    data.add_argument(
-        "--lengths",
-        metavar="SPEC",
-        help="lognormal:MEDIAN:MAX or fixed:N in tokens; text:MAX = Python's help texts, a byte is a token; "
-        'file:PATH = one text per line, or .jsonl with {"text": "..."} or a length in each line, repeated as often as '
-        f"needed [{DEFAULT_LENGTHS}; with --strategies {TEXT_LENGTHS}]",
-    )
-    data.add_argument("--batch-size", type=int, metavar="N", default=8, help="samples of a micro-batch per device [8]")
-    data.add_argument("--accumulation", type=int, metavar="N", default=1, help="micro-batches of a step per rank [1]")
-    data.add_argument("--seed", type=int, metavar="N", default=0, help="of weights, lengths and tokens [0]")
-    run = parser.add_argument_group("measurement")
-    for name, value, text in (
-        ("epochs", None, f"with --strategies: epochs, each with a test at its end [{NUM_EPOCHS}]"),
-        ("steps", None, f"timed optimizer steps; with --strategies of an epoch [{NUM_STEPS}; {NUM_STEPS_OF_EPOCH}]"),
-        ("warmup", None, f"first steps, which are not timed [{NUM_WARMUP}; with --slow-rank {NUM_WARMUP_SLOW}]"),
-        ("repeats", defaults.num_repeats, f"rounds; each runs every arm once [{defaults.num_repeats}]"),
-        ("save-steps", None, f"steps between two checkpoints, of all arms but {UNGUARDED} [none are saved]"),
-    ):
-        run.add_argument(f"--{name}", type=int, metavar="N", default=value, help=text)
-    limit_s = defaults.timeout_s
-    run.add_argument("--timeout-s", type=float, metavar="S", default=limit_s, help=f"limit of one run [{limit_s:g}]")
-    run.add_argument("--json", metavar="FILE", help="write all figures there")
-    run.add_argument("--report", metavar="DIR", help="write report.html, its plots and bench.json there")
-
-
 def run_bench(arguments: argparse.Namespace) -> int:
     """Runs every arm in every round, and prints a table of the rounds in which none failed.
 
@@ -112,21 +42,26 @@ def run_bench(arguments: argparse.Namespace) -> int:
     """
     from unsloth_multigpu.cli.bench_data import make_rows
 
+    if arguments.federated is not None:
+        from unsloth_multigpu.cli.bench_federated import run_federated
+
+        return run_federated(arguments)
+    check_not_federated(arguments)
     chosen = _chosen_arms(arguments)
     options = BenchOptions.from_arguments(arguments, [arm.name for arm in chosen])
     num_tokens = sum(map(len, make_rows(options)))
-    _check_outputs(arguments.json, arguments.report)
+    check_outputs(arguments.json, arguments.report)
     options = _on_device(options)
     arms, skipped = part_available(chosen, options)
     if not arms:
         raise SetupError("; ".join(skipped) + ".", hint="Choose other arms.")
     options = dataclasses.replace(options, arms=tuple(arm.name for arm in arms))
     for line in skipped:
-        _tell(line)
+        tell(line)
     with exit_on_sigterm():
         runs, failed = _run_rounds(arms, options)
     if failed is not None:
-        _tell(f"error: {failed}")
+        tell(f"error: {failed}")
         num_rounds = len(runs[arms[0].name])
         skipped.append(f"stopped: an arm failed in round {num_rounds + 1} of {options.num_repeats}")
         options = dataclasses.replace(options, num_repeats=num_rounds)
@@ -147,27 +82,10 @@ def _run_rounds(
     arms: Sequence[Arm], options: BenchOptions
 ) -> tuple[dict[str, list[list[RankRecord]]], LaunchError | None]:
     """`runs[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early."""
-    from unsloth_multigpu.cli.bench_run import run_arm
+    from unsloth_multigpu.cli.bench_run import run_arm, run_rounds
 
-    runs: dict[str, list[list[RankRecord]]] = {arm.name: [] for arm in arms}
-    with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
-        for number in range(1, options.num_repeats + 1):
-            first = (number - 1) % len(arms)
-            this_round = {}
-            # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
-            for arm in [*arms[first:], *arms[:first]]:
-                folder = Path(root, f"{number}_{arm.name}")
-                folder.mkdir()
-                begin_s = time.monotonic()
-                try:
-                    this_round[arm.name] = run_arm(arm, options, folder)
-                except LaunchError as failed:
-                    return runs, failed
-                elapsed_s = time.monotonic() - begin_s
-                _tell(f"round {number}/{options.num_repeats}  {arm.name:<22} {elapsed_s:6.1f} s with start-up")
-            for name, ranks in this_round.items():
-                runs[name].append(ranks)
-    return runs, None
+    by_name = {arm.name: arm for arm in arms}
+    return run_rounds(list(by_name), options.num_repeats, lambda name, folder: run_arm(by_name[name], options, folder))
 
 
 def _publish(
@@ -190,7 +108,7 @@ def _publish(
     results = summarize(runs, options.num_warmup, options.num_steps if is_learning else None)
     learned = summarize_strategies(runs, options) if is_learning else []
     tables = strategy_tables(learned, {r.name: r for r in results}) if is_learning else [result_table(results)]
-    lines = [*_machine(), *conditions(options, num_tokens, devices, num_threads), *_variables(), *remarks]
+    lines = [*machine_lines(), *conditions(options, num_tokens, devices, num_threads), *variable_lines(), *remarks]
     print("\n".join([*lines, *(line for t in tables for line in ("", render_table(t), "", *t.legend))]))
     outcome = json_text(_outcome(options, lines, results, learned, runs))
     if arguments.json:
@@ -203,7 +121,7 @@ def _publish(
         plots = draw_plots(results, runs, options.num_warmup)
         page = write_report(Path(arguments.report), lines, tables, draw_curves(learned) | plots if learned else plots)
         (page.parent / "bench.json").write_text(outcome, encoding="utf-8")
-        _tell(f"report: {page}")
+        tell(f"report: {page}")
 
 
 def _on_device(options: BenchOptions) -> BenchOptions:
@@ -228,7 +146,7 @@ def _on_device(options: BenchOptions) -> BenchOptions:
     return dataclasses.replace(options, device="cuda", is_card_shared=count == 1 and options.num_ranks > 1)
 
 
-def _check_outputs(json_file: str | None, report: str | None) -> None:
+def check_outputs(json_file: str | None, report: str | None) -> None:
     """Finds out before the measurement whether its result can be kept."""
     if report and importlib.util.find_spec("matplotlib") is None:
         raise SetupError(
@@ -248,7 +166,8 @@ def _check_outputs(json_file: str | None, report: str | None) -> None:
         raise ConfigError(f"--json {json_file}: this is a folder.", hint="Name a file.")
 
 
-def _machine() -> list[str]:
+def machine_lines() -> list[str]:
+    """Processor and libraries."""
     versions = ", ".join(f"{name} {installed_version(name)}" for name in _LIBRARIES)
     return [
         f"CPU: {_cpu_name()}, {len(os.sched_getaffinity(0))} cores",
@@ -262,7 +181,7 @@ def _cpu_name() -> str:
     return next(names, platform.machine())
 
 
-def _variables() -> list[str]:
+def variable_lines() -> list[str]:
     """Options of ours that the environment sets: they change the arms that have the line."""
     mine = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(ENV_PREFIX)]
     return [f"variables: {' '.join(mine)}"] if mine else []
@@ -282,7 +201,3 @@ def _outcome(
         **({"strategies": [dataclasses.asdict(result) for result in learned]} if learned else {}),
         "runs": {name: [[dataclasses.asdict(r) for r in ranks] for ranks in rounds] for name, rounds in runs.items()},
     }
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

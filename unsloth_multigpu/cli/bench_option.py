@@ -104,7 +104,7 @@ class BenchOptions:
             num_layers=_given(arguments.num_layers, num_layers),
             vocab_size=_given(arguments.vocab_size, vocab_size),
             dtype=arguments.dtype,
-            train=arguments.train,
+            train=arguments.train or "full",
             lengths=_checked_lengths(arguments.lengths or (TEXT_LENGTHS if is_learning else DEFAULT_LENGTHS)),
             batch_size=arguments.batch_size,
             accumulation=arguments.accumulation,

@@ -54,7 +54,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
 
     is_cuda = options.device == "cuda"
     rows, test_rows = make_rows(options), make_test_rows(options)
-    model = _model(options, max(map(len, [*rows, *test_rows])))
+    model = make_model(options, max(map(len, [*rows, *test_rows])))
     meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda, speed=speed_of(arm, options, rank))
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -75,7 +75,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
         # Samplers that look at lengths find them here, without reading the rows.
         train_dataset=Dataset.from_dict({"input_ids": rows, "length": [len(row) for row in rows]}),
         eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
-        data_collator=functools.partial(_collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
+        data_collator=functools.partial(collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
         compute_metrics=mean_scores if test_rows else None,
         preprocess_logits_for_metrics=score_rows if test_rows else None,
         callbacks=[MarkSteps()],
@@ -104,7 +104,8 @@ def _sent_bytes(arm: Arm, rank: int) -> int | None:
     return None if report is None else report.ranks[rank].sent_bytes
 
 
-def _model(options: BenchOptions, max_length: int) -> Any:
+def make_model(options: BenchOptions, max_length: int) -> Any:
+    """A Llama with weights drawn from the seed, with an adapter where that is asked for."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -162,7 +163,7 @@ def _training_arguments(arm: Arm, options: BenchOptions) -> Any:
     )
 
 
-def _collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:
+def collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:
     """Pads to the longest row: input_ids, attention_mask and labels, each rows x longest.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unsloth_multigpu.cli.bench import add_bench_options
+from unsloth_multigpu.cli.bench_parser import add_bench_options
 from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.launch.identity import read_identity
@@ -213,8 +213,9 @@ def _parser() -> _Parser:
         "bench",
         help="measure one process, this package, torchrun and others side by side",
         description="Trains a random Llama in several ways, in turns, and compares speed, waiting, memory and "
-        "gradients. With --strategies it compares ways in which gradients meet, on a text that the model learns. "
-        "Exit code 0 = measured, 1 = an arm failed.",
+        "gradients. With --strategies it compares ways in which gradients meet, on a text that the model learns; with "
+        "--federated processes and threads that train federated clients. Exit code 0 = measured, 1 = an arm failed, "
+        "77 = arms trained other weights.",
         allow_abbrev=False,
     )
     add_bench_options(bench)

@@ -1,0 +1,105 @@
+"""Clients with data of unequal sizes and a small model with BatchNorm and dropout; started by hand it is a server.
+
+Usage: federated_clients.py STRATEGY OUTPUT_DIR. What the file `order` in the current folder says is done in its round:
+"raise 3" = every client raises, "kill 3" = client 0 kills the server.
+"""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import unsloth_multigpu as ump
+
+NUM_CLIENTS = 5
+CONFIG = {"lr": 0.1, "steps": 3}
+
+
+def build():
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+
+
+def build_lora():
+    """A tiny Llama of random weights, the same in every process, with an adapter on its projections."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "down_proj"]))
+
+
+def train_lora(model, client):
+    ids = tokens(client.client_id)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=client.config["lr"])
+    for _ in range(client.config["steps"]):
+        rows = torch.randperm(len(ids))[:4]
+        optimizer.zero_grad()
+        loss = model(input_ids=ids[rows], labels=ids[rows]).loss
+        loss.backward()
+        optimizer.step()
+    return len(ids), {"loss": loss.item()}
+
+
+def tokens(client_id):
+    generator = torch.Generator().manual_seed(client_id)
+    return torch.randint(16 * (client_id % 4), 16 * (client_id % 4) + 16, (4 + 2 * client_id, 12), generator=generator)
+
+
+def samples(client_id):
+    generator = torch.Generator().manual_seed(client_id)
+    x = torch.randn(8 + 3 * client_id, 6, generator=generator)
+    return x, (x[:, :3] + client_id % 2).argmax(1)
+
+
+def train(model, client):
+    obey(client)
+    # How long a client takes has nothing to do with its number or its result.
+    for _ in range(random.SystemRandom().randrange(20)):
+        torch.ones(100, 100) @ torch.ones(100, 100)
+    x, y = samples(client.client_id)
+    optimizer = torch.optim.SGD(model.parameters(), lr=client.config["lr"])
+    for _ in range(client.config["steps"]):
+        rows = torch.randperm(len(x))[:8]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+        loss.backward()
+        optimizer.step()
+    return len(x), {"loss": loss.item()}
+
+
+def evaluate(model, client):
+    x, y = samples(client.client_id)
+    with torch.no_grad():
+        logits = model(x)
+    return (
+        nn.functional.cross_entropy(logits, y).item(),
+        len(x),
+        {"right": (logits.argmax(1) == y).float().mean().item()},
+    )
+
+
+def obey(client):
+    order = Path("order").read_text().split() if Path("order").exists() else []
+    if order[1:] != [str(client.server_round)]:
+        return
+    if order[0] == "raise":
+        raise ValueError("as the file says")
+    if client.client_id == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+
+
+def make_server(strategy="fedavg", **options):
+    functions = {"train_fn": train, "evaluate_fn": evaluate}
+    return ump.create_multigpu_flower_server(
+        "clients", build, strategy=strategy, **functions, **{"num_gpus": 2, **options}
+    )
+
+
+if __name__ == "__main__":
+    with make_server(sys.argv[1], num_gpus=1) as server:
+        server.fit(NUM_CLIENTS, 4, config=CONFIG, output_dir=sys.argv[2])

@@ -1,0 +1,261 @@
+"""Clients in processes of their own: the result is that of a plain loop, wherever and whenever they run; it goes on."""
+
+import functools
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("flwr", reason="Flower needs Python 3.11")
+
+from flwr.serverapp.strategy import FedAvg
+
+import unsloth_multigpu as ump
+from tests.dist.scripts import federated_clients as clients
+from tests.helpers.run import LIGHT, finish, start
+from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated.aggregation import mean_of_products
+from unsloth_multigpu.federated.client import FederatedClient, client_seed
+
+pytestmark = pytest.mark.slow
+SEEDS = (0, 7)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for name, value in {"OMP_NUM_THREADS": "1", **LIGHT}.items():
+            patch.setenv(name, value)
+        patch.chdir(tmp_path_factory.mktemp("federated"))
+        yield
+
+
+def weighted_mean(states, num_examples):
+    total = sum(num_examples)
+    mean = {
+        name: sum(n * s[name].double() for n, s in zip(num_examples, states, strict=True)) / total for name in states[0]
+    }
+    return {name: value.to(states[0][name].dtype) for name, value in mean.items()}
+
+
+def trained_clients(model, train, weights, number, num_clients, config, seed=0):
+    """Every client's weights and number of examples, in the order of the clients; trained in any order."""
+    found = {}
+    for client_id in random.SystemRandom().sample(range(num_clients), num_clients):
+        model.load_state_dict(weights, strict=False)
+        model.train()
+        torch.manual_seed(client_seed(seed, number, client_id))
+        client = FederatedClient(client_id, num_clients, number, torch.device("cpu"), config)
+        num_examples, _ = train(model, client)
+        found[client_id] = {name: model.state_dict()[name].clone() for name in weights}, num_examples
+    return zip(*(found[client_id] for client_id in range(num_clients)), strict=True)
+
+
+@functools.cache
+def plain_loop(seed, num_rounds):
+    """Federated averaging by hand: one client after the other, means in float64."""
+    torch.manual_seed(seed)
+    model = clients.build()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for number in range(1, num_rounds + 1):
+        arguments = (weights, number, clients.NUM_CLIENTS, clients.CONFIG, seed)
+        weights = weighted_mean(*trained_clients(model, clients.train, *arguments))
+    return weights
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.fixture(scope="module")
+def averaged():
+    """One server on two slots, four trainings."""
+    found = {}
+    strategy = FedAvg()
+    with clients.make_server(strategy, seed=SEEDS[0]) as server:
+        found["result"] = server.fit(clients.NUM_CLIENTS, 3, config=clients.CONFIG, server_evaluate=count)
+        found["weights"] = server.state_dict()
+        server.save("plain")
+        # Flower has no other way to let an object draw fewer clients.
+        strategy.fraction_train = strategy.fraction_evaluate = 0.6
+        for name in ("some", "some_again"):
+            found[name] = server.fit(clients.NUM_CLIENTS, 3, config=clients.CONFIG), server.state_dict()
+    return found
+
+
+def count(model, server_round):
+    return {"round": server_round, "is_training": float(model.training)}
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """The same clients on two devices with two slots each, dealt as they come."""
+    with clients.make_server(seed=SEEDS[1], clients_per_gpu=2, placement="balanced") as server:
+        result = server.fit(clients.NUM_CLIENTS, 3, config=clients.CONFIG)
+        return result, server.state_dict()
+
+
+def test_weights_are_those_of_a_plain_loop(averaged, spread):
+    expected = plain_loop(SEEDS[0], 3)
+    assert difference(averaged["weights"], expected) < 1e-6
+    assert difference(spread[1], plain_loop(SEEDS[1], 3)) < 1e-6
+    assert difference(averaged["weights"], plain_loop(SEEDS[1], 3)) > 1e-3
+    # Only what the training changed counts as a result.
+    assert difference(expected, plain_loop(SEEDS[0], 0)) > 1e-2
+
+
+def test_round_robin_puts_clients_where_their_number_says(averaged):
+    for report in averaged["result"].rounds:
+        assert {d.device: set(d.client_ids) for d in report.devices} == {"cpu:0": {0, 2, 4}, "cpu:1": {1, 3}}
+        assert report.num_examples == sum(8 + 3 * client_id for client_id in range(clients.NUM_CLIENTS))
+        assert all(0 < report.utilisation(device) <= 1 for device in report.devices)
+
+
+def test_several_slots_on_a_device_share_its_clients(spread):
+    result, _ = spread
+    assert result.report.num_slots == 4
+    assert [d.device for d in result.rounds[-1].devices] == ["cpu:0", "cpu:1"]
+    for report in result.rounds:
+        assert sorted(c for d in report.devices for c in d.client_ids) == list(range(clients.NUM_CLIENTS))
+
+
+def test_metrics_of_clients_and_server_are_in_the_result(averaged):
+    result = averaged["result"].result
+    assert [set(m) for m in result.train_metrics_clientapp.values()] == [{"loss"}] * 3
+    assert [set(m) for m in result.evaluate_metrics_clientapp.values()] == [{"loss", "right"}] * 3
+    assert {n: dict(m) for n, m in result.evaluate_metrics_serverapp.items()} == {
+        number: {"round": number, "is_training": 0.0} for number in range(4)
+    }
+
+
+def test_saved_weights_are_those_of_the_result(averaged):
+    assert_same_bits(load_file("plain/model.safetensors"), averaged["weights"])
+
+
+def test_share_of_the_clients_is_drawn_alike_each_time(averaged):
+    (one, weights), (other, weights_again) = averaged["some"], averaged["some_again"]
+    drawn = [sorted(c for d in r.devices for c in d.client_ids) for r in one.rounds]
+    assert drawn == [sorted(c for d in r.devices for c in d.client_ids) for r in other.rounds]
+    assert [len(ids) for ids in drawn] == [3, 3, 3]
+    assert len({tuple(ids) for ids in drawn}) > 1
+    assert_same_bits(weights, weights_again)
+    assert difference(weights, averaged["weights"]) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+def test_training_that_was_stopped_goes_on_to_the_same_bits(strategy, tmp_path, monkeypatch):
+    fit = {"config": clients.CONFIG}
+    monkeypatch.chdir(tmp_path)  # Where the slots start, and look for orders.
+    with clients.make_server(strategy) as server:
+        whole = server.fit(clients.NUM_CLIENTS, 4, **fit)
+        weights = server.state_dict()
+        Path("order").write_text("raise 3")
+        with pytest.raises(FederatedError, match=r"round 3: 0 of 5 clients .* ValueError: as the file says"):
+            server.fit(clients.NUM_CLIENTS, 4, output_dir="raised", **fit)
+        Path("order").write_text("kill 3")
+        killed = finish(start([clients.__file__, strategy, "killed"], tmp_path))
+        assert killed.code == -signal.SIGKILL, killed.err
+        Path("order").unlink()
+        for folder in ("raised", "killed"):
+            lines = (tmp_path / folder / "rounds.jsonl").read_text().splitlines()
+            assert [json.loads(line)["server_round"] for line in lines] == [1, 2]
+            again = server.fit(clients.NUM_CLIENTS, 4, output_dir=folder, resume="auto", **fit)
+            assert_same_bits(server.state_dict(), weights)
+            assert again.result.train_metrics_clientapp == whole.result.train_metrics_clientapp
+            assert again.result.evaluate_metrics_clientapp == whole.result.evaluate_metrics_clientapp
+            assert [report.server_round for report in again.rounds] == [1, 2, 3, 4]
+            assert sorted(os.listdir(folder)) == ["round-3", "round-4", "rounds.jsonl"]
+        with pytest.raises(ConfigError, match="holds round-4 of an earlier training"):
+            server.fit(clients.NUM_CLIENTS, 4, output_dir="raised", **fit)
+
+
+LORA = {"lr": 10.0, "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def lora():
+    """Name of the aggregation -> report, adapter and folder of a training of four clients."""
+    found = {}
+    for mode in ("mean", "exact"):
+        options = {"train_fn": clients.train_lora, "lora_aggregation": mode}
+        with ump.create_multigpu_flower_server("lora", clients.build_lora, **options) as server:
+            server.fit(4, 2, config=LORA, output_dir=mode)
+            result = server.fit(4, 3, config=LORA, output_dir=mode, resume="auto")
+            server.save(f"adapter_{mode}")
+            found[mode] = result, server.state_dict()
+    return found
+
+
+def lora_loop(num_rounds):
+    torch.manual_seed(0)
+    model = clients.build_lora()
+    weights = {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+    for number in range(1, num_rounds + 1):
+        weights = weighted_mean(*trained_clients(model, clients.train_lora, weights, number, 4, LORA))
+    return weights
+
+
+def test_adapters_alone_travel_and_their_mean_is_that_of_a_plain_loop(lora):
+    result, weights = lora["mean"]
+    assert weights
+    assert all(".lora_" in name for name in weights)
+    assert difference(weights, lora_loop(3)) < 1e-6
+    assert difference(weights, lora_loop(0)) > 1e-2
+    num_bytes = 4 * sum(value.numel() for value in weights.values())
+    assert [r.received_bytes for r in result.rounds] == [4 * num_bytes] * 3
+    # What the mean of the factors misses.
+    assert all(0.01 < r.lora_remainder < 1 for r in result.rounds)
+
+
+def test_exact_aggregation_averages_the_products_and_goes_on(lora):
+    """By hand: the clients' base weights hold what the adapter of the round does not."""
+    torch.manual_seed(0)
+    model = clients.build_lora()
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    originals = {name: layer.get_base_layer().weight.detach().double() for name, layer in layers.items()}
+    start = {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+    rests = {name: torch.zeros_like(weight) for name, weight in originals.items()}
+    for number in (1, 2, 3):
+        with torch.no_grad():
+            for name, layer in layers.items():
+                layer.get_base_layer().weight.copy_(originals[name] + layer.scaling["default"] * rests[name])
+        states, num_examples = trained_clients(model, clients.train_lora, start, number, 4, LORA)
+        means = weighted_mean([{n: product(*factors(state, n)) for n in layers} for state in states], num_examples)
+        totals = {name: rests[name] + means[name] for name in layers}
+        for name in layers:
+            split = mean_of_products([factors(state, name) for state in states], num_examples)
+            start |= dict(zip(factor_names(name), (split.a.float(), split.b.float()), strict=True))
+            rests[name] = totals[name] - product(*factors(start, name))
+    result, weights = lora["exact"]
+    saved = load_file("adapter_exact/adapter_model.safetensors")
+    assert difference(weights, start) < 1e-4
+    for name, layer in layers.items():
+        found = product(*factors(saved, name, ".weight")) / layer.scaling["default"]
+        assert float((found - totals[name]).abs().max()) < 1e-5 * float(totals[name].abs().max())
+    # Without the rests the adapter would not do.
+    assert max(float(rests[n].norm() / totals[n].norm()) for n in layers) > 0.01
+    assert all(report.lora_remainder > 0.01 for report in result.rounds)
+
+
+def factor_names(layer, ending=".default.weight"):
+    return f"{layer}.lora_A{ending}", f"{layer}.lora_B{ending}"
+
+
+def factors(state, layer, ending=".default.weight"):
+    return tuple(state[name] for name in factor_names(layer, ending))
+
+
+def product(a, b):
+    return b.double() @ a.double()

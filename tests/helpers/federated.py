@@ -1,0 +1,153 @@
+"""A ClientApp without a model: its clients do what the message says, once or every time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch.utils.data import DataLoader
+
+from unsloth_multigpu.launch.channel import _LENGTH, Frames
+
+app = ClientApp()
+NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "MASTER_ADDR")
+KEPT = []
+
+
+def message_to(client_id: int, what: str = "echo", *, kind: str = "train", **config) -> Message:
+    content = {"arrays": arrays(np.arange(4.0)), "config": ConfigRecord({"do": what, "server-round": 1, **config})}
+    return Message(RecordDict(content), dst_node_id=client_id + 1, message_type=kind)
+
+
+def arrays(values: np.ndarray) -> ArrayRecord:
+    return ArrayRecord({"w": Array(values.astype(np.float32))})
+
+
+@app.train()
+def train(message, context):
+    config = message.content["config"]
+    marker = Path(config.get("marker", "/dev/null"))
+    is_again = marker.exists() and marker.is_file()
+    if marker.is_absolute() and not is_again and str(marker) != "/dev/null":
+        marker.write_text(str(os.getpid()))
+    size = DO[config["do"]](is_again)
+    client_id = context.node_config["partition-id"]
+    calls = context.state.config_records.get("calls", ConfigRecord({"n": 0}))["n"]
+    context.state["calls"] = ConfigRecord({"n": calls + 1})
+    print(f"client {client_id} prints")
+    facts = {name: os.environ.get(name, "-") for name in NAMES}
+    content = {
+        "arrays": arrays(np.full(size or 4, client_id)),
+        "metrics": MetricRecord({"num-examples": client_id + 1, "pid": os.getpid(), "calls": calls}),
+        "facts": ConfigRecord({**facts, "threads": torch.get_num_threads(), "argv": sys.argv}),
+    }
+    return Message(RecordDict(content), reply_to=message)
+
+
+@app.query()
+def query(message, context):
+    return None
+
+
+def echo(is_again: bool) -> int:
+    return 0
+
+
+def large(is_again: bool) -> int:
+    return 10**7
+
+
+def kill_once(is_again: bool) -> int:
+    if not is_again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def kill(is_again: bool) -> int:
+    print("about to end")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def kill_while_sending_once(is_again: bool) -> int:
+    def send(self: Frames, data: bytes) -> None:
+        self._end.sendall(_LENGTH.pack(len(data)) + data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if not is_again:
+        Frames.send = send
+    return 10**6
+
+
+def lose_device_once(is_again: bool) -> int:
+    from unsloth_multigpu.federated import worker
+
+    def check_device(kind: str) -> None:
+        raise worker.DeviceError("gone")
+
+    if not is_again:
+        worker.check_device = check_device
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    return 0
+
+
+def run_out_of_memory_once(is_again: bool) -> int:
+    if not is_again:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return 0
+
+
+def fail(is_again: bool) -> int:
+    raise ValueError("no data\nfor me")
+
+
+def leave(is_again: bool) -> int:
+    sys.exit(3)
+
+
+def hang(is_again: bool) -> int:
+    threading.Event().wait()
+    return 0
+
+
+def start_others(is_again: bool) -> int:
+    # What a client leaves behind: a DataLoader's workers, forked with all that the slot has open, and a program.
+    loader = iter(DataLoader(range(8), num_workers=1, multiprocessing_context="fork", persistent_workers=True))
+    next(loader)
+    KEPT.append(loader)
+    KEPT.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", os.environ["MARKER"]]))
+    return 0
+
+
+def start_others_and_hang(is_again: bool) -> int:
+    start_others(is_again)
+    Path(os.environ["MARKER"]).write_text(str(os.getpid()))
+    return hang(is_again)
+
+
+DO = {
+    f.__name__: f
+    for f in (
+        *(
+            echo,
+            large,
+            kill_once,
+            kill,
+            kill_while_sending_once,
+            lose_device_once,
+            run_out_of_memory_once,
+            fail,
+            leave,
+            hang,
+        ),
+        *(start_others, start_others_and_hang),
+    )
+}

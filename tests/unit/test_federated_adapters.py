@@ -1,0 +1,316 @@
+"""Tensors of tiny PEFT models on their way: dtypes, layouts, residuals in base weights, adapters on the disk."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower needs Python 3.11 or newer")
+
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from tests.helpers.tiny import build_tiny
+from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.adapters import (
+    check_layout,
+    frozen_layout,
+    is_quantized,
+    load_state,
+    read_state,
+    to_array,
+    to_tensor,
+    travelling_tensors,
+)
+from unsloth_multigpu.federated.aggregation import aggregate_lora, find_pairs, residual_names, weighted_mean
+from unsloth_multigpu.federated.client import ClientModel
+from unsloth_multigpu.federated.lora import (
+    BaseWeights,
+    describe_adapter,
+    frozen_factors,
+    not_foldable,
+    save_adapter,
+    variants,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    from transformers import AutoModelForCausalLM
+
+    path = build_tiny(tmp_path_factory.mktemp("base") / "tiny", vocab_size=600)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def with_lora(base, **options):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    options = {"r": 3, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], **options}
+    model = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "lora_embedding_" in name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+def residual_for(model, rank=5):
+    """A rest for every pair but the last, as after a round in which one layer had none."""
+    torch.manual_seed(1)
+    rests = {}
+    travelling = travelling_tensors(model)
+    for name_a, name_b in list(find_pairs(travelling).items())[:-1] or find_pairs(travelling).items():
+        rest_a, rest_b = residual_names(name_a, name_b)
+        rests[rest_a] = 0.1 * torch.randn(rank, travelling[name_a].shape[1])
+        rests[rest_b] = 0.1 * torch.randn(travelling[name_b].shape[0], rank)
+    return ArrayRecord({name: to_array(value) for name, value in rests.items()})
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=torch.arange(2, 22)[None]).logits
+
+
+def test_half_precision_travels_as_float32_and_comes_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 2).bfloat16(), nn.Linear(2, 2).half(), nn.Linear(2, 2).double())
+    before = copy.deepcopy(model)
+    arrays = read_state(model)
+    assert {array.dtype for array in arrays.values()} == {"float32", "float64"}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert float(to_tensor(arrays["0.weight"]).abs().sum()) > 0  # A copy, not the model's own memory.
+    load_state(model, arrays)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+    assert [p.dtype for p in model.parameters()] == [p.dtype for p in before.parameters()]
+
+
+def test_mean_of_counters_is_rounded() -> None:
+    model = nn.BatchNorm1d(2)
+    arrays = read_state(model)
+    load_state(model, ArrayRecord(dict(arrays) | {"num_batches_tracked": to_array(torch.tensor(3.6))}))
+    assert model.num_batches_tracked.item() == 4
+    assert model.num_batches_tracked.dtype == torch.int64
+
+
+def test_nothing_is_written_where_one_shape_is_wrong() -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    wrong = {"weight": to_array(torch.ones(2, 3)), "bias": to_array(torch.ones(3))}
+    with pytest.raises(FederatedError, match="bias has shape"):
+        load_state(model, ArrayRecord(wrong))
+    assert torch.equal(model.weight, before)
+
+
+def test_tied_weight_travels_once_and_a_cache_not_at_all() -> None:
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    model.head.weight = model.embed.weight
+    model.register_buffer("cache", torch.ones(4), persistent=False)
+    assert list(read_state(model)) == ["embed.weight"]
+
+
+def test_only_adapters_travel(base) -> None:
+    model = with_lora(base, modules_to_save=["lm_head"])
+    names = list(read_state(model))
+    assert len(names) == 2 * 2 * 2 + 1
+    assert all("lora_" in name or "modules_to_save.default" in name for name in names)
+
+
+def test_unequal_vocabularies_are_named_although_the_adapters_fit(base) -> None:
+    model = with_lora(base)
+    layout = frozen_layout(model)
+    other = copy.deepcopy(base)
+    other.resize_token_embeddings(601, mean_resizing=False)
+    other = with_lora(other)
+    assert read_state(other).keys() == read_state(model).keys()
+    with pytest.raises(FederatedError, match=r"embed_tokens\.weight is \(601, 64\) here, \(600, 64\) there"):
+        check_layout(frozen_layout(other), layout)
+    with pytest.raises(FederatedError, match=r"q_proj LoRA factor of default is 2\.0 here, 4\.0 there"):
+        check_layout(frozen_layout(with_lora(base, lora_alpha=6)), layout)
+    check_layout(frozen_layout(with_lora(base)), layout)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True, "rank_pattern": {"down_proj": 4}, "alpha_pattern": {"q_proj": 5}},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"modules_to_save": ["lm_head"], "lora_bias": True, "target_modules": ["down_proj"]},
+    ],
+    ids=["plain", "patterns", "embedding", "bias-and-head"],
+)
+def test_residual_in_base_weights_and_in_a_saved_adapter_is_the_same_model(base, options, tmp_path) -> None:
+    """base + residual + adapter = base + the wider adapter that PEFT loads from the disk."""
+    from peft import PeftModel
+
+    if options.get("lora_bias"):
+        base = _with_bias(base)
+    model = with_lora(base, **options)
+    built, arrays = ClientModel(lambda: copy.deepcopy(model), 0), read_state(model)
+    residual, described = residual_for(model), describe_adapter(model, travelling_tensors(model))
+    plain, folded = (logits(built.prepare(arrays, rest, CPU)) for rest in (None, residual))
+    assert float((plain - folded).abs().max()) > 1e-3
+    state = {name: to_tensor(array) for name, array in arrays.items()}
+    for rest, expected in ((residual, folded), (None, plain)):
+        save_adapter(tmp_path / str(rest is None), state, rest, described)
+        loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / str(rest is None)))
+        torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=2e-5)
+
+
+def _with_bias(base):
+    base = copy.deepcopy(base)
+    for layer in base.model.layers:
+        layer.mlp.down_proj.bias = nn.Parameter(torch.zeros(layer.mlp.down_proj.out_features))
+    return base
+
+
+def test_conv1d_of_gpt2_takes_its_residual_the_other_way_round(tmp_path) -> None:
+    from peft import PeftModel
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    model = with_lora(base, target_modules=["c_attn"], fan_in_fan_out=True)
+    residual, arrays = residual_for(model), read_state(model)
+    folded = logits(ClientModel(lambda: copy.deepcopy(model), 0).prepare(arrays, residual, CPU))
+    described = describe_adapter(model, travelling_tensors(model))
+    save_adapter(tmp_path, {n: to_tensor(a) for n, a in arrays.items()}, residual, described)
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path))
+    torch.testing.assert_close(logits(loaded), folded, rtol=1e-5, atol=2e-5)
+
+
+def test_folding_starts_from_the_original_bits_whatever_came_before(base) -> None:
+    model = with_lora(base)
+    weights = BaseWeights(model, travelling_tensors(model))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj.get_base_layer()
+    original = layer.weight.detach().clone()
+    first, second = residual_for(model), residual_for(model, rank=2)
+    weights.fold(first)
+    expected = layer.weight.detach().clone()
+    for residual in (second, None, first, first):
+        weights.fold(residual)
+    assert torch.equal(layer.weight, expected)
+    assert not torch.equal(layer.weight, original)
+    weights.fold(None)
+    assert torch.equal(layer.weight, original)
+    with pytest.raises(FederatedError, match="belongs to no LoRA layer"):
+        weights.fold(ArrayRecord({"other.residual_A.default.weight": to_array(torch.ones(1, 1))}))
+
+
+def test_client_with_a_residual_does_not_count_as_one_that_changed_the_base(base) -> None:
+    model = with_lora(base)
+    client_model = ClientModel(lambda: copy.deepcopy(model), 0)
+    for residual in (None, residual_for(model)):
+        prepared = client_model.prepare(read_state(model), residual, CPU)
+        prepared(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        assert client_model.release() == []
+        assert client_model.build(CPU) is prepared
+        assert all(parameter.grad is None for parameter in prepared.parameters())
+
+
+@pytest.mark.parametrize("mode", ["exact", "mean"])
+def test_exact_rounds_are_the_federated_average_of_the_whole_weights(mode) -> None:
+    """Weights that act (base + factor * B A) after each round against the mean of the clients', on real training."""
+    from peft import LoraConfig, get_peft_model
+
+    def build():
+        model = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 4))
+        return get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["0", "2"]))
+
+    def acting(model):
+        layers = (model.base_model.model[0], model.base_model.model[2])
+        return [layer.get_base_layer().weight.detach().double() + _product(layer) for layer in layers]
+
+    client_model, weights = ClientModel(build, 5), [5, 1, 3]
+    arrays, residual = read_state(client_model.build(CPU)), None
+    furthest = 0.0
+    for _ in range(4):
+        replies, ends = [], []
+        for client_id in range(3):
+            model = client_model.prepare(arrays, residual, CPU)
+            _train_on_own_data(model, client_id)
+            replies.append(client_model.read())
+            ends.append(acting(model))
+            client_model.release()
+        averaged = weighted_mean(replies, weights, list(arrays))
+        result = aggregate_lora(replies, weights, averaged, mode=mode, residual=residual)
+        arrays, residual = result.arrays, result.residual
+        now = acting(client_model.prepare(arrays, residual, CPU))
+        for layer, weight in enumerate(now):
+            expected = sum(share / 9 * end[layer] for share, end in zip(weights, ends, strict=True))
+            furthest = max(furthest, float((weight - expected).abs().max()))
+    assert furthest <= 1e-6 if mode == "exact" else furthest > 1e-2, furthest
+
+
+def _product(layer):
+    a, b = layer.lora_A["default"].weight.detach().double(), layer.lora_B["default"].weight.detach().double()
+    return layer.scaling["default"] * b @ a
+
+
+def _train_on_own_data(model, client_id):
+    generator = torch.Generator().manual_seed(client_id)
+    inputs, targets = torch.randn(32, 12, generator=generator), torch.randn(32, 4, generator=generator)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.3)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+
+
+def test_frozen_a_is_told_for_the_disk(base, tmp_path) -> None:
+    from peft import PeftModel
+
+    model = with_lora(base)
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    travelling = travelling_tensors(model)
+    frozen = frozen_factors(model, travelling)
+    assert len(frozen) == len(travelling) == 4
+    assert all("lora_A" in name for name in frozen)
+    described = describe_adapter(model, travelling)
+    with pytest.raises(FederatedError, match="lora_A"):
+        save_adapter(tmp_path, travelling, None, described)
+    save_adapter(tmp_path, {name: v.detach() for name, v in (travelling | frozen).items()}, None, described)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path))), logits(model))
+
+
+def test_what_cannot_be_exact_is_named(base) -> None:
+    def reasons(model):
+        travelling = travelling_tensors(model)
+        return variants(model, travelling), not_foldable(model, travelling)
+
+    assert reasons(with_lora(base)) == ([], [])
+    assert "lora_magnitude_vector" in reasons(with_lora(base, use_dora=True))[0][0]
+    half, tied = copy.deepcopy(base).bfloat16(), copy.deepcopy(base)
+    assert "torch.bfloat16" in reasons(with_lora(half))[1][0]
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    assert "tied" in reasons(with_lora(tied, target_modules=["embed_tokens"]))[1][0]
+    assert describe_adapter(nn.Linear(2, 2), {}) == describe_adapter(base, {}) == ""
+
+
+def test_four_bit_base_stays_and_counts_with_its_real_shape() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from peft import LoraConfig, get_peft_model
+
+    model = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4", compute_dtype=torch.float32))
+    model.to("cpu")  # bitsandbytes packs here.
+    model = get_peft_model(model, LoraConfig(target_modules=["0"], r=2))
+    model(torch.randn(2, 64))
+    assert is_quantized(model)
+    assert len(read_state(model)) == 2
+    assert any(line.endswith("weight: (32, 64)") for line in frozen_layout(model)), frozen_layout(model)
+    assert "quantised" in not_foldable(model, travelling_tensors(model))[0]
+    client_model = ClientModel(lambda: model, 0)
+    prepared = client_model.prepare(read_state(model), None, CPU)
+    prepared(torch.randn(2, 64)).sum().backward()
+    client_model.release()
+    assert client_model.build(CPU) is prepared

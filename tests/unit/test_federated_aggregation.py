@@ -1,0 +1,234 @@
+"""The mean of LoRA products against the dense mean, on shapes, ranks and weights that hypothesis chooses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower needs Python 3.11 or newer")
+
+import torch
+from flwr.app import Array, ArrayRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated.adapters import to_tensor
+from unsloth_multigpu.federated.aggregation import (
+    aggregate_lora,
+    find_pairs,
+    mean_of_products,
+    not_projectable,
+    partner_of,
+    residual_names,
+    weighted_mean,
+)
+
+A, B = "base_model.model.q_proj.lora_A.default.weight", "base_model.model.q_proj.lora_B.default.weight"
+
+
+@st.composite
+def federations(draw):
+    """[(A, B)] of some clients and their weights; some clients' B are 0, as LoRA starts."""
+    rows, columns, rank, num_clients = (draw(st.integers(1, high)) for high in (9, 9, 5, 5))
+    torch.manual_seed(draw(st.integers(0, 10_000)))
+    start = torch.randn(rank, columns)
+    spread = draw(st.sampled_from([0.0, 0.01, 1.0]))
+    pairs = [
+        (start + spread * torch.randn(rank, columns), draw(st.sampled_from([0, 1e-3, 1])) * torch.randn(rows, rank))
+        for _ in range(num_clients)
+    ]
+    weights = [draw(st.integers(0, 50)) for _ in pairs]
+    return pairs, [weights[0] + 1, *weights[1:]]
+
+
+def dense_mean(pairs, weights):
+    total = sum(weights)
+    return sum(weight / total * b.double() @ a.double() for (a, b), weight in zip(pairs, weights, strict=True))
+
+
+def record(**tensors):
+    return ArrayRecord({{"a": A, "b": B}.get(name, name): Array(value.numpy()) for name, value in tensors.items()})
+
+
+def records(pairs):
+    return [record(a=a, b=b) for a, b in pairs]
+
+
+def plain_mean(pairs, weights):
+    return weighted_mean(records(pairs), weights, [A, B])
+
+
+def product(arrays):
+    return to_tensor(arrays[B]).double() @ to_tensor(arrays[A]).double()
+
+
+def close(left, right, tolerance=1e-9):
+    return float((left - right).norm()) <= tolerance * max(1e-6, float(right.norm()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(federations())
+def test_split_is_the_dense_mean_and_its_nearest_product(federation) -> None:
+    pairs, weights = federation
+    dense, split = dense_mean(pairs, weights), mean_of_products(pairs, weights)
+    assert split.a.shape == pairs[0][0].shape
+    assert split.b.shape == pairs[0][1].shape
+    assert close(split.b @ split.a + split.residual_b @ split.residual_a, dense, 1e-7)
+    # Eckart and Young: no product of this rank comes nearer than what the singular values leave.
+    left = torch.linalg.svdvals(dense)[len(split.a) :]
+    distance = float((split.b @ split.a - dense).norm())
+    assert distance <= float(left.norm()) + 1e-12 + 1e-9 * float(dense.norm())
+    assert math.isclose(split.relative_remainder * float(dense.norm()), float(left.norm()), abs_tol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(federations())
+def test_mean_reports_how_far_the_product_of_means_is_from_the_mean_of_products(federation) -> None:
+    pairs, weights = federation
+    averaged, dense = plain_mean(pairs, weights), dense_mean(pairs, weights)
+    result = aggregate_lora(records(pairs), weights, averaged, mode="mean")
+    assert result.arrays is averaged
+    expected = float((product(averaged) - dense).norm())
+    # Computed by way of inner products, whose rounding is its square root.
+    assert math.isclose(result.relative_remainder * float(dense.norm()), expected, rel_tol=1e-3, abs_tol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(federations(), st.randoms(use_true_random=False))
+def test_order_of_the_clients_does_not_matter(federation, rng) -> None:
+    pairs, weights = federation
+    order = list(range(len(pairs)))
+    rng.shuffle(order)
+    one = mean_of_products(pairs, weights)
+    other = mean_of_products([pairs[i] for i in order], [weights[i] for i in order])
+    assert close(
+        one.b @ one.a + one.residual_b @ one.residual_a, other.b @ other.a + other.residual_b @ other.residual_a
+    )
+
+
+def test_adapter_stays_where_all_clients_agree() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 8), torch.randn(6, 3)
+    split = mean_of_products([(a, b)] * 4, [1, 2, 3, 4])
+    assert close(split.a, a.double())
+    assert close(split.b, b.double())
+    assert split.relative_remainder < 1e-12
+    untrained = mean_of_products([(a, torch.zeros(6, 3))] * 4, [1, 1, 1, 1])
+    assert close(untrained.a, a.double())
+    assert not untrained.b.any()
+    assert untrained.relative_remainder == 0
+
+
+def test_a_stays_near_the_mean_of_the_clients_a() -> None:
+    # A balanced split of the SVD would make A as small as the root of what was learned, and the next round slower.
+    torch.manual_seed(0)
+    start = torch.randn(4, 32)
+    pairs = [(start + 0.02 * torch.randn(4, 32), 1e-3 * torch.randn(16, 4)) for _ in range(6)]
+    split, mean_a = mean_of_products(pairs, [1] * 6), sum(a for a, _ in pairs) / 6
+    assert float((split.a - mean_a).norm() / mean_a.norm()) < 0.1
+
+
+def test_b_is_bounded_where_the_mean_of_a_hides_a_direction() -> None:
+    # The two clients' A cancel; the mean of the products does not.
+    a, b = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([[1.0], [0.0]])
+    split = mean_of_products([(a, b), (-a, -b)], [1, 1])
+    assert close(split.b @ split.a, (b @ a).double())
+    near = mean_of_products([(a, b), (-(1 - 1e-9) * a, -b)], [1, 1])
+    assert close(near.b @ near.a, (b @ a).double(), 1e-6)
+
+
+def test_exact_over_rounds_is_the_dense_federated_average() -> None:
+    # Each round: clients start at (A, B), change both, and the effective weight must be the mean of theirs.
+    torch.manual_seed(1)
+    weights, residual = [3, 1, 5, 2], None
+    base, rank = torch.randn(12, 10), 2
+    arrays = record(a=torch.randn(rank, 10), b=torch.zeros(12, rank))
+    for _ in range(12):
+        offset = _rest(residual) if residual else torch.zeros(12, 10, dtype=torch.float64)
+        pairs = [
+            (to_tensor(arrays[A]) + 0.1 * torch.randn(rank, 10), to_tensor(arrays[B]) + 0.1 * torch.randn(12, rank))
+            for _ in weights
+        ]
+        expected = base.double() + offset + dense_mean(pairs, weights)
+        result = aggregate_lora(records(pairs), weights, plain_mean(pairs, weights), mode="exact", residual=residual)
+        arrays, residual = result.arrays, result.residual
+        assert close(base.double() + _rest(residual) + product(arrays), expected, 1e-6)
+        assert 0.01 < result.relative_remainder < 1
+    # It grows by at most 8 - 2 ranks a round, and never beyond the smaller side.
+    assert residual[residual_names(A, B)[0]].shape[0] == 10
+
+
+def _rest(residual):
+    rest_a, rest_b = residual_names(A, B)
+    return to_tensor(residual[rest_b]).double() @ to_tensor(residual[rest_a]).double()
+
+
+def test_project_replaces_factors_alone() -> None:
+    torch.manual_seed(0)
+    replies = [record(a=torch.randn(2, 5), b=torch.randn(4, 2), head=torch.randn(3)) for _ in range(3)]
+    averaged = weighted_mean(replies, [1, 2, 3], [A, B, "head"])
+    result = aggregate_lora(replies, [1, 2, 3], averaged, mode="project")
+    assert result.residual is None
+    assert torch.equal(to_tensor(result.arrays["head"]), to_tensor(averaged["head"]))
+    dense = dense_mean([(to_tensor(r[A]), to_tensor(r[B])) for r in replies], [1, 2, 3])
+    assert float((product(result.arrays) - dense).norm()) < float((product(averaged) - dense).norm())
+    assert list(result.arrays) == list(averaged)
+    assert all(array.dtype == "float32" for array in result.arrays.values())
+
+
+def test_mean_of_very_many_clients_is_not_measured() -> None:
+    reply = record(a=torch.ones(2, 3), b=torch.ones(4, 2))
+    assert aggregate_lora([reply] * 256, [1] * 256, reply, mode="mean").relative_remainder == pytest.approx(0, abs=1e-6)
+    assert aggregate_lora([reply] * 257, [1] * 257, reply, mode="mean").relative_remainder is None
+
+
+def test_frozen_a_needs_nothing_and_has_no_remainder() -> None:
+    replies = [record(b=torch.randn(4, 2)) for _ in range(2)]
+    assert find_pairs([B]) == {}
+    assert aggregate_lora(replies, [1, 1], replies[0], mode="mean").relative_remainder is None
+    with pytest.raises(ConfigError, match="no pair of lora_A and lora_B"):
+        aggregate_lora(replies, [1, 1], replies[0], mode="project")
+
+
+def test_names_of_factors() -> None:
+    table = "base_model.model.embed.lora_embedding_A.default"
+    assert partner_of(B) == A
+    assert find_pairs([B, A, table, table.replace("_A.", "_B."), "lora_A.weight", "head"]) == {
+        A: B,
+        table: table.replace("_A.", "_B."),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.conv.lora_A.default.weight", (2, 3, 1, 1)),
+        ("model.q_proj.lora_magnitude_vector.default.weight", (4,)),
+        ("model.q_proj.lora_E.default", (2, 1)),
+        ("model.q_proj.lora_A.default", (2, 4)),
+    ],
+)
+def test_what_is_no_plain_product_is_refused_by_name(name, shape) -> None:
+    shapes = {A: (2, 4), B: (4, 2), "model.q_proj.lora_B.default.bias": (4,), "head.weight": (2, 2)}
+    assert not_projectable(shapes) == []
+    (reason,) = not_projectable(shapes | {name: shape})
+    assert reason.startswith(name)
+
+
+@pytest.mark.parametrize("weights", [[0, 0], [1, -1], [1], [1, math.inf], [1, math.nan]])
+def test_weights_without_a_mean_are_an_error(weights) -> None:
+    with pytest.raises(FederatedError, match="numbers of examples"):
+        mean_of_products([(torch.ones(1, 2), torch.ones(2, 1))] * 2, weights)
+
+
+def test_factors_of_other_shapes_are_an_error() -> None:
+    pairs = [(torch.ones(1, 2), torch.ones(2, 1)), (torch.ones(1, 3), torch.ones(2, 1))]
+    with pytest.raises(FederatedError, match=r"\(1, 3\)"):
+        mean_of_products(pairs, [1, 1])
+
+
+def test_weighted_mean_of_counters() -> None:
+    replies = [ArrayRecord({"n": Array(torch.tensor(value).numpy())}) for value in (3, 6)]
+    assert float(to_tensor(weighted_mean(replies, [2, 1], ["n"])["n"])) == 4.0

@@ -1,0 +1,441 @@
+"""What a client does with a message: seeds, state, FedProx, errors; on plain models and tiny Llamas in this process."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower needs Python 3.11 or newer")
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, Metadata, RecordDict
+from torch import nn
+
+from tests.helpers.tiny import build_tiny, topics
+from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.adapters import to_tensor
+from unsloth_multigpu.federated.apps import make_client_app
+from unsloth_multigpu.federated.client import ClientModel, client_seed
+from unsloth_multigpu.federated.proximal import ProximalPull
+from unsloth_multigpu.federated.reply import changed_by
+
+NUM_CLIENTS = 4
+
+
+def ask(app, kind, arrays=None, client_id=0, residual=None, node_config=None, **config):
+    """Sends a message to a client in this process and returns the reply's content."""
+    content = RecordDict({"config": ConfigRecord(config)})
+    if arrays is not None:
+        content["arrays"] = arrays
+    if residual is not None:
+        content["residual"] = residual
+    node_config = {"partition-id": client_id, "num-partitions": NUM_CLIENTS} if node_config is None else node_config
+    metadata = Metadata(
+        run_id=1,
+        message_id="",
+        src_node_id=1,
+        dst_node_id=client_id + 1,
+        reply_to_message_id="",
+        group_id="",
+        created_at=time.time(),
+        ttl=60.0,
+        message_type=kind,
+    )
+    context = Context(1, client_id + 1, node_config, RecordDict(), {})
+    return app(Message(content, metadata=metadata), context).content
+
+
+def tensors(content):
+    return {name: to_tensor(array) for name, array in content["arrays"].items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def builder():
+    """A frozen layer, trained ones, BatchNorm and dropout."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+def train(model, client):
+    """Five steps on data that the client's seed draws; the loss goes back as a tensor."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.randn(12, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return 12, {"train_loss": loss.detach(), "noise": [random.random(), float(np.random.rand())]}
+
+
+def evaluate(model, client):
+    assert not model.training
+    return float(model(torch.ones(2, 6)).detach().sum()), np.int64(2), {"right": True}
+
+
+@pytest.fixture
+def app():
+    return make_client_app(builder, train, evaluate, server_id="s", seed=3)
+
+
+@pytest.fixture
+def start(app):
+    return ask(app, "query.initial")["arrays"]
+
+
+def test_initial_state_is_the_same_in_every_process_and_names_what_travels(app) -> None:
+    first, again = ask(app, "query.initial"), ask(make_client_app(builder, train, seed=3), "query.initial")
+    assert same(tensors(first), tensors(again))
+    other = ask(make_client_app(builder, train, seed=4), "query.initial")
+    assert not same(tensors(first), tensors(other))
+    assert list(first["arrays"]) == [
+        *("1.weight", "1.bias", "3.weight", "3.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked")
+    ]
+    assert first["config"]["frozen-layout"] == ["0.weight: (8, 6)", "0.bias: (8,)"]
+    assert first["config"]["buffers"] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert first["config"]["adapter-config"] == ""
+    assert not first["config"]["is-quantized"]
+
+
+def test_result_depends_on_seed_round_and_client_and_on_nothing_that_ran_before(app, start) -> None:
+    alone = ask(make_client_app(builder, train, evaluate, seed=3), "train", start, 2, **{"server-round": 5})
+    ask(app, "train", start, 0, **{"server-round": 5})
+    ask(app, "evaluate", start, 1)
+    torch.rand(3), random.random(), np.random.rand()
+    after_others = ask(app, "train", start, 2, **{"server-round": 5})
+    assert same(tensors(alone), tensors(after_others))
+    assert alone["metrics"] == after_others["metrics"]
+    for client_id, server_round in ((1, 5), (2, 6)):
+        other = ask(app, "train", start, client_id, **{"server-round": server_round})
+        assert not same(tensors(alone), tensors(other))
+    assert alone["client"]["client-id"] == 2
+    assert alone["metrics"]["num-examples"] == 12
+
+
+def test_client_leaves_the_random_state_of_the_process(app, start) -> None:
+    def draw():
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    for ask_client in (lambda: ask(app, "train", start), lambda: ask(make_client_app(builder, train), "query.initial")):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        expected = draw()
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        ask_client()
+        assert draw() == expected
+
+
+def test_client_gets_what_it_has_to_know(start) -> None:
+    seen = []
+    app = make_client_app(builder, lambda model, client: seen.append(client) or (0, None), server_id="s", seed=3)
+    layout = ask(app, "query.initial")["config"]["frozen-layout"]
+    reply = ask(app, "train", start, 1, **{"server-round": 2, "lr": 0.5, "frozen-layout": layout})
+    (client,) = seen
+    assert (client.client_id, client.num_clients, client.server_round) == (1, NUM_CLIENTS, 2)
+    assert client.config == {"server-round": 2, "lr": 0.5}
+    assert client.seed == client_seed(3, 2, 1)
+    assert str(client.device) == ("cuda:0" if torch.cuda.is_available() else "cpu")
+    # A client without data: its state goes back as it came.
+    assert reply["metrics"] == {"num-examples": 0}
+    assert same(tensors(reply), {name: to_tensor(array) for name, array in start.items()})
+
+
+def test_evaluate_reply(app, start) -> None:
+    reply = ask(app, "evaluate", start)
+    assert reply["metrics"].keys() == {"num-examples", "loss", "right"}
+    assert reply["metrics"]["num-examples"] == 2
+    assert "arrays" not in reply
+
+
+def test_every_client_finds_the_model_as_it_was_built(start) -> None:
+    """Mode, flags, forward, requires_grad and gradients that a client leaves."""
+    seen = []
+
+    def careless(model, client):
+        seen.append(
+            (
+                model.training,
+                model[1].track_running_stats,
+                "forward" in vars(model),
+                hasattr(model, "_flag_for_generation"),
+                model[3].weight.requires_grad,
+                model[3].weight.grad is None,
+            )
+        )
+        forward = model.forward
+        model.forward = lambda inputs: forward(inputs)
+        model._flag_for_generation = True
+        model(torch.randn(4, 6)).sum().backward()
+        model[3].weight.requires_grad_(False)
+        model[1].track_running_stats = False
+        return 1, {}
+
+    app = make_client_app(builder, careless, evaluate)
+    ask(app, "train", start, 0)
+    ask(app, "evaluate", start, 0)
+    ask(app, "train", start, 1)
+    assert seen == [(True, True, False, False, True, True)] * 2
+
+
+def double(model, client):
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    return train(model, client)
+
+
+def replace(model, client):
+    model[3] = nn.Linear(8, 3)
+    return train(model, client)
+
+
+@pytest.mark.parametrize(("careless", "name"), [(double, "0.weight"), (replace, "3.weight")])
+def test_weight_that_a_client_changed_is_named_and_gone(app, start, careless, name) -> None:
+    expected = ask(app, "train", start, 1)
+    careless_app = make_client_app(
+        builder, lambda model, client: (train if client.client_id else careless)(model, client), seed=3
+    )
+    assert changed_by(ask(careless_app, "train", start, 0))[0] == name
+    reply = ask(careless_app, "train", start, 1)
+    assert changed_by(reply) == []
+    assert same(tensors(reply), tensors(expected))
+
+
+def test_model_is_built_once_for_all_clients(start) -> None:
+    built = []
+    app = make_client_app(lambda: built.append(1) or builder(), train)
+    for client_id in range(3):
+        ask(app, "train", start, client_id)
+    assert len(built) == 1
+
+
+def test_app_goes_to_another_process_without_its_model() -> None:
+    model = ClientModel(builder, 3)
+    model.build(torch.device("cpu"))
+    assert b"running_mean" not in pickle.dumps(model)
+    assert pickle.loads(pickle.dumps(model)).build(torch.device("cpu"))[0].weight.shape == (8, 6)
+
+
+def nan_weights(model, client):
+    with torch.no_grad():
+        model[3].bias[0] = float("nan")
+    return 1, {}
+
+
+def remove(model, client):
+    model[3] = nn.Identity()
+    return 1, {}
+
+
+@pytest.mark.parametrize(
+    ("train_fn", "text"),
+    [
+        (nan_weights, r"3\.bias is infinite or no number"),
+        (remove, r"3\.weight is gone .*\(2 tensors"),
+        (lambda model, client: None, "train_fn returned NoneType, not .number of examples, metrics."),
+        (lambda model, client: (1.5, {}), "train_fn returned 1.5 as number of examples"),
+        (lambda model, client: (-1, {}), "train_fn returned -1"),
+        (lambda model, client: (1, {"text": "good"}), "'text' is str"),
+        (lambda model, client: (1, {"num-examples": 3}), "'num-examples' is set already"),
+    ],
+)
+def test_result_that_cannot_be_averaged_is_an_error(train_fn, text, start) -> None:
+    app = make_client_app(builder, train_fn)
+    for _ in range(2):  # The next client's turn is not spoiled by it.
+        with pytest.raises(FederatedError, match=text):
+            ask(app, "train", start)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [((float("nan"), 1, {}), "the loss nan"), ((1, {}), "a tuple of 2"), ((0.0, "2", {}), "'2' as number")],
+)
+def test_evaluation_that_cannot_be_averaged_is_an_error(result, text, start) -> None:
+    with pytest.raises(FederatedError, match=text):
+        ask(make_client_app(builder, train, lambda model, client: result), "evaluate", start)
+
+
+def test_evaluation_without_data_weighs_nothing(start) -> None:
+    app = make_client_app(builder, train, lambda model, client: (float("nan"), 0, {}))
+    assert ask(app, "evaluate", start)["metrics"] == {"num-examples": 0, "loss": 0.0}
+
+
+def test_arrays_that_do_not_fit_are_named(app, start) -> None:
+    wrong_shape = ArrayRecord(dict(start) | {"3.bias": Array(np.zeros(4, np.float32))})
+    with pytest.raises(FederatedError, match=r"3\.bias has shape \(4,\) on the server and \(3,\)"):
+        ask(app, "train", wrong_shape)
+    with pytest.raises(FederatedError, match=r"4\.bias is not among the model's trainable tensors"):
+        ask(app, "train", ArrayRecord(dict(start) | {"4.bias": start["3.bias"]}))
+    with pytest.raises(FederatedError, match="is not among the server's trainable tensors"):
+        ask(app, "train", ArrayRecord({"3.bias": start["3.bias"]}))
+    with pytest.raises(FederatedError, match=r"0\.weight is \(8, 6\) here, \(8, 7\) there"):
+        ask(app, "train", start, **{"frozen-layout": ["0.weight: (8, 7)", "0.bias: (8,)"]})
+    with pytest.raises(FederatedError, match="0 ArrayRecords"):
+        ask(app, "train")
+
+
+def test_builder_that_cannot_be_used_is_an_error() -> None:
+    with pytest.raises(FederatedError, match="tuple, not a torch"):
+        ask(make_client_app(lambda: (builder(), None), train), "query.initial")
+    with pytest.raises(FederatedError, match="no trainable parameter"):
+        ask(make_client_app(lambda: builder().requires_grad_(False), train), "query.initial")
+
+
+def test_node_without_a_client_number_is_an_error(app, start) -> None:
+    with pytest.raises(FederatedError, match="partition-id"):
+        ask(app, "train", start, node_config={})
+
+
+def proximal_by_hand(start, mu, make_optimizer, num_accumulated=1):
+    """The client's training with the term in the loss, as FedProx's paper has it."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model.load_state_dict({name: to_tensor(array) for name, array in start.items()})
+    fixed = [p.detach().clone() for p in model.parameters()]
+    optimizer = make_optimizer(model.parameters())
+    torch.manual_seed(client_seed(3, 0, 0))
+    for _ in range(6):
+        optimizer.zero_grad()
+        for _ in range(num_accumulated):
+            (model(torch.randn(12, 6)) - 1).square().mean().div(num_accumulated).backward()
+        pull = sum((p - q).square().sum() for p, q in zip(model.parameters(), fixed, strict=True))
+        (mu / 2 * pull).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+class NestedSGD(torch.optim.SGD):
+    """Its step calls the step of its base class, which has hooks of its own once an SGD was made."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("num_accumulated", [1, 3])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, 0.2, momentum=0.5),
+        lambda parameters: torch.optim.AdamW(parameters, 0.02),
+        lambda parameters: NestedSGD(parameters, 0.2),
+    ],
+    ids=["sgd", "adamw", "nested"],
+)
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_proximal_term_is_that_of_the_paper(make_optimizer, num_accumulated, with_closure) -> None:
+    def plain_train(model, client):
+        torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = make_optimizer(model.parameters())
+
+        def gradients():
+            optimizer.zero_grad()
+            for _ in range(num_accumulated):
+                (model(torch.randn(12, 6)) - 1).square().mean().div(num_accumulated).backward()
+
+        for _ in range(6):
+            if with_closure:
+                optimizer.step(gradients)
+            else:
+                gradients()
+                optimizer.step()
+        return 12, {}
+
+    app = make_client_app(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), plain_train, seed=3)
+    start = ask(app, "query.initial")["arrays"]
+    pulled, free = (tensors(ask(app, "train", start, **{"proximal-mu": mu})) for mu in (0.7, 0.0))
+    expected = proximal_by_hand(start, 0.7, make_optimizer, num_accumulated)
+    assert max(float((pulled[n] - expected[n]).abs().max()) for n in expected) <= 1e-6
+    assert max(float((free[n] - expected[n]).abs().max()) for n in expected) > 1e-3
+
+
+def test_proximal_term_under_the_loss_scale_of_mixed_precision() -> None:
+    """A fused optimizer gets scaled gradients and takes the scale out within its step."""
+
+    def trained(scaler):
+        weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+        pull = ProximalPull([weight], mu=0.5)
+        optimizer = torch.optim.SGD([weight], 0.1, fused=True)
+        with pull.applied():
+            for _ in range(3):
+                optimizer.zero_grad()
+                scaler.scale(weight.square().sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert pull.num_steps == 3
+        return weight.detach()
+
+    scaled, plain = (trained(torch.amp.GradScaler("cpu", 1024.0, enabled=enabled)) for enabled in (True, False))
+    torch.testing.assert_close(scaled, plain)
+
+
+def test_proximal_term_that_no_optimizer_could_take_is_an_error() -> None:
+    app = make_client_app(builder, lambda model, client: (1, {}))
+    start = ask(app, "query.initial")["arrays"]
+    with pytest.raises(FederatedError, match="no torch optimizer took a step"):
+        ask(app, "train", start, **{"proximal-mu": 0.1})
+
+
+def test_trainer_of_hugging_face_with_the_proximal_term(tmp_path) -> None:
+    """Through accelerate's optimizer, gradients accumulated, in bfloat16; and no client feels the one before."""
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+
+    path = build_tiny(tmp_path / "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    rows = [tokenizer(text)["input_ids"][:24] for text in topics(16, min_words=40)]
+    depths = []
+
+    class PullByHand(TrainerCallback):
+        def __init__(self, model, mu):
+            self.mu, self.start = mu, {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
+
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            for parameter, start in self.start.items():
+                parameter.grad += self.mu * (parameter.detach() - start)
+
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+    def train_with_trainer(model, client):
+        options = TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            learning_rate=0.05,
+            optim="adamw_torch",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=True,
+            disable_tqdm=True,
+            seed=client.seed,
+        )
+        data = Dataset.from_dict({"input_ids": rows, "labels": rows})
+        callbacks = [PullByHand(model, client.config["by-hand"])] if "by-hand" in client.config else []
+        Trainer(model=model, args=options, train_dataset=data, callbacks=callbacks).train()
+        depths.append(_depth(model))
+        return len(rows), {}
+
+    app = make_client_app(build, train_with_trainer, seed=1)
+    start = ask(app, "query.initial")["arrays"]
+    pulled = tensors(ask(app, "train", start, **{"proximal-mu": 3.0}))
+    by_hand = tensors(ask(app, "train", start, **{"by-hand": 3.0}))
+    free = tensors(ask(app, "train", start))
+    assert max(float((pulled[n] - by_hand[n]).abs().max()) for n in free) <= 1e-6
+    assert max(float((pulled[n] - free[n]).abs().max()) for n in free) > 1e-3
+    assert len(set(depths)) == 1  # bf16 wraps `forward` in each Trainer, around what the last one left.
+
+
+def _depth(model):
+    """How many wrappers lie around the model's forward."""
+    depth, function = 0, model.forward
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        depth += 1
+    return depth

@@ -1,0 +1,411 @@
+"""Devices, packing, dispatch and frames of a federated server's slots: without a process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import threading
+
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("Flower 1.41 needs Python 3.11", allow_module_level=True)
+
+from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.supercore.task_identity import TaskIdentity
+
+from tests.helpers.run import ROOT, run_python
+from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
+from unsloth_multigpu.federated import device, parcel, task
+from unsloth_multigpu.federated.device import SlotDevice, choose_devices, slot_environment
+from unsloth_multigpu.federated.dispatch import History, Queues, slots_to_have
+from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, _task_identity
+from unsloth_multigpu.federated.outcome import Outcome
+from unsloth_multigpu.federated.task import Task
+from unsloth_multigpu.launch.channel import Frames
+from unsloth_multigpu.launch.process import is_alive
+
+GB = 2**30
+ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("index", "inherited", "shown"),
+    [
+        (1, {}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        (1, {"CUDA_VISIBLE_DEVICES": "5, GPU-abc"}, {"CUDA_VISIBLE_DEVICES": "GPU-abc"}),
+        (0, {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, {"CUDA_VISIBLE_DEVICES": "MIG-1"}),
+        (1, {"HIP_VISIBLE_DEVICES": "3,2"}, {"HIP_VISIBLE_DEVICES": "2"}),
+    ],
+)
+def test_slot_sees_the_entry_of_its_device(index, inherited, shown):
+    told = slot_environment(SlotDevice("cuda", index), 2, 0, inherited)
+    assert {name: value for name, value in told.items() if "VISIBLE" in name} == shown
+
+
+def test_slot_of_another_vendor_has_its_mask():
+    assert slot_environment(SlotDevice("xpu", 1), 2, 0, {"ZE_AFFINITY_MASK": "2,3"})["ZE_AFFINITY_MASK"] == "3"
+
+
+def test_device_that_the_environment_does_not_show_is_an_error():
+    with pytest.raises(SetupError, match="cuda:1 is to be used, but CUDA_VISIBLE_DEVICES='3'"):
+        slot_environment(TWO, 2, 0, {"CUDA_VISIBLE_DEVICES": "3"})
+
+
+def test_slot_knows_nothing_of_ranks_and_keeps_what_the_user_has_set():
+    told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "OMPI_COMM_WORLD_SIZE": "2"}
+    ours = {"UNSLOTH_MULTIGPU_RUN_DIR": "/x", "GROUP_WORLD_SIZE": "1"}
+    users = {"HF_HOME": "/h", "OMP_NUM_THREADS": "3", "PYTHONHASHSEED": "9", "CUDA_VISIBLE_DEVICES": "0,1"}
+    seen = slot_environment(SlotDevice("cpu", 0), 2, 7, {**told, **ours, **users})
+    assert seen == {
+        "HF_HOME": "/h",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONHASHSEED": "9",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "ONEAPI_DEVICE_SELECTOR": "*:cpu",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def test_slots_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    threads = [slot_environment(ONE, n, 5, {"OMP_NUM_THREADS": ""})["OMP_NUM_THREADS"] for n in (1, 3, 20)]
+    assert threads == ["8", "2", "1"]
+    assert slot_environment(ONE, 1, 5, {})["PYTHONHASHSEED"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked", "chosen"),
+    [
+        (("cuda", 2), {"num_gpus": None}, "cuda:0 cuda:1"),
+        (("cuda", 4), {"num_gpus": 2}, "cuda:0 cuda:1"),
+        (("cpu", 0), {"num_gpus": None}, "cpu:0"),
+        (("cpu", 0), {"num_gpus": 2}, "cpu:0 cpu:1"),
+        (("xpu", 2), {"num_gpus": None}, "xpu:0 xpu:1"),
+        (("cuda", 2), {"num_gpus": None, "device": "cuda:1", "auto_gpu": False}, "cuda:1"),
+        (("cuda", 2), {"num_gpus": None, "device": "cpu", "auto_gpu": False}, "cpu:0"),
+        (("cuda", 2), {"num_gpus": None, "auto_gpu": False}, "cuda:0"),
+        (("cpu", 0), {"num_gpus": None, "auto_gpu": False}, "cpu:0"),
+    ],
+)
+def test_devices_are_those_that_were_asked_for(monkeypatch, visible, asked, chosen):
+    monkeypatch.setattr(device, "_visible_accelerators", lambda: visible)
+    assert " ".join(map(str, choose_devices(**asked))) == chosen
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked", "message"),
+    [
+        (("cuda", 2), {"num_gpus": 3}, r"num_gpus=3, but 2 cuda device\(s\) are visible"),
+        (("cuda", 2), {"num_gpus": 1, "auto_gpu": False}, "auto_gpu=False, but num_gpus=1"),
+        (("cuda", 2), {"num_gpus": None, "device": "cuda:2", "auto_gpu": False}, "shows 2 cuda"),
+        (("cpu", 0), {"num_gpus": None, "device": "cuda", "auto_gpu": False}, "shows no cuda or xpu"),
+    ],
+)
+def test_devices_that_are_not_there_are_an_error(monkeypatch, visible, asked, message):
+    monkeypatch.setattr(device, "_visible_accelerators", lambda: visible)
+    with pytest.raises(SetupError, match=message):
+        choose_devices(**asked)
+
+
+def test_devices_are_counted_without_opening_one():
+    import torch
+
+    choose_devices(None)
+    assert not torch.cuda.is_initialized()
+
+
+class Holder:
+    """As a ClientApp holds the user's functions: in a method of an object of this package."""
+
+    def __init__(self, function):
+        self.function = functools.partial(function)
+        self.functions = {"train.default": self.handle}
+
+    def handle(self):
+        return self.function()
+
+
+def test_object_that_cannot_travel_is_named_with_its_function():
+    lock = threading.Lock()
+
+    def helper():
+        return lock
+
+    def train_fn():
+        return helper()
+
+    with pytest.raises(SetupError, match=r"because of the variable 'lock' of .*helper\(\), a _thread.lock: cannot"):
+        parcel.pack(Holder(train_fn))
+    assert parcel.find_culprit({"a": 1, "b": [lock]}) == ("[0]", lock)
+
+
+def test_functions_that_travel_share_their_globals():
+    source = "count = 0\ndef step():\n    global count\n    count += 1\ndef read():\n    return count"
+    names = {"__name__": "__main__"}
+    exec(source, names)
+    step, read = parcel.unpack(parcel.pack([names["step"], names["read"]]))
+    step()
+    assert (read(), names["count"]) == (1, 0)
+
+
+def test_large_parcel_is_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(parcel, "_WARN_BYTES", 100)
+    parcel.pack("x" * 200)
+    assert "load data and models inside them" in caplog.text
+
+
+def test_missing_library_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(SetupError, match=r"(?s)needs cloudpickle.*pip install"):
+        parcel.pack(1)
+
+
+def test_outcome_holds_what_a_client_raises_and_lets_ctrl_c_go_on():
+    outcome = Outcome()
+    with outcome:
+        raise ValueError("no\ndata")
+    assert str(outcome) == "ValueError: no data"
+    with pytest.raises(KeyboardInterrupt), outcome:
+        raise KeyboardInterrupt
+
+
+def test_codes_are_those_of_flower():
+    assert task.REPLY_UNAVAILABLE == ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+    assert task.CLIENT_RAISED == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    assert task.CLIENT_CRASHED == ErrorCode.CLIENT_APP_CRASHED
+
+
+@pytest.fixture(autouse=True)
+def identity():
+    with _task_identity(77):
+        yield
+
+
+def make_task(client_id: int, kind: str = "train") -> Task:
+    context = Context(run_id=1, node_id=client_id + 1, node_config={}, state=RecordDict(), run_config={})
+    return Task(Message(RecordDict(), client_id + 1, kind), context)
+
+
+def done(history: History, client_id: int, where: SlotDevice, seconds: float, examples: int, memory_bytes=0) -> None:
+    """Notes a message that was answered."""
+    answered = make_task(client_id)
+    answered.begin(0, where, is_first=False)
+    content = RecordDict({"m": MetricRecord({"num-examples": examples})})
+    answered.answer(Message(content, reply_to=answered.message))
+    answered.seconds, answered.peak_memory_bytes = seconds, memory_bytes
+    history.note(answered)
+
+
+def take_all(queues: Queues, where: SlotDevice) -> list[int]:
+    found = []
+    while (taken := queues.take(where, [], {})) is not None:
+        found.append(taken.client_id)
+    return found
+
+
+def test_round_robin_keeps_clients_on_their_device():
+    queues = Queues("round_robin", History())
+    queues.deal([make_task(n) for n in (4, 1, 0, 3, 2)], {ONE: 1, TWO: 1}, {ONE: 1, TWO: 1})
+    assert take_all(queues, ONE) == [4, 0, 2]
+    # It helps nobody: the user has asked for this device.
+    assert queues.take(ONE, [], {}) is None
+    assert take_all(queues, TWO) == [1, 3]
+
+
+def test_clients_of_a_device_that_is_gone_go_to_the_others():
+    queues = Queues("round_robin", History())
+    queues.deal([make_task(n) for n in range(4)], {ONE: 1, TWO: 1}, {})
+    queues.deal([], {TWO: 1}, {})
+    assert take_all(queues, ONE) == []
+    assert sorted(take_all(queues, TWO)) == [0, 1, 2, 3]
+
+
+def test_balanced_goes_by_measured_seconds():
+    history = History()
+    for client_id, seconds in enumerate((8.0, 1.0, 1.0, 6.0, 1.0, 1.0)):
+        done(history, client_id, ONE, seconds, 10)
+    queues = Queues("balanced", history)
+    queues.deal([make_task(n) for n in range(6)], {ONE: 1, TWO: 1}, {})
+    first = [queues.take(where, [], {}).client_id for where in (ONE, TWO)]
+    assert first == [0, 3]
+    # The first one ends with its own, and helps.
+    rest = [queues.take(ONE, [], {}) for _ in range(4)]
+    assert {t.client_id for t in rest} == {1, 2, 4, 5}
+
+
+def test_balanced_goes_by_measured_speed():
+    history = History()
+    done(history, 0, ONE, 1.0, 100)
+    done(history, 1, TWO, 4.0, 100)
+    assert history.speed("train", ONE) == 100.0
+    assert history.speed("train", TWO) == 25.0
+    assert history.speed("evaluate", TWO) == 1.0
+    assert history.client("train", 0).cost == history.client("train", 1).cost == history.client("train", 5).cost == 100
+    queues = Queues("balanced", history)
+    queues.deal([make_task(n) for n in range(5)], {ONE: 1, TWO: 1}, {})
+    assert queues.num_waiting(ONE) == 4
+    history.forget_clients()
+    assert history.client("train", 0).cost == 1.0
+    assert history.speed("train", ONE) == 100.0
+
+
+def test_what_a_process_does_first_is_no_measure():
+    history = History()
+    first = make_task(0)
+    first.begin(0, ONE, is_first=True)
+    first.answer(Message(RecordDict(), reply_to=first.message))
+    first.seconds = 100.0
+    history.note(first)
+    done(history, 1, ONE, 2.0, 0)
+    assert history.client("train", 0).cost == history.client("train", 1).cost == 2.0
+
+
+def test_client_starts_beside_others_only_while_it_fits():
+    history = History()
+    for client_id, size in enumerate((6, 5, 3)):
+        done(history, client_id, ONE, 1.0, 10, size * GB)
+    memory = {ONE: 10 * GB}
+    queues = Queues("balanced", history)
+    queues.deal([make_task(n) for n in range(3)], {ONE: 2}, memory)
+    first = queues.take(ONE, [], memory)
+    assert first.client_id == 0
+    beside = queues.take(ONE, [first], memory)
+    assert beside.client_id == 2
+    assert queues.take(ONE, [first, beside], memory) is None
+    assert queues.take(ONE, [], memory).client_id == 1
+
+
+def test_client_that_has_run_fits_whatever_was_free():
+    history = History()
+    done(history, 0, ONE, 1.0, 10, 6 * GB)
+    queues = Queues("balanced", history)
+    queues.deal([make_task(0)], {ONE: 1}, {ONE: 5 * GB})
+    assert queues.take(ONE, [], {ONE: 5 * GB}).client_id == 0
+
+
+def test_client_whose_slot_has_died_is_tried_elsewhere():
+    queues = Queues("round_robin", History())
+    queues.deal([make_task(n) for n in range(4)], {ONE: 1, TWO: 1}, {})
+    dead = queues.take(ONE, [], {})
+    dead.begin(0, ONE, is_first=False)
+    queues.put_first(dead, [ONE, TWO])
+    assert queues.take(TWO, [], {}) is dead
+    queues.put_first(dead, [ONE])
+    assert queues.take(ONE, [], {}) is dead
+
+
+def test_device_holds_the_slots_that_its_memory_allows():
+    assert slots_to_have(79 * GB, 12 * GB, ONE, 100) == 5
+    assert slots_to_have(79 * GB, 12 * GB, ONE, 2) == 2
+    assert slots_to_have(GB, 12 * GB, ONE, 100) == 1
+    assert slots_to_have(22 * GB, 2 * GB, SlotDevice("cpu", 0), 100) == 9
+
+
+def test_error_reply_names_client_round_and_slot():
+    failed = make_task(3)
+    failed.begin(1, TWO, is_first=False)
+    failed.fail(2, "ValueError: no")
+    assert failed.reply.error == Error(2, "client 3 (round 0, train) on slot 1, cuda:1: ValueError: no")
+    record = failed.record()
+    assert (record.client_id, record.slot, record.device, record.attempts) == (3, 1, "cuda:1", 1)
+
+
+def test_identity_is_given_back_in_any_order():
+    first, second = _task_identity(5), _task_identity(6)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert TaskIdentity.run_id == 6
+    second.__exit__(None, None, None)
+    assert TaskIdentity.run_id == 5
+
+
+def test_other_version_of_flower_is_an_error(monkeypatch):
+    monkeypatch.delattr(TaskIdentity, "_node_id")
+    with pytest.raises(VersionError, match="TaskIdentity has no _node_id"):
+        _task_identity(5).__enter__()
+
+
+def test_grid_that_has_no_such_client_says_so(tmp_path):
+    with ProcessGrid(None, 2, [ONE], GridOptions(log_dir=str(tmp_path))) as grid:
+        assert (grid.num_slots, grid.devices_of_slots) == (1, ["cuda:0"])
+        assert grid.run.run_id == TaskIdentity.run_id
+        with pytest.raises(FederatedError, match="for node 3, but the nodes are 1 to 2"):
+            grid.send_and_receive([grid.create_message(RecordDict(), "train", 3, "1")])
+        assert grid.send_and_receive([]) == []
+    assert TaskIdentity.run_id == 77
+
+
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [
+        (GridOptions(clients_per_gpu=2), "cuda:0 cuda:1 cuda:0 cuda:1"),
+        (GridOptions(clients_per_gpu=2, max_workers=3), "cuda:0 cuda:1 cuda:0"),
+        (GridOptions(max_workers=1), "cuda:0"),
+        (GridOptions(clients_per_gpu="auto"), "cuda:0 cuda:1"),
+    ],
+)
+def test_slots_are_spread_over_the_devices(tmp_path, monkeypatch, options, slots):
+    monkeypatch.chdir(tmp_path)
+    with ProcessGrid(None, 2, [ONE, TWO], options) as grid:
+        assert " ".join(grid.devices_of_slots) == slots
+
+
+def test_grid_that_nobody_closes_ends_without_a_word(tmp_path):
+    program = (
+        "from unsloth_multigpu.federated.grid import *\n"
+        "grid = ProcessGrid(None, 1, [SlotDevice('cpu', 0)], GridOptions())\n"
+        "grid._pool.step(0.0)\n"
+        "print(grid._pool.slots[0]._child.pid)"
+    )
+    ended = run_python(["-c", program], tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert (ended.code, ended.err) == (0, "")
+    assert not is_alive(int(ended.out))
+
+
+def pair() -> tuple[Frames, Frames]:
+    ours, theirs = socket.socketpair()
+    return Frames(ours, 0.0), Frames(theirs, 0.0)
+
+
+def test_frames_of_any_size_pass_without_waiting():
+    one, other = pair()
+    sizes = [0, 5, 2**20 + 1, 10**7]
+    for size in sizes:
+        one.put(b"x" * size)
+    got = []
+    while len(got) < len(sizes):
+        one.flush()
+        with Blocked():
+            got += other.receive()
+    assert [len(message) for message in got] == sizes
+    assert one.flush()
+    with pytest.raises(BlockingIOError):
+        other.receive()
+    one.close()
+    assert other.receive() is None
+    other.close()
+
+
+def test_half_a_frame_is_none():
+    one, other = pair()
+    one._end.sendall((100).to_bytes(8, "big") + b"half")
+    one.close()
+    assert other.receive() == []
+    assert other.receive() is None
+    with pytest.raises(OSError, match="Broken pipe"):
+        other.put(b"x") or other.flush()
+    other.close()
+
+
+class Blocked:
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, traceback):
+        return kind is BlockingIOError

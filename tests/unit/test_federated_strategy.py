@@ -1,0 +1,139 @@
+"""Flower's strategies by name, and what is refused before a client runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower needs Python 3.11")
+
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    Krum,
+    Strategy,
+)
+
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.federated.strategy import (
+    check_strategy,
+    describe,
+    has_server_optimizer,
+    is_weighted_mean,
+    layers_of,
+    make_strategy,
+    nodes_needed,
+    quiet_flower,
+    strategy_names,
+    weight_key,
+)
+
+PRIVATE: Mapping[str, Any] = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "num_sampled_clients": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fedavg", FedAvg), ("FedAvgM", FedAvgM), ("fed-median", FedMedian), ("fed_adam", FedAdam), ("KRUM", Krum)],
+)
+def test_strategy_has_the_name_of_its_class(name: str, kind: type[Strategy]) -> None:
+    assert type(make_strategy(name, {})) is kind
+
+
+def test_every_strategy_of_flower_has_a_name() -> None:
+    assert {"fedavg", "fedprox", "fedadam", "fedyogi", "fedadagrad", "krum", "multikrum"} <= strategy_names().keys()
+    assert "strategy" not in strategy_names()
+    assert "result" not in strategy_names()
+
+
+def test_unknown_name_is_answered_with_all_names() -> None:
+    with pytest.raises(ConfigError, match=r"strategy='fedsgd'; expected one of bulyan, .*fedavg") as error:
+        make_strategy("fedsgd", {})
+    assert "strategy" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "fact"),
+    [
+        ("fedavg", {"fraction_fit": 0.5}, "'fraction_fit', which strategy='fedavg' does not know"),
+        ("fedavg", {"fraction_train": 1.5}, r"strategy_kwargs\['fraction_train'\]=1.5; expected a share"),
+        ("fedavg", {"min_train_nodes": -1}, r"strategy_kwargs\['min_train_nodes'\]=-1"),
+        ("qfedavg", {}, "strategy='qfedavg' needs client_learning_rate"),
+        ("fedprox", {}, "strategy='fedprox' without proximal_mu would be FedAvg"),
+        (
+            "differentialprivacyserversidefixedclipping",
+            {"strategy": FedAvg(), **PRIVATE, "clipping_norm": -1.0},
+            "The clipping norm should be a positive value",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, settings: Mapping[str, Any], fact: str) -> None:
+    with pytest.raises(ConfigError, match=fact):
+        make_strategy(name, settings)
+
+
+def test_proximal_term_is_what_was_asked_for() -> None:
+    strategy = make_strategy("fedprox", {"proximal_mu": 0.3})
+    assert isinstance(strategy, FedProx)
+    assert strategy.proximal_mu == 0.3
+    assert isinstance(make_strategy("fedprox", {"proximal_mu": 0.0}), FedProx)
+
+
+def test_named_strategy_works_with_one_client_and_flowers_default_is_refused() -> None:
+    check_strategy(make_strategy("fedavg", {}), 1)
+    with pytest.raises(ConfigError, match=r"min_train_nodes=2 of FedAvg, but num_clients=1: it would wait for ever"):
+        check_strategy(FedAvg(), 1)
+    check_strategy(FedAvg(), 2)
+
+
+def test_strategy_inside_another_is_checked_too() -> None:
+    inner = FedAvg(min_available_nodes=5)
+    outer = DifferentialPrivacyServerSideFixedClipping(inner, **PRIVATE)
+    assert list(layers_of(outer)) == [outer, inner]
+    with pytest.raises(ConfigError, match="min_available_nodes=5 of FedAvg, but num_clients=4"):
+        check_strategy(outer, 4)
+    with pytest.raises(ConfigError, match="num_sampled_clients=3 of DifferentialPrivacyServer"):
+        check_strategy(DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE), 2)
+    assert nodes_needed(outer) == 5
+    assert nodes_needed(make_strategy("fedavg", {})) == 2
+
+
+def test_strategy_with_a_loop_of_its_own_is_refused() -> None:
+    class Loop(FedAvg):
+        def start(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+    with pytest.raises(ConfigError, match=r"Loop has a start\(\) of its own"):
+        check_strategy(Loop(), 2)
+
+
+def test_kinds_of_aggregation_are_told_apart() -> None:
+    assert [is_weighted_mean(s) for s in (FedAvg(), make_strategy("fedprox", {"proximal_mu": 1.0}))] == [True, True]
+    assert not any(is_weighted_mean(s) for s in (FedAdam(), FedAvgM(), Krum(), FedMedian()))
+    assert [has_server_optimizer(s) for s in (FedAdam(), FedAvgM(), FedAvg(), Krum())] == [True, True, False, False]
+    private = DifferentialPrivacyServerSideFixedClipping(FedAvg(weighted_by_key="n"), **PRIVATE)
+    assert not is_weighted_mean(private)
+    assert weight_key(private) == "n"
+
+
+def test_description_names_classes_and_settings_but_no_state() -> None:
+    described = describe(DifferentialPrivacyServerSideFixedClipping(FedAdam(eta=0.5), **PRIVATE))
+    assert described["strategy"] == "DifferentialPrivacyServerSideFixedClipping"
+    assert described["strategy.strategy"] == "FedAdam"
+    assert described["strategy.strategy.eta"] == 0.5
+    assert not [name for name in described if "m_t" in name]
+
+
+def test_flowers_own_lines_stay_out_of_the_log_for_a_while() -> None:
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    with quiet_flower():
+        assert not logger.isEnabledFor(logging.INFO)
+        assert logger.isEnabledFor(logging.WARNING)
+    assert logger.level == before

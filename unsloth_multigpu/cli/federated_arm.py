@@ -1,0 +1,146 @@
+"""One arm of a benchmark of federated clients: the process that is measured."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unsloth_multigpu.cli.federated_model import build_model, train_client
+from unsloth_multigpu.cli.federated_option import FederatedArm, FederatedOptions
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS = "weights.safetensors"
+RECORD = "record.json"
+
+
+@dataclass(frozen=True)
+class ArmRecord:
+    """What an arm measured of itself.
+
+    Args:
+        rounds_s: Seconds of each round, those of warm-up first.
+        startup_s: Seconds until the first round began: processes or models.
+        device: What clients computed on.
+        losses: Mean training loss of all clients' samples in each round.
+    """
+
+    rounds_s: tuple[float, ...]
+    startup_s: float
+    device: str
+    losses: tuple[float, ...]
+
+
+def main(settings_file: str) -> None:
+    """Trains as the file of settings says, and leaves a record and the trained weights beside it."""
+    from safetensors.torch import save_file
+
+    settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
+    arm, options = FederatedArm(**settings["arm"]), FederatedOptions.from_json(settings["options"])
+    folder = Path(settings_file).parent
+    record, weights = (_train_in_slots if arm.kind == "slots" else _train_in_threads)(arm, options)
+    save_file(weights, folder / WEIGHTS)
+    (folder / RECORD).write_text(json.dumps(asdict(record)), encoding="utf-8")
+
+
+def _train_in_slots(arm: FederatedArm, options: FederatedOptions) -> tuple[ArmRecord, dict[str, torch.Tensor]]:
+    from unsloth_multigpu.federated.server import create_multigpu_flower_server
+
+    num_devices = min(arm.num_at_once, _num_devices(options) or arm.num_at_once)
+    server = create_multigpu_flower_server(
+        "bench",
+        functools.partial(build_model, options),
+        train_fn=functools.partial(train_client, options),
+        num_gpus=num_devices,
+        clients_per_gpu=-(-arm.num_at_once // num_devices),
+        max_workers=arm.num_at_once,
+        seed=options.llama.seed,
+    )
+    with server:
+        report = server.fit(options.num_clients, options.num_warmup + options.num_rounds).report
+        rounds_s, losses = zip(*((r.seconds, r.train_metrics["loss"]) for r in report.rounds), strict=True)
+        return ArmRecord(rounds_s, report.startup_s, _device_name(options), losses), server.state_dict()
+
+
+def _train_in_threads(arm: FederatedArm, options: FederatedOptions) -> tuple[ArmRecord, dict[str, torch.Tensor]]:
+    import torch
+
+    begin_s = time.perf_counter()
+    clients = _Clients(options, min(arm.num_at_once, _num_devices(options)))
+    marks_s, losses, weights = [time.perf_counter()], [], clients.first_weights
+    with ThreadPoolExecutor(arm.num_at_once) as pool:
+        for server_round in range(1, options.num_warmup + options.num_rounds + 1):
+            train = functools.partial(clients.train, weights, server_round)
+            results = list(pool.map(train, range(options.num_clients)))
+            total = sum(num_examples for num_examples, _, _ in results)
+            shares = [num_examples / total for num_examples, _, _ in results]
+            losses.append(sum(share * loss for share, (_, loss, _) in zip(shares, results, strict=True)))
+            trained = [values for _, _, values in results]
+            weights = {
+                name: sum((s * t[name] for s, t in zip(shares, trained, strict=True)), torch.zeros_like(value))
+                for name, value in weights.items()
+            }
+            marks_s.append(time.perf_counter())
+    rounds_s = tuple(end - begin for begin, end in pairwise(marks_s))
+    return ArmRecord(rounds_s, marks_s[0] - begin_s, _device_name(options), tuple(losses)), weights
+
+
+class _Clients:
+    """Threads share one process, so that a model of which two train at once must exist twice."""
+
+    def __init__(self, options: FederatedOptions, num_devices: int) -> None:
+        import torch
+
+        self._options = options
+        numbers = range(options.num_clients)
+        self._devices = [
+            torch.device("cuda", number % num_devices) if num_devices else torch.device("cpu") for number in numbers
+        ]
+        self._models = [build_model(options).to(device).train() for device in self._devices]
+        self.first_weights = {
+            name: value.detach().cpu().clone()
+            for name, value in self._models[0].named_parameters()
+            if value.requires_grad
+        }
+
+    def train(
+        self, weights: dict[str, torch.Tensor], server_round: int, number: int
+    ) -> tuple[int, float, dict[str, torch.Tensor]]:
+        """One client's part of a round: its examples, its loss and what it trained."""
+        import torch
+
+        from unsloth_multigpu.federated.client import FederatedClient
+
+        model, device = self._models[number], self._devices[number]
+        trained = {name: value for name, value in model.named_parameters() if name in weights}
+        with torch.no_grad():
+            for name, value in trained.items():
+                value.copy_(weights[name])
+        client = FederatedClient(number, self._options.num_clients, server_round, device)
+        num_examples, metrics = train_client(self._options, model, client)
+        return num_examples, metrics["loss"], {name: v.detach().cpu().clone() for name, v in trained.items()}
+
+
+def _num_devices(options: FederatedOptions) -> int:
+    """Cards that may be used; 0 on the CPU."""
+    import torch
+
+    return torch.cuda.device_count() if options.llama.device == "cuda" else 0
+
+
+def _device_name(options: FederatedOptions) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if options.llama.device == "cuda" else "cpu"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

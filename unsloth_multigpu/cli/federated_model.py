@@ -1,0 +1,41 @@
+"""The model and the training of a client in a benchmark: the same functions for processes and for threads."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.cli.bench_data import make_rows
+from unsloth_multigpu.cli.bench_worker import collate, make_model
+from unsloth_multigpu.cli.federated_option import FederatedOptions
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.federated.client import FederatedClient
+
+# With SGD: under Adam a rounding error in a small gradient may turn a step round, and arms could not be compared.
+_LEARNING_RATE = 0.05
+_rows = functools.lru_cache(maxsize=1)(make_rows)
+
+
+def build_model(options: FederatedOptions) -> Any:
+    """A client's model."""
+    return make_model(options.llama, max(map(len, _rows(options.llama))))
+
+
+def train_client(options: FederatedOptions, model: Any, client: FederatedClient) -> tuple[int, dict[str, float]]:
+    """One client's part of a round: some steps of SGD over its own rows. Draws no random numbers."""
+    import torch
+
+    llama = options.llama
+    rows = [{"input_ids": row} for row in _rows(llama)[client.client_id :: client.num_clients]]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], _LEARNING_RATE)
+    losses = []
+    for begin in range(0, len(rows), llama.batch_size):
+        batch = collate(rows[begin : begin + llama.batch_size], num_given=0)
+        with torch.autocast(client.device.type, torch.bfloat16, enabled=llama.dtype == "bf16"):
+            loss = model(**{name: value.to(client.device) for name, value in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return len(rows), {"loss": float(torch.stack(losses).mean())}

@@ -1,0 +1,1 @@
+"""Many clients on few GPUs: federated training with Flower."""

@@ -1,0 +1,159 @@
+"""What travels between the server and its clients: a model's trainable tensors and persistent buffers, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import nn
+
+from unsloth_multigpu.errors import FederatedError
+
+_RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# NumPy has no bfloat16, and the server would average in half precision.
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def read_state(model: nn.Module) -> ArrayRecord:
+    """The model's travelling tensors as copies, half precisions as float32.
+
+    Raises:
+        FederatedError: No parameter is trainable, or a value is infinite or no number.
+    """
+    return to_arrays(travelling_tensors(model))
+
+
+def load_state(model: nn.Module, arrays: ArrayRecord) -> None:
+    """Writes `arrays` into the model's travelling tensors, in place, in the dtype and on the device of each.
+
+    Raises:
+        FederatedError: Names or shapes are not those of the model.
+    """
+    write_arrays(travelling_tensors(model), arrays)
+
+
+def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Trainable parameters, then persistent buffers: the tensors themselves, in the model's order.
+
+    A tied weight counts once, under its first name. Of a quantised model only running statistics count as buffers: its
+    frozen weights are buffers, too.
+
+    Raises:
+        FederatedError: No parameter is trainable.
+    """
+    trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    if not trainable:
+        raise FederatedError(
+            f"The model of model_builder ({type(model).__name__}) has no trainable parameter.",
+            hint="Return a model with requires_grad=True somewhere, for example with a LoRA adapter.",
+        )
+    return trainable | travelling_buffers(model)
+
+
+def travelling_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Persistent buffers that training may change."""
+    buffers = dict(model.named_buffers())
+    if is_quantized(model):
+        return {name: value for name, value in buffers.items() if name.endswith(_RUNNING_STATISTICS)}
+    kept = model.state_dict().keys() if buffers else ()
+    return {name: value for name, value in buffers.items() if name in kept}
+
+
+def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
+    """Flower's arrays, copies on the CPU. Raises FederatedError naming a tensor with a value that is no number."""
+    broken = [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]
+    if broken:
+        raise FederatedError(
+            f"{broken[0]} is infinite or no number after the client's training (and {len(broken) - 1} more tensors).",
+            hint="Lower the client's learning rate, or clip its gradients.",
+        )
+    return ArrayRecord({name: to_array(value) for name, value in tensors.items()})
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    tensor = tensor.detach().cpu()
+    # Flower writes the bytes of an array down, so this is a copy where `.cpu()` is none.
+    return Array((tensor.float() if tensor.dtype in _HALF else tensor).numpy())
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    return torch.as_tensor(array.numpy())
+
+
+@torch.no_grad()
+def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> None:
+    """Writes each array into the tensor of its name; nothing is written where one does not fit.
+
+    Raises:
+        FederatedError: Names or shapes differ.
+    """
+    unknown, missing = sorted(arrays.keys() - tensors.keys()), sorted(tensors.keys() - arrays.keys())
+    if unknown or missing:
+        number, name, lack = (len(unknown), unknown[0], "model") if unknown else (len(missing), missing[0], "server")
+        raise FederatedError(
+            f"{name} is not among the {lack}'s trainable tensors ({number} names differ).",
+            hint="All clients and the server need the same model_builder and library versions.",
+        )
+    for name, tensor in tensors.items():
+        if tuple(arrays[name].shape) != tuple(tensor.shape):
+            raise FederatedError(
+                f"{name} has shape {tuple(arrays[name].shape)} on the server and {tuple(tensor.shape)} in this model.",
+                hint="All clients need the same model: the same vocabulary, layers and LoRA rank.",
+            )
+    for name, tensor in tensors.items():
+        value = to_tensor(arrays[name])
+        # A mean of counters is no whole number.
+        tensor.copy_(value if tensor.is_floating_point() or tensor.is_complex() else value.round())
+
+
+def frozen_layout(model: nn.Module, travelling: Sequence[str] = ()) -> list[str]:
+    """What has to be equal beside the travelling tensors, one "name: value" each.
+
+    Shapes of frozen parameters (adapters fit one another although the vocabularies of their base models differ), and
+    the factor of each LoRA layer. A quantised weight counts with the shape that it had before.
+
+    Args:
+        travelling: Names that travel; those that require a gradient now where it is empty.
+    """
+    lines = [
+        f"{name}: {_logical_shape(value)}"
+        for name, value in model.named_parameters()
+        if (name not in travelling if travelling else not value.requires_grad)
+    ]
+    for name, module in model.named_modules():
+        factors = getattr(module, "scaling", None)  # PEFT: adapter name -> factor.
+        if isinstance(factors, dict) and hasattr(module, "lora_A"):
+            lines += [f"{name} LoRA factor of {adapter}: {float(factor)!r}" for adapter, factor in factors.items()]
+    return lines
+
+
+def check_layout(own: Sequence[str], expected: Sequence[str]) -> None:
+    """Raises FederatedError naming the first frozen tensor in which this model is not that of the other clients."""
+    if list(own) == list(expected):
+        return
+    mine, theirs = (dict(line.split(": ", 1) for line in lines) for lines in (own, expected))
+    for name in dict.fromkeys([*theirs, *mine]):
+        here, there = mine.get(name, "absent"), theirs.get(name, "absent")
+        if here != there:
+            raise FederatedError(
+                f"This client's base model is not that of the other clients: {name} is {here} here, {there} there.",
+                hint="Give all clients the same base model, vocabulary and LoRA settings.",
+            )
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """True where Hugging Face says so, or a weight is one of bitsandbytes or torchao."""
+    return bool(getattr(model, "is_quantized", False)) or any(map(is_quantized_tensor, model.parameters()))
+
+
+def is_quantized_tensor(tensor: torch.Tensor) -> bool:
+    """No plain floating point weight: packed integers, 8-bit floats, or a library's own kind of tensor."""
+    kinds = {type(tensor), type(tensor.data)} - {torch.Tensor, nn.Parameter}
+    foreign = any(kind.__module__.split(".")[0] in ("bitsandbytes", "torchao", "hqq", "optimum") for kind in kinds)
+    return foreign or not tensor.is_floating_point() or tensor.element_size() == 1
+
+
+def _logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    packed = getattr(tensor, "quant_state", None)  # bitsandbytes packs two 4-bit values into a byte.
+    return tuple(tensor.shape if packed is None else packed.shape)

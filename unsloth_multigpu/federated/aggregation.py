@@ -1,0 +1,289 @@
+"""The mean of LoRA products: mean(B A) is what the clients' weights average to, mean(B) mean(A) is another matrix.
+
+A LoRA layer adds factor * B A to its base weight. Flower's strategies average A and B each on its own (FedIT, Zhang et
+al. 2023, "Towards Building the Federated GPT"). Here is the mean of the products, split into the adapter of the same
+rank that comes nearest to it (Eckart and Young 1936) and the rest, which the clients can add to their base weights
+(FedEx-LoRA, Singhal et al. 2024).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from flwr.app import Array, ArrayRecord
+
+from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated.adapters import to_array, to_tensor
+
+LoraAggregation = Literal["mean", "project", "exact"]
+
+# PEFT's names: "<layer>.lora_A.<adapter>.weight", of an embedding "<layer>.lora_embedding_A.<adapter>".
+_FACTOR = re.compile(
+    r"(?P<layer>.+\.lora_(?P<table>embedding_)?)(?P<side>[AB])(?P<adapter>\.[^.]+)(?P<weight>\.weight)?"
+)
+_PLAIN = re.compile(r".+\.lora_B\.[^.]+\.bias")
+# A keeps the scale that the clients' A have; a direction that their mean hardly holds gets a fifth of the largest. With
+# 50 the next rounds learned worse (examples/experiments/federated_aggregation.py, learning rate 0.01): where A is small
+# B has to be large.
+_MAX_CONDITION = 5.0
+# Clients x rank up to which "mean" measures what it misses: the time grows with the square, and is 0.3 s at 512 for a
+# layer of 4096 x 4096.
+_MAX_MEASURED = 512
+# Travels as float32 (6e-8): what is smaller than this part of the largest singular value is rounding.
+_NOISE = 1e-8
+
+
+class Split(NamedTuple):
+    """The mean of products: b @ a + residual_b @ residual_a. Shapes (rank, in), (out, rank), (out, rest), (rest, in).
+
+    relative_remainder is |mean(B A) - b a| / |mean(B A)| in Frobenius' norm; sums of squares for totals over layers.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    residual_b: torch.Tensor
+    residual_a: torch.Tensor
+    relative_remainder: float
+    remainder_square: float
+    total_square: float
+
+
+@dataclass(frozen=True)
+class LoraAggregate:
+    """The global state after a round.
+
+    Args:
+        arrays: All travelling tensors.
+        residual: What clients add to their original base weights, over all rounds; None but for "exact".
+        relative_remainder: Part of mean(B A) that `arrays` do not hold, over all layers in Frobenius' norm; None
+            without LoRA layers. "exact" holds it in `residual` instead.
+    """
+
+    arrays: ArrayRecord
+    residual: ArrayRecord | None = None
+    relative_remainder: float | None = None
+
+
+def aggregate_lora(
+    replies: Sequence[ArrayRecord],
+    weights: Sequence[float],
+    averaged: ArrayRecord,
+    *,
+    mode: LoraAggregation,
+    residual: ArrayRecord | None = None,
+) -> LoraAggregate:
+    """Replaces A and B in what the strategy averaged.
+
+    Args:
+        replies: The clients' arrays, in an order that does not change from run to run.
+        weights: Numbers of examples.
+        averaged: The strategy's result over all tensors. "mean" returns it and measures what it misses.
+        residual: The one of the rounds before.
+
+    Raises:
+        ConfigError: "project" or "exact" without a pair of A and B, or with a tensor for which B A is not the whole.
+        FederatedError: Weights that sum to nothing, or replies of different shapes.
+    """
+    pairs = find_pairs(averaged)
+    if mode == "mean":
+        return LoraAggregate(averaged, relative_remainder=_difference_of_means(pairs, replies, weights, averaged))
+    check_projectable(averaged)
+    arrays, squares, rests = ArrayRecord(dict(averaged)), [0.0, 0.0], ArrayRecord(dict(residual or {}))
+    for name_a, name_b in pairs.items():
+        factors = [(_double(reply, name_a), _double(reply, name_b)) for reply in replies]
+        split = mean_of_products(factors, weights)
+        arrays[name_a], arrays[name_b] = _single(split.a), _single(split.b)
+        squares = [squares[0] + split.remainder_square, squares[1] + split.total_square]
+        if mode == "exact":
+            _add_residual(rests, name_a, name_b, split)
+    remainder = math.sqrt(squares[0] / squares[1]) if squares[1] else 0.0
+    return LoraAggregate(arrays, rests if mode == "exact" else None, remainder)
+
+
+def mean_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weights: Sequence[float]) -> Split:
+    """The weighted mean of B A as the nearest product of the clients' rank, and the rest. Computes in float64.
+
+    Never forms out x in: with n clients, two QR factorizations of (n rank) columns and one SVD of at most that size.
+    Which of the many A with the same product? The one whose rows come nearest to the mean of the clients' A, so that
+    the learning rates of A and B keep their meaning from round to round.
+
+    Args:
+        pairs: (A, B) of each client: (rank, in) and (out, rank).
+        weights: One per client, not negative; need not sum to 1.
+
+    Raises:
+        FederatedError: Shapes that do not fit one another, or weights that sum to nothing.
+    """
+    parts = _normalized(weights, len(pairs))
+    pairs = [(a.double(), b.double()) for a, b in pairs]
+    _check_shapes(pairs)
+    left, values, right = _svd_of_product(
+        torch.cat([part * b for part, (_, b) in zip(parts, pairs, strict=True)], 1), torch.cat([a for a, _ in pairs])
+    )
+    mean_a = torch.stack([part * a for part, (a, _) in zip(parts, pairs, strict=True)]).sum(0)
+    kept = min(len(mean_a), len(values))
+    a, b = _rescale(left[:, :kept] * values[:kept], right[:kept], mean_a)
+    rest = _significant(values, kept)
+    remainder, total = float(values[kept:].square().sum()), float(values.square().sum())
+    return Split(
+        a,
+        b,
+        left[:, rest] * values[rest],
+        right[rest],
+        math.sqrt(remainder / total) if total else 0.0,
+        remainder,
+        total,
+    )
+
+
+def weighted_mean(replies: Sequence[ArrayRecord], weights: Sequence[float], names: Iterable[str]) -> ArrayRecord:
+    """The plain mean of some tensors, for buffers that a server's optimizer must leave alone. Adds in float64."""
+    parts = _normalized(weights, len(replies))
+    return ArrayRecord(
+        {
+            name: _single(
+                torch.stack([p * _double(reply, name) for p, reply in zip(parts, replies, strict=True)]).sum(0)
+            )
+            for name in names
+        }
+    )
+
+
+def find_pairs(names: Iterable[str]) -> dict[str, str]:
+    """Name of A -> name of B, where both travel. With one of them frozen the plain mean is exact."""
+    known = dict.fromkeys(names)  # In the names' order.
+    pairs = {name: partner_of(name) for name in known}
+    return {name: b for name in known if (b := pairs[name]) in known and b is not None and name < b}
+
+
+def partner_of(name: str) -> str | None:
+    """B's name for A's and A's for B's; None for what is no factor."""
+    match = _FACTOR.fullmatch(name)
+    if match is None:
+        return None
+    return f"{match['layer']}{'B' if match['side'] == 'A' else 'A'}{match['adapter']}{match['weight'] or ''}"
+
+
+def check_projectable(arrays: Mapping[str, object]) -> None:
+    """Raises ConfigError, naming a tensor, where the mean of B A is not the mean of what the adapter does."""
+    reasons = not_projectable({name: tuple(array.shape) for name, array in arrays.items()})  # type: ignore[attr-defined]
+    if reasons:
+        raise ConfigError(
+            f"lora_aggregation can only be 'mean' here: {reasons[0]}.",
+            hint="Use lora_aggregation='mean', or LoRA of linear layers and embeddings without DoRA.",
+        )
+
+
+def not_projectable(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Why "project" and "exact" cannot work on travelling tensors of these shapes, by name; empty where they can."""
+    reasons = [] if find_pairs(shapes) else ["no pair of lora_A and lora_B is trained"]
+    for name, shape in shapes.items():
+        if "lora_" not in name or _PLAIN.fullmatch(name):
+            continue
+        match = _FACTOR.fullmatch(name)
+        if match is None or bool(match["table"]) == bool(match["weight"]):
+            reasons.append(f"{name} is not a factor of a plain LoRA product (DoRA and AdaLoRA have such tensors)")
+        elif len(shape) != 2:
+            reasons.append(f"{name} has shape {shape}: the product of a convolution's factors is no matrix")
+    return reasons
+
+
+def residual_names(name_a: str, name_b: str) -> tuple[str, str]:
+    """Names of the residual's factors: (rest, in) and (out, rest)."""
+    return name_a.replace(".lora_", ".residual_"), name_b.replace(".lora_", ".residual_")
+
+
+def _add_residual(rests: ArrayRecord, name_a: str, name_b: str, split: Split) -> None:
+    """Adds the rest of a round to that of the rounds before, with no more columns than the sum needs."""
+    rest_a, rest_b = residual_names(name_a, name_b)
+    a, b = split.residual_a, split.residual_b
+    if rest_a in rests:
+        left, values, right = _svd_of_product(
+            torch.cat([_double(rests, rest_b), b], 1), torch.cat([_double(rests, rest_a), a])
+        )
+        kept = _significant(values, 0)
+        a, b = right[kept], left[:, kept] * values[kept]
+    rests[rest_a], rests[rest_b] = _single(a), _single(b)
+
+
+def _svd_of_product(b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, k) @ (k, in) -> left (out, m), falling values (m,), right (m, in); m = at most k, out and in."""
+    basis_b, inner_b = torch.linalg.qr(b)
+    basis_a, inner_a = torch.linalg.qr(a.T)
+    left, values, right = torch.linalg.svd(inner_b @ inner_a.T, full_matrices=False)
+    return basis_b @ left, values, right @ basis_a.T
+
+
+def _significant(values: torch.Tensor, start: int) -> slice:
+    floor = float(values[0]) * _NOISE if len(values) else 0.0
+    return slice(start, max(start, int((values > floor).sum())))
+
+
+def _rescale(b: torch.Tensor, a: torch.Tensor, mean_a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, kept) and orthonormal rows (kept, in) -> A near `mean_a` (rank, in) and B (out, rank) of the same product.
+
+    A = g a with the g that brings it nearest, which is mean_a a^T, as long as g can be inverted well.
+    """
+    turn, stretch, back = torch.linalg.svd(mean_a @ a.T, full_matrices=False)
+    largest = float(stretch[0]) if len(stretch) and stretch[0] > 0 else 1.0
+    stretch = stretch.clamp(min=largest / _MAX_CONDITION)
+    return (turn * stretch) @ back @ a, (b @ back.T / stretch) @ turn.T
+
+
+def _difference_of_means(
+    pairs: Mapping[str, str], replies: Sequence[ArrayRecord], weights: Sequence[float], averaged: ArrayRecord
+) -> float | None:
+    """|mean(B) mean(A) - mean(B A)| / |mean(B A)| over all layers; None of other factors, or where that is too long."""
+    parts = _normalized(weights, len(replies))
+    if any(len(replies) * averaged[name].shape[0] > _MAX_MEASURED for name in pairs):
+        return None
+    difference = total = 0.0
+    for name_a, name_b in pairs.items():
+        if len(averaged[name_a].shape) != 2:
+            return None
+        a = torch.cat([_double(reply, name_a) for reply in replies])
+        b = torch.cat([part * _double(reply, name_b) for part, reply in zip(parts, replies, strict=True)], 1)
+        total += _square_of_product(b, a)
+        difference += _square_of_product(
+            torch.cat([b, -_double(averaged, name_b)], 1), torch.cat([a, _double(averaged, name_a)])
+        )
+    return math.sqrt(difference / total) if total else (0.0 if pairs else None)
+
+
+def _square_of_product(b: torch.Tensor, a: torch.Tensor) -> float:
+    """Sum of squares of b @ a through the small products: |B A|^2 = sum of (B^T B) * (A A^T). Rounding may pass 0."""
+    return max(0.0, float((b.T @ b * (a @ a.T)).sum()))
+
+
+def _normalized(weights: Sequence[float], num_replies: int) -> list[float]:
+    total = math.fsum(weights)
+    if len(weights) != num_replies or min(weights, default=-1) < 0 or not 0 < total < math.inf:
+        raise FederatedError(
+            f"The clients' numbers of examples are {list(weights)[:8]}; their mean has no meaning.",
+            hint="train_fn returns the number of examples that it trained on; one client at least needs some.",
+        )
+    return [weight / total for weight in weights]
+
+
+def _check_shapes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    first_a, first_b = pairs[0]
+    for a, b in pairs:
+        if a.shape != first_a.shape or b.shape != first_b.shape or b.shape[1] != a.shape[0]:
+            raise FederatedError(
+                f"LoRA factors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit those of another client, "
+                f"{tuple(first_a.shape)} and {tuple(first_b.shape)}.",
+                hint="All clients need the same model.",
+            )
+
+
+def _double(arrays: ArrayRecord, name: str) -> torch.Tensor:
+    return to_tensor(arrays[name]).double()
+
+
+def _single(tensor: torch.Tensor) -> Array:
+    return to_array(tensor.float())

@@ -1,0 +1,220 @@
+"""The client half of a Flower app, made from a model and functions that know nothing of Flower."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.adapters import is_quantized, to_arrays, travelling_buffers
+from unsloth_multigpu.federated.client import ClientModel, FederatedClient, client_seed, seeded, visible_device
+from unsloth_multigpu.federated.lora import describe_adapter, frozen_factors, not_foldable, variants
+from unsloth_multigpu.federated.proximal import ProximalPull
+from unsloth_multigpu.federated.reply import CHANGED
+
+RESIDUAL, LAYOUT = "residual", "frozen-layout"
+TrainFunction = Callable[[nn.Module, FederatedClient], tuple[int, Mapping[str, Any]]]
+EvaluateFunction = Callable[[nn.Module, FederatedClient], tuple[float, int, Mapping[str, Any]]]
+
+
+def make_client_app(
+    model_builder: Callable[[], nn.Module],
+    train_fn: TrainFunction,
+    evaluate_fn: EvaluateFunction | None = None,
+    *,
+    server_id: str = "",
+    seed: int = 0,
+) -> ClientApp:
+    """A Flower ClientApp that runs in a slot, under a SuperNode and in Flower's simulation alike.
+
+    It answers "train", "evaluate" (with `evaluate_fn`) and "query.initial". The model is built at the first message and
+    kept. Exceptions of the user's functions leave it as they are; Flower makes error replies of them.
+
+    Args:
+        model_builder: () -> module with trainable parameters. Called with `seed` set.
+        train_fn: (model, client) -> (number of examples, metrics). The model is in train mode on `client.device`.
+        evaluate_fn: (model, client) -> (loss, number of examples, metrics). The model is in eval mode.
+    """
+    turn = _Turn(ClientModel(model_builder, seed), train_fn, evaluate_fn, server_id, seed)
+    app = ClientApp()
+    app.train()(turn.train)
+    app.query("initial")(turn.describe)
+    if evaluate_fn is not None:
+        app.evaluate()(turn.evaluate)
+    return app
+
+
+class _Turn:
+    """Handles one message after the other, in one process."""
+
+    def __init__(
+        self,
+        model: ClientModel,
+        train_fn: TrainFunction,
+        evaluate_fn: EvaluateFunction | None,
+        server_id: str,
+        seed: int,
+    ) -> None:
+        self._model = model
+        self._train_fn = train_fn
+        self._evaluate_fn = evaluate_fn
+        self._server_id = server_id
+        self._seed = seed
+        self._changed: list[str] = []
+
+    def train(self, message: Message, context: Context) -> Message:
+        client = self._client(message, context)
+        with self._prepared(message, client) as model:
+            model.train()
+            mu = float(client.config.get("proximal-mu", 0.0))
+            num_examples, metrics = self._train_near(mu, model, client) if mu else self._trained(model, client)
+            arrays = self._model.read()
+        return self._reply(message, client, {"num-examples": num_examples}, metrics, arrays)
+
+    def evaluate(self, message: Message, context: Context) -> Message:
+        assert self._evaluate_fn is not None
+        client = self._client(message, context)
+        with self._prepared(message, client) as model:
+            model.eval()
+            result = self._evaluate_fn(model, client)
+        loss, num_examples, metrics = _unpack(result, 3, "evaluate_fn", "(loss, number of examples, metrics)")
+        if not math.isfinite(loss := float(loss)) and num_examples:
+            raise FederatedError(
+                f"evaluate_fn returned the loss {loss}.", hint="Check the client's data, and its training's loss."
+            )
+        # A client without data may have no loss either; its weight is 0, and 0 * nan would spoil the mean.
+        loss = loss if math.isfinite(loss) else 0.0
+        own = {"num-examples": _number(num_examples, "evaluate_fn"), "loss": loss}
+        return self._reply(message, client, own, metrics)
+
+    def describe(self, message: Message, context: Context) -> Message:
+        """The seeded model's travelling tensors, and what the server has to know of it."""
+        built = self._model.facts(_device(context))
+        model, tensors = built.model, built.travelling
+        facts: dict[str, Any] = {
+            LAYOUT: built.layout,
+            "adapter-config": describe_adapter(model, tensors),
+            "buffers": list(travelling_buffers(model)),
+            "not-projectable": variants(model, tensors),
+            "not-foldable": not_foldable(model, tensors),
+            "is-quantized": is_quantized(model),
+        }
+        content = RecordDict({"arrays": to_arrays(tensors), "config": ConfigRecord(facts)})
+        if frozen := frozen_factors(model, tensors):
+            content["adapter-frozen"] = to_arrays(frozen)
+        return Message(content, reply_to=message)
+
+    @contextmanager
+    def _prepared(self, message: Message, client: FederatedClient) -> Iterator[nn.Module]:
+        records = message.content.array_records
+        arrays = [record for name, record in records.items() if name != RESIDUAL]
+        if len(arrays) != 1:
+            raise FederatedError(
+                f"A message with {len(arrays)} ArrayRecords reached the client; one was expected.",
+                hint="Use a strategy that sends the global arrays, as Flower's own do.",
+            )
+        layout = [line for record in message.content.config_records.values() for line in _texts(record.get(LAYOUT))]
+        try:
+            with seeded(client.seed, client.device):
+                yield self._model.prepare(arrays[0], records.get(RESIDUAL), client.device, layout)
+        finally:
+            self._changed = self._model.release()
+
+    def _client(self, message: Message, context: Context) -> FederatedClient:
+        config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
+        config.pop(LAYOUT, None)
+        client_id, num_clients = context.node_config.get("partition-id"), context.node_config.get("num-partitions")
+        if client_id is None or num_clients is None:
+            raise FederatedError(
+                f"This node has no client number; its node config is {dict(context.node_config)}.",
+                hint="Start the SuperNode with --node-config 'partition-id=0 num-partitions=2'.",
+            )
+        number, server_round = int(client_id), int(str(config.get("server-round", 0)))
+        seed = client_seed(self._seed, server_round, number)
+        return FederatedClient(
+            *(number, int(num_clients), server_round, _device(context), config, seed, self._server_id)
+        )
+
+    def _trained(self, model: nn.Module, client: FederatedClient) -> tuple[int, Any]:
+        result = self._train_fn(model, client)
+        num_examples, metrics = _unpack(result, 2, "train_fn", "(number of examples, metrics)")
+        return _number(num_examples, "train_fn"), metrics
+
+    def _train_near(self, mu: float, model: nn.Module, client: FederatedClient) -> tuple[int, Any]:
+        pull = ProximalPull((value for value in model.parameters() if value.requires_grad), mu)
+        with pull.applied():
+            num_examples, metrics = self._trained(model, client)
+        if num_examples and not pull.num_steps:
+            raise FederatedError(
+                f"proximal-mu is {mu}, but no torch optimizer took a step on the model's parameters.",
+                hint="FedProx needs an optimizer that is a torch.optim.Optimizer, over the model that train_fn gets.",
+            )
+        return num_examples, metrics
+
+    def _reply(
+        self,
+        message: Message,
+        client: FederatedClient,
+        own: dict[str, Any],
+        metrics: Any,
+        arrays: ArrayRecord | None = None,
+    ) -> Message:
+        for key, value in (metrics or {}).items():
+            if key in own:
+                raise FederatedError(
+                    f"The metric {key!r} is set already.", hint="Give the client's metric another name."
+                )
+            own[key] = _metric(key, value)
+        facts: dict[str, Any] = {"client-id": client.client_id} | ({CHANGED: self._changed} if self._changed else {})
+        content = RecordDict({"metrics": MetricRecord(own), "client": ConfigRecord(facts)})
+        if arrays is not None:
+            content["arrays"] = arrays
+        return Message(content, reply_to=message)
+
+
+def _unpack(result: Any, length: int, name: str, form: str) -> tuple[Any, ...]:
+    if not isinstance(result, tuple) or len(result) != length or not isinstance(result[-1], Mapping | None):
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        raise FederatedError(f"{name} returned {got}, not {form}.", hint="Return an empty dict for no metrics.")
+    return result
+
+
+def _number(num_examples: Any, name: str) -> int:
+    try:
+        number = operator.index(num_examples)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise FederatedError(
+            f"{name} returned {num_examples!r} as number of examples.", hint="Return a whole number, 0 for no data."
+        )
+    return number
+
+
+def _metric(key: str, value: Any) -> Any:
+    """Flower takes int, float and lists of them; tensors and NumPy's scalars have `item`."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    value = int(value) if isinstance(value, bool) else value
+    if not isinstance(value, int | float | list):
+        raise FederatedError(
+            f"The metric {key!r} is {type(value).__name__}, not a number or a list of numbers.",
+            hint="Return numbers; write texts to a log.",
+        )
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    return value if isinstance(value, list) else []
+
+
+def _device(context: Context) -> torch.device:
+    named = context.node_config.get("device")
+    return torch.device(str(named)) if named else visible_device()

@@ -1,0 +1,231 @@
+"""A client's turn on the one model of its process: the global weights go in, its own seeds hold, and nothing stays."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from unsloth_multigpu.core.random_state import kept_random_state
+from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.adapters import (
+    check_layout,
+    frozen_layout,
+    is_quantized,
+    to_arrays,
+    travelling_tensors,
+    write_arrays,
+)
+from unsloth_multigpu.federated.lora import BaseWeights
+
+
+@dataclass(frozen=True)
+class FederatedClient:
+    """What `train_fn` and `evaluate_fn` get beside the model.
+
+    Args:
+        client_id: 0 .. num_clients - 1: which part of the data this client has (Flower's "partition-id").
+        num_clients: Of the whole federation.
+        server_round: From 1 on.
+        device: Where the model is.
+        config: What `fit(config=...)` and the strategy sent.
+        seed: Of this client in this round. Python, NumPy and torch are seeded with it already.
+        server_id: Of the server.
+    """
+
+    client_id: int
+    num_clients: int
+    server_round: int
+    device: torch.device
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    server_id: str = ""
+
+
+def client_seed(seed: int, server_round: int, client_id: int) -> int:
+    """32 bits that depend on all three and on nothing else: not on the place, not on who came before."""
+    digest = hashlib.blake2b(f"{seed}/{server_round}/{client_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seeds Python, NumPy and torch (all devices) and puts back what their states were, on `device` as well."""
+    import random
+
+    import numpy
+
+    backend = getattr(torch, device.type) if device.type in ("cuda", "xpu") else None
+    state = None if backend is None else backend.get_rng_state(device)
+    with kept_random_state():
+        try:
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.manual_seed(seed)
+            yield
+        finally:
+            if backend is not None:
+                backend.set_rng_state(state, device)
+
+
+def visible_device() -> torch.device:
+    """The device of this process: a slot sees at most one."""
+    for kind in ("cuda", "xpu"):
+        if getattr(torch, kind).is_available():
+            return torch.device(kind, 0)
+    return torch.device("cpu")
+
+
+def build_model(model_builder: Callable[[], nn.Module], device: torch.device, seed: int) -> nn.Module:
+    """Calls `model_builder` with the seeds set, so that LoRA starts alike in all processes, and moves the model.
+
+    A model that is quantised, spread over devices by `device_map` or not on the CPU stays where its builder put it.
+
+    Raises:
+        FederatedError: The builder returned no module.
+    """
+    with seeded(seed, device):
+        model = model_builder()
+    if not isinstance(model, nn.Module):
+        raise FederatedError(
+            f"model_builder returned {type(model).__name__}, not a torch.nn.Module.",
+            hint="Return the model alone; make tokenizer and data in train_fn.",
+        )
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+    if is_on_cpu and not getattr(model, "hf_device_map", None) and not is_quantized(model):
+        model.to(device)
+    return model
+
+
+class ClientModel:
+    """One model per process, for one client after the other. Each finds it as the builder left it.
+
+    Global weights, base weights with the residual, gradients, requires_grad, flags like train or eval mode and
+    `forward` (mixed precision wraps it anew in each Trainer) are set before a client; hooks that it registers stay. A
+    client that changed a frozen weight has the model built again for the next one.
+    """
+
+    def __init__(self, model_builder: Callable[[], nn.Module], seed: int = 0) -> None:
+        self._model_builder = model_builder
+        self._seed = seed
+        self._state: _BuiltModel | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_state": None}  # To another process goes the recipe alone.
+
+    def build(self, device: torch.device) -> nn.Module:
+        """The model, built if there is none, as its builder or the last client left it."""
+        return self._built(device).model
+
+    def prepare(
+        self, arrays: ArrayRecord, residual: ArrayRecord | None, device: torch.device, layout: Sequence[str] = ()
+    ) -> nn.Module:
+        """The model with the global state in it.
+
+        Args:
+            residual: Of all rounds together, for the original base weights.
+            layout: The other clients' `frozen_layout`; empty is not compared.
+
+        Raises:
+            FederatedError: Names or shapes of travelling or frozen tensors differ from the server's.
+        """
+        built = self._built(device)
+        if layout:
+            check_layout(built.layout, layout)
+        built.reset()
+        write_arrays(built.travelling, arrays)
+        built.base.fold(residual)
+        built.remember()
+        return built.model
+
+    def read(self) -> ArrayRecord:
+        """The travelling tensors after a client's training, copied."""
+        return to_arrays(self._state.current() if self._state else {})
+
+    def release(self) -> list[str]:
+        """Frees what a client left; the next one gets a new model where a frozen weight is no longer the same.
+
+        Returns:
+            Names of those frozen weights.
+        """
+        if self._state is None:
+            return []
+        if changed := self._state.changed():
+            self._state = None
+        else:
+            self._state.reset()
+        if torch.cuda.is_initialized():
+            gc.collect()  # A Trainer is a cycle: its optimizer's memory would stay until the next collection.
+        return changed
+
+    def facts(self, device: torch.device) -> _BuiltModel:
+        return self._built(device)
+
+    def _built(self, device: torch.device) -> _BuiltModel:
+        if self._state is None:
+            self._state = _BuiltModel(build_model(self._model_builder, device, self._seed))
+        return self._state
+
+
+class _BuiltModel:
+    """A model and what it was like when it was built."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.travelling = travelling_tensors(model)
+        self.layout = frozen_layout(model)
+        self.base = BaseWeights(model, self.travelling)
+        self._trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self._settings = [(module, _settings(module)) for module in model.modules()]
+        self._before: dict[str, tuple[Any, ...]] = {}
+
+    def reset(self) -> None:
+        for parameter, requires_grad in self._trainable:
+            parameter.grad = None
+            parameter.requires_grad_(requires_grad)
+        for module, settings in self._settings:
+            for name in _settings(module).keys() - settings.keys():
+                del module.__dict__[name]
+            module.__dict__.update(settings)
+
+    def current(self) -> dict[str, torch.Tensor]:
+        """The travelling tensors by name as the model has them now."""
+        now = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        if missing := [name for name in self.travelling if name not in now]:
+            raise FederatedError(
+                f"{missing[0]} is gone after the client's training ({len(missing)} tensors are).",
+                hint="train_fn must train the model that it gets: add or merge adapters in model_builder.",
+            )
+        return {name: now[name] for name in self.travelling}
+
+    def remember(self) -> None:
+        self._before = self._marks()
+
+    def changed(self) -> list[str]:
+        """Names of parameters that are new, gone or replaced, and of frozen ones that were written to."""
+        marks = self._marks() if self._before else {}
+        return [name for name in self._before | marks if self._before.get(name) != marks.get(name)]
+
+    def _marks(self) -> dict[str, tuple[Any, ...]]:
+        # torch counts each tensor's writes in `_version`, for autograd's own check; it has no public name.
+        return {
+            name: (id(value),)
+            if name in self.travelling
+            else (id(value), value.data_ptr(), value.dtype, None if value.is_inference() else value._version)
+            for name, value in self.model.named_parameters()
+        }
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Flags (train mode, gradient checkpointing, Unsloth's generation mode) and a `forward` of this very module.
+
+    Other attributes may go with what a buffer holds, as the length that a rotary embedding has reached.
+    """
+    return {name: value for name, value in vars(module).items() if isinstance(value, bool) or name == "forward"}

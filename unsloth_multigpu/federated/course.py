@@ -1,0 +1,300 @@
+"""The course of a federated training: around each call of a Flower strategy what makes a round repeatable and known."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+# What strategies raise where replies do not fit. Flower exports it from this module alone.
+from flwr.app.exception import AppExitException
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.aggregation import aggregate_lora, weighted_mean
+from unsloth_multigpu.federated.checkpoint import History, SavedRound, write_round
+from unsloth_multigpu.federated.reply import (
+    Kind,
+    arrays_of,
+    as_floats,
+    device_reports,
+    judge,
+    like,
+    num_bytes,
+    weight_of,
+)
+from unsloth_multigpu.federated.report import FederatedReport, FederatedResult, RoundReport, write_rounds
+from unsloth_multigpu.federated.strategy import has_server_optimizer, is_weighted_mean, quiet_flower, weight_key
+from unsloth_multigpu.federated.task import ClientRecord
+from unsloth_multigpu.logs import get_logger
+
+_log = get_logger(__name__)
+
+
+class Slots(Protocol):
+    """What a grid of slots knows beyond Flower's grid."""
+
+    @property
+    def devices_of_slots(self) -> Sequence[str]:
+        """Slot number -> its device."""
+
+    def client_states(self) -> dict[int, RecordDict]:
+        """Each client's `Context.state`."""
+
+    def load_client_states(self, states: Mapping[int, RecordDict]) -> None:
+        """Puts them back."""
+
+    def take_records(self) -> list[ClientRecord]:
+        """What became of each message since the last call."""
+
+
+@dataclass(frozen=True)
+class CoursePlan:
+    """What does not change from round to round.
+
+    Args:
+        config: Goes to every client in every round, beside "server-round".
+        layout: Names and shapes of what does not travel.
+        buffers: Names of arrays that are no parameters, as running statistics.
+        evaluates: Whether clients evaluate.
+        facts: What a training that goes on must have in common with the one before.
+        output_dir: Where rounds are saved; None = nowhere.
+        server_evaluate: Gets the round, the global arrays and the residual.
+    """
+
+    server_id: str
+    num_clients: int
+    seed: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    layout: Sequence[str] = ()
+    buffers: Sequence[str] = ()
+    evaluates: bool = True
+    lora_aggregation: Literal["mean", "project", "exact"] = "mean"
+    min_success: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    output_dir: Path | None = None
+    server_evaluate: Callable[[int, ArrayRecord, ArrayRecord | None], MetricRecord] | None = None
+
+
+class Course(Strategy):
+    """A strategy around the user's: the same clients in every repetition, replies in the order of the clients.
+
+    Flower's loop counts from 1; after a resume this class counts on from the saved round. Python's and NumPy's random
+    numbers are seeded while clients are drawn, and put back after. While results are put together they are not: noise
+    for differential privacy that a known seed makes again would hide nothing.
+
+    Args:
+        strategy: Flower's; its state changes.
+        saved: The round to go on from.
+        slots: Where the clients run, if it is this package's grid.
+    """
+
+    def __init__(
+        self, strategy: Strategy, plan: CoursePlan, saved: SavedRound | None = None, slots: Slots | None = None
+    ) -> None:
+        self.strategy = strategy
+        self.plan = plan
+        self.residual = saved.residual if saved else None
+        self._slots = slots
+        self._num_before = saved.server_round if saved else 0
+        self._history = saved.history if saved else History()
+        self._arrays = saved.arrays if saved else ArrayRecord()
+        self._round = RoundReport(self._num_before, 0.0, 0)
+        self._begin_s = 0.0
+        self._num_asked = 0
+        self._has_warned = False
+
+    def run(
+        self, grid: Grid, arrays: ArrayRecord, num_rounds: int, *, timeout_s: float, startup_s: float = 0.0
+    ) -> FederatedResult:
+        """Trains up to and with round `num_rounds`.
+
+        Args:
+            arrays: The global arrays to begin with, unless a saved round has them.
+            timeout_s: Limit of one phase of a round, training or evaluation.
+            startup_s: For the report.
+
+        Raises:
+            FederatedError: A round cannot be finished.
+            OSError: A round cannot be saved.
+        """
+        plan, history = self.plan, self._history
+        self._arrays = self._arrays if self._num_before else arrays
+        with quiet_flower():
+            self.start(
+                grid,
+                self._arrays,
+                max(0, num_rounds - self._num_before),
+                timeout_s,
+                ConfigRecord(dict(plan.config)),
+                ConfigRecord(dict(plan.config)),
+                self._end_round,
+            )
+        num_slots = len(self._slots.devices_of_slots) if self._slots else 0
+        return FederatedResult(
+            Result(self._arrays, history.train, history.evaluate, history.server),
+            FederatedReport(plan.server_id, plan.num_clients, num_slots, startup_s, tuple(history.rounds)),
+        )
+
+    def summary(self) -> None:
+        """Flower's lines on the strategy."""
+        self.strategy.summary()
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Opens the round and draws its clients."""
+        number = server_round + self._num_before
+        self._round, self._begin_s, self._arrays = RoundReport(number, 0.0, 0), time.monotonic(), arrays
+        with self._drawing("train"), self._named("configure_train"):
+            return self._completed_messages(self.strategy.configure_train(number, arrays, config, grid))
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Puts the clients' arrays together as the strategy does."""
+        judged = self._judged(replies, "train")
+        contents = [reply.content for reply in judged if reply.has_content()]
+        kept = [arrays_of(content) for content in contents]
+        weights = [weight_of(content, weight_key(self.strategy)) for content in contents]
+        for content in contents:
+            as_floats(content, self.plan.buffers)
+        with self._named("aggregate_train"):
+            arrays, metrics = self.strategy.aggregate_train(self._round.server_round, judged)
+        if arrays is not None:
+            arrays = self._completed_arrays(arrays, kept, weights)
+            self._note(num_examples=int(sum(weights)))
+        elif contents:
+            self._note_failures([f"{type(self.strategy).__name__} used no reply: the weights stay as they were"])
+        self._note(received_bytes=sum(map(num_bytes, kept)), train_metrics=dict(metrics or {}))
+        if metrics is not None:
+            self._history.train[self._round.server_round] = metrics
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draws the clients that evaluate."""
+        self._arrays = arrays
+        if not self.plan.evaluates:
+            self._num_asked = 0
+            return []
+        with self._drawing("evaluate"), self._named("configure_evaluate"):
+            number = self._round.server_round
+            return self._completed_messages(self.strategy.configure_evaluate(number, arrays, config, grid))
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Puts the clients' metrics together as the strategy does."""
+        if not (judged := self._judged(replies, "evaluate")):
+            return None
+        with self._named("aggregate_evaluate"):
+            metrics = self.strategy.aggregate_evaluate(self._round.server_round, judged)
+        self._note(evaluate_metrics=dict(metrics or {}))
+        if metrics is not None:
+            self._history.evaluate[self._round.server_round] = metrics
+        return metrics
+
+    def _end_round(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Flower's loop calls it before the first and after each round."""
+        is_start = server_round == 0
+        if is_start and self._num_before:
+            return None
+        number = server_round + self._num_before
+        evaluate = self.plan.server_evaluate
+        metrics = evaluate(number, arrays, self.residual) if evaluate else None
+        if metrics is not None:
+            self._history.server[number] = metrics
+        if is_start:
+            return metrics
+        self._note(server_metrics=dict(metrics or {}), seconds=time.monotonic() - self._begin_s)
+        if self._slots is not None:
+            records = self._slots.take_records()
+            self._note(devices=device_reports(self._slots.devices_of_slots, records))
+            again = [r for r in records if r.attempts > 1 and not r.error]
+            self._note_failures([f"client {r.client_id}: {r.kind} needed {r.attempts} attempts" for r in again])
+        self._history.rounds.append(self._round)
+        if self.plan.output_dir is not None:
+            self._save(self.plan.output_dir, arrays)
+        _log.info("%s", self._round.summary())
+        return metrics
+
+    def _save(self, output_dir: Path, arrays: ArrayRecord) -> None:
+        states = self._slots.client_states() if self._slots else {}
+        saved = SavedRound(self._round.server_round, arrays, self.residual, self.plan.layout, states, self._history)
+        left_out = write_round(output_dir, saved, self.strategy, self.plan.facts)
+        write_rounds(output_dir, [self._round], must_append=True)
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            _log.warning("not saved, so a training that goes on starts anew with it: %s", ", ".join(left_out))
+
+    def _judged(self, replies: Iterable[Message], kind: Kind) -> list[Message]:
+        judged, failures = judge(
+            list(replies),
+            kind,
+            self._round.server_round,
+            num_asked=self._num_asked,
+            min_success=self.plan.min_success,
+            weight_key=weight_key(self.strategy),
+        )
+        self._note_failures(failures)
+        return judged
+
+    def _completed_messages(self, messages: Iterable[Message]) -> list[Message]:
+        messages = sorted(messages, key=lambda message: message.metadata.dst_node_id)
+        if self.residual is not None:
+            for message in messages:
+                message.content["residual"] = self.residual
+        self._num_asked = len(messages)
+        sent = sum(num_bytes(record) for message in messages for record in message.content.array_records.values())
+        self._note(sent_bytes=self._round.sent_bytes + sent)
+        return messages
+
+    def _completed_arrays(self, arrays: ArrayRecord, replies: list[ArrayRecord], weights: list[float]) -> ArrayRecord:
+        """What the strategy made, with LoRA's product, running statistics and dtypes as they should be."""
+        if is_weighted_mean(self.strategy):
+            lora = aggregate_lora(replies, weights, arrays, mode=self.plan.lora_aggregation, residual=self.residual)
+            arrays, self.residual = lora.arrays, lora.residual
+            self._note(lora_remainder=lora.relative_remainder)
+        elif has_server_optimizer(self.strategy) and self.plan.buffers:
+            # Its step would take a running variance below zero.
+            arrays = ArrayRecord({**arrays, **weighted_mean(replies, weights, self.plan.buffers)})
+        return like(arrays, self._arrays)
+
+    def _note(self, **changes: Any) -> None:
+        self._round = dataclasses.replace(self._round, **changes)
+
+    def _note_failures(self, failures: Sequence[str]) -> None:
+        self._note(failures=(*self._round.failures, *failures))
+
+    @contextmanager
+    def _named(self, step: str) -> Iterator[None]:
+        try:
+            yield
+        except AppExitException as error:
+            raise FederatedError(
+                f"round {self._round.server_round}: {type(self.strategy).__name__}.{step}: {error}",
+                hint="Every client must return the same metrics, among them those that the strategy needs.",
+            ) from error
+
+    @contextmanager
+    def _drawing(self, kind: Kind) -> Iterator[None]:
+        """Seeds what strategies draw clients with, and puts it back."""
+        import numpy as np
+
+        before, numpy_before = random.getstate(), np.random.get_state()
+        drawn = random.Random(f"{self.plan.seed}/{self._round.server_round}/{kind}").getrandbits(32)
+        random.seed(drawn)
+        np.random.seed(drawn)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpy_before)

@@ -1,0 +1,123 @@
+"""Which device does a slot get, and which environment makes it the only one that the slot sees?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from unsloth_multigpu.config import ENV_PREFIX
+from unsloth_multigpu.errors import SetupError
+
+# By which launchers tell a process that it is one of several: a Trainer in a slot would look for the others.
+_OF_RANKS = {"GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
+_OF_LAUNCHERS = (ENV_PREFIX, "GROUP_WORLD_", "OMPI_COMM_", "PMI_", "PMIX_", "ROLE_", "TORCHELASTIC_")
+_VISIBLE = {"cuda": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
+_NO_DEVICE = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    # oneAPI has no empty mask; this one leaves no GPU.
+    "ONEAPI_DEVICE_SELECTOR": "*:cpu",
+    "ACCELERATE_USE_CPU": "true",
+}
+
+
+@dataclass(frozen=True)
+class SlotDevice:
+    """A device of this machine, by its place among those that this process sees.
+
+    Args:
+        kind: "cuda" (also ROCm), "xpu" or "cpu".
+        index: Counts the visible devices of that kind; "cpu" slots are counted as if each had one.
+    """
+
+    kind: Literal["cuda", "cpu", "xpu"]
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu: bool = True) -> list[SlotDevice]:
+    """Devices on which clients run, each once. Opens none of them.
+
+    Args:
+        num_gpus: How many of the visible ones; None = all. Where none is visible, how many CPU slots; None = one.
+        device: Without `auto_gpu` the one to use, as torch names it; None = the first visible one, else the CPU.
+        auto_gpu: Use all; False = use `device` alone.
+
+    Raises:
+        SetupError: More than there are.
+    """
+    kind, num_visible = _visible_accelerators()
+    if auto_gpu:
+        if num_visible == 0:
+            return [SlotDevice("cpu", index) for index in range(num_gpus or 1)]
+        if num_gpus is not None and num_gpus > num_visible:
+            raise SetupError(
+                f"num_gpus={num_gpus}, but {num_visible} {kind} device(s) are visible.",
+                hint=f"Set num_gpus={num_visible}, or clients_per_gpu for several clients at once on one.",
+            )
+        return [SlotDevice(kind, index) for index in range(num_gpus or num_visible)]
+    if num_gpus is not None:
+        raise SetupError(f"auto_gpu=False, but num_gpus={num_gpus}.", hint="Set auto_gpu=True, or device alone.")
+    asked_kind, _, text = (device or kind).partition(":")
+    index = int(text or 0)
+    if asked_kind == "cpu":
+        return [SlotDevice("cpu", 0)]
+    if asked_kind != kind or index >= num_visible:
+        found = f"{num_visible} {kind}" if num_visible else "no cuda or xpu"
+        raise SetupError(
+            f"device={device!r}, but this machine shows {found} device(s).",
+            hint="Set device='cpu', or check CUDA_VISIBLE_DEVICES, the driver and the installed torch.",
+        )
+    return [SlotDevice(kind, index)]
+
+
+def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """All variables of a slot's process: before its program starts it sees one device, and nothing of other ranks.
+
+    Args:
+        device: Counted among the devices that `environment` shows.
+        num_slots: How many share the machine's cores.
+        seed: Of the order in sets of texts, which is the same in all slots.
+        environment: This process's.
+
+    Raises:
+        SetupError: `environment` does not show the device.
+    """
+    own = {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_RANKS and not name.startswith(_OF_LAUNCHERS)
+    }
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_slots)),
+        "PYTHONHASHSEED": str(seed),
+    }
+    own |= {name: value for name, value in defaults.items() if not own.get(name)}
+    return own | (_NO_DEVICE if device.kind == "cpu" else _only(device, environment))
+
+
+def _only(device: SlotDevice, environment: Mapping[str, str]) -> dict[str, str]:
+    """The visible entry with the device's number: "GPU-8932f937", or "5" of CUDA_VISIBLE_DEVICES="4,5"."""
+    names = _VISIBLE[device.kind]
+    shown = {name: environment[name].split(",") for name in names if environment.get(name)}
+    for name, entries in shown.items():
+        if device.index >= len(entries):
+            raise SetupError(
+                f"{device} is to be used, but {name}={environment[name]!r}.",
+                hint=f"Do not change {name} after torch has counted the devices.",
+            )
+    return {name: entries[device.index].strip() for name, entries in shown.items()} or {names[-1]: str(device.index)}
+
+
+def _visible_accelerators() -> tuple[Literal["cuda", "cpu", "xpu"], int]:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Others have no variable that hides all but one, or are one device anyway.
+    if accelerator is None or accelerator.type not in _VISIBLE:
+        return "cpu", 0
+    return ("cuda" if accelerator.type == "cuda" else "xpu"), torch.accelerator.device_count()

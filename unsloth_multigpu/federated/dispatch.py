@@ -1,0 +1,151 @@
+"""Which task does a slot that is free take? What was measured says how long a client takes, and what it needs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unsloth_multigpu.federated.device import SlotDevice
+from unsloth_multigpu.federated.placement import Client, Device, Placement, can_start, deal, slots_that_fit
+from unsloth_multigpu.federated.task import Task
+
+# What a driver takes for a process beside what torch reserves: about this for CUDA 12 and 13.
+_CONTEXT_BYTES = 512 * 2**20
+# The next client may need a bit more than the first.
+_MARGIN = 1.1
+
+
+@dataclass
+class _Sum:
+    num_examples: int = 0
+    seconds: float = 0.0
+
+
+class History:
+    """What the clients of earlier messages took.
+
+    A client's cost is the seconds that it took times the speed of its device, in examples per second: an unequal device
+    shows by its speed, a client whose examples are long by its own seconds.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, int], tuple[float, SlotDevice]] = {}
+        self._memory_bytes: dict[int, int] = {}
+        self._devices: dict[tuple[str, SlotDevice], _Sum] = {}
+        self._held_bytes: dict[SlotDevice, int] = {}
+
+    def note(self, task: Task) -> None:
+        """Takes in a task that was answered. The first of a process is left out: it has loaded the model as well."""
+        assert task.device is not None
+        peak_bytes = task.peak_memory_bytes
+        self._memory_bytes[task.client_id] = max(peak_bytes, self._memory_bytes.get(task.client_id, 0))
+        self._held_bytes[task.device] = max(peak_bytes, self._held_bytes.get(task.device, 0))
+        if task.is_first or task.error is not None:
+            return
+        self._seconds[task.kind, task.client_id] = task.seconds, task.device
+        total = self._devices.setdefault((task.kind, task.device), _Sum())
+        total.num_examples += task.num_examples
+        total.seconds += task.seconds
+
+    def speed(self, kind: str, device: SlotDevice) -> float:
+        """Examples per second of one slot; 1 where they are not known."""
+        known = {d: s.num_examples / s.seconds for (k, d), s in self._devices.items() if k == kind and s.num_examples}
+        mean = sum(known.values()) / len(known) if known else 1.0
+        return known.get(device, mean)
+
+    def client(self, kind: str, client_id: int) -> Client:
+        """What is to be expected of it: as much as of the others, where it has not been seen."""
+        costs = [s * self.speed(kind, device) for (k, _), (s, device) in self._seconds.items() if k == kind]
+        seconds, device = self._seconds.get((kind, client_id), (0.0, None))
+        usual = sum(costs) / len(costs) if costs else 1.0
+        cost = usual if device is None else seconds * self.speed(kind, device)
+        return Client(client_id, cost, self._memory_bytes.get(client_id, 0))
+
+    def held_bytes(self, device: SlotDevice) -> int:
+        """The most that a client has had there: so much there is, whatever others had taken when it was read."""
+        return self._held_bytes.get(device, 0)
+
+    def forget_clients(self) -> None:
+        """Other clients come; the devices stay."""
+        self._seconds.clear()
+        self._memory_bytes.clear()
+
+
+class Queues:
+    """The tasks that wait, by device.
+
+    Args:
+        how: As in `placement.deal`.
+        history: What "balanced" goes by.
+    """
+
+    def __init__(self, how: Placement, history: History) -> None:
+        self._how = how
+        self._history = history
+        self._waiting: dict[SlotDevice, list[Task]] = {}
+
+    def deal(
+        self, tasks: Iterable[Task], num_slots: Mapping[SlotDevice, int], memory: Mapping[SlotDevice, int]
+    ) -> None:
+        """Deals these tasks and all that wait.
+
+        Args:
+            num_slots: Of each device that lives.
+            memory: What each device had free, in bytes; only where it is known.
+        """
+        waiting = [*self.take_all(), *tasks]
+        live = list(num_slots)
+        self._waiting = {device: [] for device in live}
+        for kind in dict.fromkeys(task.kind for task in waiting):
+            chosen = [task for task in waiting if task.kind == kind]
+            clients = {task.client_id: self._client(task) for task in chosen}
+            places = [
+                Device(i, self._history.speed(kind, d) * num_slots[d], self._limit(d, memory))
+                for i, d in enumerate(live)
+            ]
+            for device, ids in zip(live, deal(list(clients.values()), places, self._how), strict=True):
+                order = {client_id: place for place, client_id in enumerate(ids)}
+                own = [task for task in chosen if task.client_id in order]
+                self._waiting[device] += sorted(own, key=lambda task: order[task.client_id])
+
+    def take(self, device: SlotDevice, running: Sequence[Task], memory: Mapping[SlotDevice, int]) -> Task | None:
+        """The next task for a slot of `device`; None where none waits, or none fits beside those that run there."""
+        own = self._waiting.get(device, [])
+        if not own and self._how == "balanced" and self._waiting:
+            # Its own are done sooner than was expected: it helps the one that has most to do.
+            own = max(self._waiting.values(), key=lambda tasks: sum(self._client(t).cost for t in tasks))
+        place = Device(device.index, memory_bytes=self._limit(device, memory))
+        beside = [self._client(task) for task in running]
+        fits = (n for n, task in enumerate(own) if not running or can_start(self._client(task), place, beside))
+        first = next(fits, None)
+        return None if first is None else own.pop(first)
+
+    def put_first(self, task: Task, devices: Sequence[SlotDevice]) -> None:
+        """Gives back a task whose slot has died: where there is another device, it is tried there."""
+        others = [device for device in devices if device != task.device] or list(devices)
+        chosen = min(others, key=self.num_waiting)
+        self._waiting.setdefault(chosen, []).insert(0, task)
+
+    def take_all(self) -> list[Task]:
+        """Takes what waits."""
+        tasks = [task for queue in self._waiting.values() for task in queue]
+        self._waiting = {}
+        return tasks
+
+    def num_waiting(self, device: SlotDevice) -> int:
+        """How many wait for this device."""
+        return len(self._waiting.get(device, ()))
+
+    def _limit(self, device: SlotDevice, memory: Mapping[SlotDevice, int]) -> int | None:
+        if self._how == "round_robin" or device not in memory:
+            return None
+        return max(memory[device], self._history.held_bytes(device))
+
+    def _client(self, task: Task) -> Client:
+        return self._history.client(task.kind, task.client_id)
+
+
+def slots_to_have(free_bytes: int, peak_bytes: int, device: SlotDevice, limit: int) -> int:
+    """How many slots a device holds that had `free_bytes` with one slot on it, whose client took `peak_bytes`."""
+    context_bytes = 0 if device.kind == "cpu" else _CONTEXT_BYTES
+    return slots_that_fit(free_bytes + context_bytes, round(_MARGIN * (peak_bytes + context_bytes)), limit)

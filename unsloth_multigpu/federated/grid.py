@@ -1,0 +1,270 @@
+"""Flower's grid on one machine: a client's message goes to a process that sees one device only."""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+
+from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
+from unsloth_multigpu.federated.device import SlotDevice, choose_devices
+from unsloth_multigpu.federated.parcel import pack
+from unsloth_multigpu.federated.placement import Placement
+from unsloth_multigpu.federated.pool import SlotPool
+from unsloth_multigpu.federated.task import ClientRecord, Task
+from unsloth_multigpu.launch.folder import locked_log_dir
+
+if TYPE_CHECKING:
+    from flwr.supercore.run import Run
+
+__all__ = ["ClientRecord", "GridOptions", "ProcessGrid", "SlotDevice", "choose_devices"]
+
+_RANGE_HINT = 'pip install "flwr>=1.41,<2"; tested is 1.41.0'
+# As Flower's SuperLink numbers itself.
+_SERVER_NODE_ID = 1
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """How clients are spread over slots.
+
+    Args:
+        clients_per_gpu: Slots on each device; "auto" = as many as fit, by the memory that its first client took.
+        max_workers: Upper limit of slots on all devices; None = none.
+        placement: "round_robin" = client_id % number of devices; "balanced" = by measured seconds and memory.
+        log_dir: Where slots write what clients print, in slot_N.log.
+        seed: Of the order in sets of texts, which is the same in all slots.
+        start_timeout_s: A slot that is not ready after so long has failed to start.
+    """
+
+    clients_per_gpu: int | Literal["auto"] = 1
+    max_workers: int | None = None
+    placement: Placement = "round_robin"
+    log_dir: str = "logs"
+    seed: int = 0
+    start_timeout_s: float = 300.0
+
+
+class ProcessGrid(Grid):
+    """Runs each client's ClientApp in a slot: a process of its own, which lives on for the next client.
+
+    Clients are Flower's nodes 1 to `num_clients`; a client's `Context` has "partition-id" and "num-partitions", as in
+    Flower's simulation, and keeps its state here. Slots start with the first message. An error in a round, Ctrl-C among
+    them, ends them; the next round starts new ones.
+
+    Args:
+        app: Any ClientApp.
+        num_clients: How many there are.
+        devices: See `choose_devices`.
+        options: How they are used.
+
+    Attributes:
+        round_seconds: How long the last `send_and_receive` took.
+        log_dir: Where the slots' logs are.
+        is_closed: It cannot be used any more.
+
+    Raises:
+        SetupError: The app cannot be sent to another process, or this is not Linux.
+        LaunchError: The logs cannot be written.
+    """
+
+    def __init__(self, app: ClientApp, num_clients: int, devices: Sequence[SlotDevice], options: GridOptions) -> None:
+        self._run_id = uuid.uuid4().int >> 66  # Flower's identifiers have 64 bits, and databases a sign.
+        self._run: Run | None = None
+        self._tasks: dict[str, Task] = {}
+        self._records: list[ClientRecord] = []
+        self.round_seconds = 0.0
+        self.is_closed = False
+        if sys.platform != "linux":
+            raise SetupError(f"Slots need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or SuperNodes.")
+        packed = pack(app)
+        with ExitStack() as stack:
+            self.log_dir: Path = stack.enter_context(locked_log_dir(Path(options.log_dir)))
+            stack.enter_context(_task_identity(self._run_id))
+            self._pool = SlotPool(
+                packed,
+                devices,
+                clients_per_gpu=options.clients_per_gpu,
+                max_workers=options.max_workers,
+                placement=options.placement,
+                log_dir=self.log_dir,
+                seed=options.seed,
+                start_timeout_s=options.start_timeout_s,
+            )
+            stack.callback(self._pool.close)
+            # Also where nobody closes it: at the end of the program, while Python is still whole.
+            self._end = weakref.finalize(self, stack.pop_all().close)
+        self.new_clients(num_clients)
+
+    def __enter__(self) -> ProcessGrid:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all slots."""
+        self.is_closed = True
+        self._tasks.clear()
+        self._end()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are there by now."""
+        return len(self._pool.slots)
+
+    @property
+    def devices_of_slots(self) -> list[str]:
+        """Each slot's device, like "cuda:1"; its place is the slot's number."""
+        return [str(slot.device) for slot in self._pool.slots]
+
+    def new_clients(self, num_clients: int) -> None:
+        """Forgets the clients, their states too; the slots stay."""
+        if num_clients < 1:
+            raise FederatedError(f"num_clients={num_clients}; expected 1 or more.", hint="Set num_clients.")
+        self._tasks.clear()
+        self._pool.history.forget_clients()
+        self._contexts = [
+            Context(
+                run_id=self._run_id,
+                node_id=client_id + 1,
+                node_config={"partition-id": client_id, "num-partitions": num_clients},
+                state=RecordDict(),
+                run_config={},
+            )
+            for client_id in range(num_clients)
+        ]
+
+    def client_states(self) -> dict[int, RecordDict]:
+        """`Context.state` by client_id, of those that have put something there."""
+        return {client_id: context.state for client_id, context in enumerate(self._contexts) if context.state}
+
+    def load_client_states(self, states: Mapping[int, RecordDict]) -> None:
+        """Puts back what `client_states` gave; other clients have none."""
+        for client_id, context in enumerate(self._contexts):
+            context.state = states.get(client_id, RecordDict())
+
+    def take_records(self) -> list[ClientRecord]:
+        """One for each message that was answered since the last call, in the order of the messages."""
+        records, self._records = self._records, []
+        return records
+
+    def set_run(self, run: Run) -> None:
+        """Part of Flower's interface."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """Part of Flower's interface."""
+        if self._run is None:
+            from flwr.supercore.run import Run
+
+            self._run = Run.create_empty(self._run_id)
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """A message to a client."""
+        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
+
+    def get_node_ids(self) -> list[int]:
+        """All clients: client_id + 1."""
+        return [context.node_id for context in self._contexts]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Lets messages wait for slots, which get them during `pull_messages` and `send_and_receive`."""
+        if self.is_closed:
+            raise FederatedError("The grid was closed.", hint="Make a new one.")
+        tasks = {uuid.uuid4().hex: message for message in messages}
+        made = {name: self._make_task(name, message) for name, message in tasks.items()}
+        self._tasks |= made
+        self._pool.submit(list(made.values()))
+        return list(made)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies that are there by now; each once."""
+        wanted = [name for name in message_ids if name in self._tasks]
+        self._pool.step(0.0)
+        return [self._take_reply(name) for name in wanted if self._tasks[name].reply is not None]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Sends messages and waits for all replies.
+
+        Args:
+            timeout: Seconds; what has not ended by then is ended. None = no limit.
+
+        Returns:
+            A reply to every message, in the order of the messages: Flower's error reply where a client raised, ended
+            its process twice, or was not done in time.
+
+        Raises:
+            FederatedError: No slot starts any more, or a message is for a client that does not exist.
+            SetupError: A slot cannot load the app.
+        """
+        begin_s = time.monotonic()
+        names = self.push_messages(messages)
+        try:
+            tasks = [self._tasks[name] for name in names]
+            deadline_s = None if timeout is None else begin_s + timeout
+            self._pool.run(lambda: all(task.reply is not None for task in tasks), deadline_s)
+            return [self._take_reply(name) for name in names]
+        except BaseException:
+            self._tasks.clear()
+            raise
+        finally:
+            self.round_seconds = time.monotonic() - begin_s
+
+    def _make_task(self, name: str, message: Message) -> Task:
+        client_id = message.metadata.dst_node_id - 1
+        if not 0 <= client_id < len(self._contexts):
+            raise FederatedError(
+                f"A message is for node {client_id + 1}, but the nodes are 1 to {len(self._contexts)}.",
+                hint="Send to the nodes of grid.get_node_ids().",
+            )
+        # Flower has no setter: its own links write it there. Replies name it as what they reply to.
+        message.metadata.__dict__["_message_id"] = name
+        return Task(message, self._contexts[client_id])
+
+    def _take_reply(self, name: str) -> Message:
+        task = self._tasks.pop(name)
+        assert task.reply is not None
+        self._records.append(task.record())
+        return task.reply
+
+
+@contextmanager
+def _task_identity(run_id: int) -> Iterator[None]:
+    """Lets this process make messages, as a process that Flower has started for a ServerApp may."""
+    try:
+        # Not public. Flower's own simulation sets it by this name as well.
+        from flwr.supercore.task_identity import TaskIdentity
+    except ImportError as error:
+        raise VersionError(
+            f"This version of Flower has no TaskIdentity where 1.41 has it ({error}).", hint=_RANGE_HINT
+        ) from error
+    names = ("_task_id", "_run_id", "_node_id")
+    missing = [name for name in names if not hasattr(TaskIdentity, name)]
+    if missing:
+        raise VersionError(f"Flower's TaskIdentity has no {', '.join(missing)}.", hint=_RANGE_HINT)
+    before = {name: getattr(TaskIdentity, name) for name in names}
+    # Not by its properties, which do not take None back.
+    for name, value in zip(names, (1, run_id, _SERVER_NODE_ID), strict=True):
+        setattr(TaskIdentity, name, value)
+    try:
+        yield
+    finally:
+        if TaskIdentity._run_id == run_id:  # Another grid that is open needs its own.
+            for name, value in before.items():
+                setattr(TaskIdentity, name, value)

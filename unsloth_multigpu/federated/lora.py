@@ -1,0 +1,226 @@
+"""PEFT's LoRA layers: what of a round's rest they can hold, and an adapter on the disk without its model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.adapters import is_quantized_tensor, to_tensor
+from unsloth_multigpu.federated.aggregation import find_pairs, not_projectable, partner_of, residual_names
+
+
+class BaseWeights:
+    """The base weights of a model's LoRA layers, as they were and with a residual on top.
+
+    The originals stay on the CPU from the first fold on, because adding and subtracting would drift, and every client
+    must find the same bits, whichever clients ran before in this process.
+    """
+
+    def __init__(self, model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> None:
+        self._model = model
+        self._pairs = find_pairs(travelling)
+        self._originals: dict[str, torch.Tensor] = {}
+        self._folded = b""
+
+    def fold(self, residual: ArrayRecord | None) -> None:
+        """Base weight = original + LoRA factor * residual_B residual_A, in place; None brings the originals back.
+
+        Raises:
+            FederatedError: A residual for no layer of this model, or of another shape than its base weight.
+        """
+        residual = residual or ArrayRecord()
+        digest = _digest(residual)
+        if digest == self._folded:
+            return
+        known = {name for pair in self._pairs.items() for name in residual_names(*pair)}
+        if unknown := sorted(residual.keys() - known):
+            raise FederatedError(
+                f"The residual {unknown[0]} belongs to no LoRA layer of this model.",
+                hint="All clients and the server need the same model_builder.",
+            )
+        self._folded = b"unknown"  # Until all layers are done.
+        for name_a, name_b in self._pairs.items():
+            self._fold_layer(name_a, *residual_names(name_a, name_b), residual)
+        self._folded = digest
+
+    @torch.no_grad()
+    def _fold_layer(self, name_a: str, rest_a: str, rest_b: str, residual: ArrayRecord) -> None:
+        layer, adapter = lora_layer(self._model, name_a)
+        weight = layer.get_base_layer().weight
+        if rest_a not in residual and name_a not in self._originals:
+            return
+        if name_a not in self._originals:
+            self._originals[name_a] = weight.detach().to("cpu", copy=True)
+        original = self._originals[name_a].to(weight.device)
+        if rest_a not in residual:
+            weight.copy_(original)
+            return
+        a, b = (to_tensor(residual[name]).to(weight.device, torch.float32) for name in (rest_a, rest_b))
+        rest = layer.scaling[adapter] * (b @ a)
+        if _is_transposed(layer, name_a):
+            rest = rest.T
+        if rest.shape != weight.shape:
+            raise FederatedError(
+                f"The residual of {name_a} has shape {tuple(rest.shape)}, the base weight {tuple(weight.shape)}.",
+                hint="All clients need the same base model.",
+            )
+        weight.copy_(original.float() + rest)
+
+
+def not_foldable(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
+    """Why base weights cannot take a residual, naming each; empty where they can.
+
+    A 4-bit or 8-bit weight has no room for a small change, and neither has one in half precision: bfloat16 lost 30 % of
+    the residual of a first round (federated_aggregation.py's model).
+    """
+    reasons = []
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[parameter.data_ptr()] = uses.get(parameter.data_ptr(), 0) + 1
+    for name in find_pairs(travelling):
+        layer, _ = lora_layer(model, name)
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if not isinstance(weight, torch.Tensor) or is_quantized_tensor(weight):
+            reasons.append(f"the base weight of {name} is quantised")
+        elif weight.dtype not in (torch.float32, torch.float64):
+            reasons.append(f"the base weight of {name} is {weight.dtype}, too coarse to add a residual to")
+        elif uses[weight.data_ptr()] > 1:
+            reasons.append(f"the base weight of {name} is tied to another layer's")
+    return reasons
+
+
+def variants(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
+    """Why B A is not what an adapter adds, as far as names and shapes tell, and PEFT's layers themselves."""
+    reasons = not_projectable({name: tuple(value.shape) for name, value in travelling.items()})
+    for name in find_pairs(travelling):
+        layer, adapter = lora_layer(model, name)
+        if kind := getattr(layer, "lora_variant", {}).get(adapter):
+            reasons.append(f"{name} belongs to the LoRA variant {type(kind).__name__}")
+        elif hasattr(layer, "parameter_name") and getattr(layer, "num_experts", 1) > 1:
+            reasons.append(f"{name} holds the factors of several experts")  # target_parameters
+    return reasons
+
+
+def lora_layer(model: nn.Module, name_a: str) -> tuple[Any, str]:
+    """The PEFT layer that owns a factor of this name, and the adapter's name."""
+    path, _, rest = name_a.rpartition(".lora_")
+    return model.get_submodule(path), rest.removesuffix(".weight").split(".")[-1]
+
+
+def describe_adapter(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> str:
+    """What `save_adapter` needs, as JSON; "" for what is no PEFT model with one active adapter."""
+    configs: Any = getattr(model, "peft_config", None)
+    names: list[str] = list(model.active_adapters) if configs else []  # type: ignore[arg-type]
+    if len(names) != 1:
+        return ""
+    config = {key: _plain(value) for key, value in configs[names[0]].to_dict().items()}
+    config["inference_mode"] = True
+    factors = {}
+    for name in find_pairs(travelling):
+        layer, adapter = lora_layer(model, name)
+        factors[name] = float(layer.scaling[adapter])
+    return json.dumps({"name": names[0], "config": config, "factors": factors})
+
+
+def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A or B where only the other is trained: they stay where they are, and the adapter on the disk needs them."""
+    partners = {partner_of(name) for name in travelling} - travelling.keys()
+    return {name: value for name, value in model.named_parameters() if name in partners}
+
+
+def save_adapter(
+    folder: Path, arrays: Mapping[str, torch.Tensor], residual: ArrayRecord | None, adapter_config: str
+) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT loads; needs no model.
+
+    With a residual the adapter has a higher rank, for the ORIGINAL base weights: its product is that of adapter and
+    residual together.
+
+    Args:
+        arrays: The global state and `frozen_factors`; what is no part of the adapter (buffers) is left out.
+        adapter_config: The text of `describe_adapter`.
+
+    Raises:
+        FederatedError: One of A and B is missing: PEFT would start it anew when it loads the adapter.
+    """
+    from safetensors.torch import save_file
+
+    described = json.loads(adapter_config)
+    config, state = described["config"], dict(arrays)
+    if missing := sorted({partner for name in state if (partner := partner_of(name))} - state.keys()):
+        raise FederatedError(
+            f"{missing[0]} is not among the tensors of the adapter to be saved.",
+            hint="Pass what does not train (frozen A) as well.",
+        )
+    if residual:
+        rank = _widen(state, residual, described["factors"])
+        # One rank and the factor 1 for all layers; what the factors were is in B.
+        config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    mark = f".{described['name']}"
+    kept = {
+        _name_on_disk(name, mark): value.contiguous() for name, value in state.items() if _is_of_adapter(name, mark)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _widen(state: dict[str, torch.Tensor], residual: ArrayRecord, factors: Mapping[str, float]) -> int:
+    """Puts the residual beside A and B, with rows of zeros up to one rank for all; returns that rank."""
+    wide = {}
+    for name_a, name_b in find_pairs(state).items():
+        a, b, factor = state[name_a], state[name_b], factors[name_a]
+        rest_a, rest_b = residual_names(name_a, name_b)
+        if rest_a in residual:
+            a, b = torch.cat([a, to_tensor(residual[rest_a])]), torch.cat([b, to_tensor(residual[rest_b])], 1)
+        wide[name_a, name_b] = a, factor * b
+    rank = max(a.shape[0] for a, _ in wide.values())
+    for (name_a, name_b), (a, b) in wide.items():
+        missing = rank - a.shape[0]
+        state[name_a] = torch.nn.functional.pad(a, (0, 0, 0, missing))
+        state[name_b] = torch.nn.functional.pad(b, (0, missing))
+        if (bias := name_b.removesuffix("weight") + "bias") in state:  # PEFT's factor is for B's bias as well.
+            state[bias] = factors[name_a] * state[bias]
+    return rank
+
+
+def _name_on_disk(name: str, mark: str) -> str:
+    if f".modules_to_save{mark}" in name:
+        return name.replace(f".modules_to_save{mark}", "")
+    head, _, tail = name.rpartition(mark)
+    return head + tail
+
+
+def _is_of_adapter(name: str, mark: str) -> bool:
+    return f"{mark}." in name or name.endswith(mark)
+
+
+def _is_transposed(layer: Any, name_a: str) -> bool:
+    """An embedding's table is (in, out); so is the weight of GPT-2's Conv1D."""
+    return ".lora_embedding_" in name_a or bool(getattr(layer, "fan_in_fan_out", False))
+
+
+def _digest(residual: ArrayRecord) -> bytes:
+    if not residual:
+        return b""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(residual):
+        digest.update(name.encode() + b"\0" + residual[name].data)
+    return digest.digest()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no sets (target_modules), enumerations (peft_type) and dtypes."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if isinstance(value, str | int | float | bool | list | type(None)) else str(value)

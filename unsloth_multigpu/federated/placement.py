@@ -1,0 +1,114 @@
+"""Which device trains which client, and when. Pure: plain values in, plain values out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from unsloth_multigpu.errors import ConfigError
+
+Placement = Literal["round_robin", "balanced"]
+
+
+@dataclass(frozen=True)
+class Client:
+    """What is known of a client's work.
+
+    Args:
+        client_id: Its number, from 0.
+        cost: Work of one round, in any unit that is the same for all: examples, or seconds on a device of speed 1.
+        memory_bytes: What it needs of a device while it runs; 0 = not known.
+    """
+
+    client_id: int
+    cost: float = 1.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is known of a device.
+
+    Args:
+        index: Its number, which errors name.
+        speed: Units of `Client.cost` that it does in a second; where it runs several clients at once, all together.
+        memory_bytes: What all clients that run on it at once may need together; None = not known, so no limit.
+        busy_s: Seconds until it is free.
+    """
+
+    index: int
+    speed: float = 1.0
+    memory_bytes: int | None = None
+    busy_s: float = 0.0
+
+
+def round_robin(client_id: int, num_devices: int) -> int:
+    """Position of the device that a client always gets, whoever else takes part in the round."""
+    return client_id % num_devices
+
+
+def deal(clients: Sequence[Client], devices: Sequence[Device], how: Placement) -> list[list[int]]:
+    """Gives every client of a round a device.
+
+    "balanced" takes the longest client first and puts it where it would end first: on devices of equal speed the last
+    one then ends within 4/3 of the shortest possible time (Graham 1969, "Bounds on Multiprocessing Timing Anomalies"),
+    on unequal ones within twice that (Gonzalez, Ibarra, Sahni 1977, "Bounds for LPT Schedules on Uniform Processors").
+
+    Args:
+        clients: Those of the round. Equal costs keep their order.
+        devices: Where they may run.
+        how: "round_robin" or "balanced".
+
+    Returns:
+        `queues[position of the device]` = client ids in the order in which they start. Every client occurs once.
+
+    Raises:
+        ConfigError: A client needs more memory than its device has ("round_robin"), or than any ("balanced").
+    """
+    queues: list[list[int]] = [[] for _ in devices]
+    if how == "round_robin":
+        for client in clients:
+            position = round_robin(client.client_id, len(devices))
+            _check_memory(client, [devices[position]])
+            queues[position].append(client.client_id)
+        return queues
+    ends_s = [device.busy_s for device in devices]
+    for client in sorted(clients, key=lambda client: -client.cost):
+        _check_memory(client, devices)
+        # The faster of two that would end at once keeps the other free for less work; then the first.
+        end_s, _, position = min(
+            (ends_s[position] + client.cost / device.speed, -device.speed, position)
+            for position, device in enumerate(devices)
+            if can_start(client, device, ())
+        )
+        ends_s[position] = end_s
+        queues[position].append(client.client_id)
+    return queues
+
+
+def can_start(client: Client, device: Device, running: Iterable[Client]) -> bool:
+    """True if the client fits beside those that run on the device. On a free one, all that `deal` put there do."""
+    if device.memory_bytes is None:
+        return True
+    return client.memory_bytes + sum(other.memory_bytes for other in running) <= device.memory_bytes
+
+
+def slots_that_fit(free_bytes: int, slot_bytes: int, limit: int) -> int:
+    """Slots that a device holds, at least one and at most `limit`.
+
+    Args:
+        free_bytes: What the device has left, nothing of ours on it.
+        slot_bytes: What one slot needs at its peak; 0 = not known, then one.
+    """
+    return max(1, min(limit, free_bytes // slot_bytes)) if slot_bytes > 0 else 1
+
+
+def _check_memory(client: Client, devices: Sequence[Device]) -> None:
+    if any(can_start(client, device, ()) for device in devices):
+        return
+    sizes = ", ".join(f"device {device.index} has {(device.memory_bytes or 0) / 2**30:.2f}" for device in devices)
+    raise ConfigError(
+        f"client {client.client_id} needs {client.memory_bytes / 2**30:.2f} GiB, but {sizes}.",
+        hint='Make its batches smaller. placement="balanced" takes the devices that are large enough.',
+    )

@@ -1,0 +1,163 @@
+"""What came back in a round: from whom, whether it is enough, and in which form it goes out again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.report import DeviceReport, busy_seconds
+from unsloth_multigpu.federated.task import ClientRecord
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+Kind = Literal["train", "evaluate"]
+# In a reply's "client": names of frozen weights that the client has changed.
+CHANGED = "changed-weights"
+_LEAST_NODE_ID = 1 << 31
+
+
+def judge(
+    replies: Sequence[Message],
+    kind: Kind,
+    server_round: int,
+    *,
+    num_asked: int,
+    min_success: float,
+    weight_key: str,
+) -> tuple[list[Message], list[str]]:
+    """The replies for the strategy, errors among them, in the order of the clients; and what went wrong, a line each.
+
+    Clients without data are left out: they would count in a median, and their metrics may lack names.
+
+    Args:
+        num_asked: Messages that were sent. Over a network an answer may not come.
+
+    Raises:
+        FederatedError: No client succeeded or had data, or fewer than `min_success` of them succeeded.
+    """
+    replies = sorted(replies, key=client_of)
+    failed = [reply for reply in replies if reply.has_error()]
+    good = [reply for reply in replies if reply.has_content()]
+    full = [reply for reply in good if weight_of(reply.content, weight_key) != 0]
+    lost = [(name_of(reply), str(reply.error.reason)) for reply in failed]
+    if num_silent := num_asked - len(replies):
+        lost.append((f"{num_silent} clients", "no answer in time"))
+    if lost and (not good or len(good) < min_success * num_asked):
+        bound = f", min_success={min_success}" if good else ""
+        raise FederatedError(
+            f"round {server_round}: {len(good)} of {num_asked} clients succeeded in {kind}{bound}. "
+            f"The first failure: {': '.join(lost[0])}",
+            hint="The log above shows the whole error. Correct train_fn, evaluate_fn or model_builder.",
+        )
+    if good and not full:
+        raise FederatedError(
+            f"round {server_round}: no client had data in {kind}: all that succeeded report 0 examples.",
+            hint="train_fn returns (num_examples, metrics), evaluate_fn (loss, num_examples, metrics).",
+        )
+    failures = [f"{who}: left out of {kind}: {why}" for who, why in lost]
+    failures += [f"{name_of(r)}: no data in {kind}" for r in good if weight_of(r.content, weight_key) == 0]
+    for reply in good:
+        if changed := changed_by(reply.content):
+            failures.append(
+                f"{name_of(reply)}: changed {changed[0]} in {kind}, one of {len(changed)} that do not travel"
+            )
+            logger.warning("round %d: %s; its model is built again", server_round, failures[-1])
+    return [reply for reply in replies if reply.has_error() or any(reply is other for other in full)], failures
+
+
+def changed_by(content: RecordDict) -> list[str]:
+    """Names of frozen weights that the client has changed: what it did to them is in no result."""
+    facts = content.config_records.get("client", ConfigRecord())
+    changed = facts.get(CHANGED, [])
+    return [name for name in changed if isinstance(name, str)] if isinstance(changed, list) else []
+
+
+def client_of(message: Message) -> int:
+    """Number of the client that replied: as it says itself, else by its node (node_id = client_id + 1 in slots)."""
+    if message.has_content() and "client" in message.content.config_records:
+        number = message.content.config_records["client"].get("client-id")
+        if isinstance(number, int):
+            return number
+    return message.metadata.src_node_id - 1
+
+
+def name_of(message: Message) -> str:
+    """ "client 3"; a SuperNode that sent an error has a random number of 64 bits and does not say whose it is."""
+    number = client_of(message)
+    return f"client {number}" if number < _LEAST_NODE_ID else f"node {message.metadata.src_node_id}"
+
+
+def weight_of(content: RecordDict, key: str) -> float:
+    """By how many examples the reply counts; 1 where it does not say, which is then the strategy's to judge."""
+    value = next((record[key] for record in content.metric_records.values() if key in record), 1.0)
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def arrays_of(content: RecordDict) -> ArrayRecord:
+    """The reply's arrays, in a record of their own: some strategies use replies up."""
+    return ArrayRecord(dict(next(iter(content.array_records.values()), ArrayRecord())))
+
+
+def as_floats(content: RecordDict, names: Collection[str]) -> None:
+    """Makes float64 of those of the arrays in `names` that are integers, as counters of batches.
+
+    Some strategies scale arrays or add noise in place, which integers do not take.
+    """
+    import numpy as np
+
+    for record in content.array_records.values():
+        for name in record.keys() & set(names):
+            if np.dtype(record[name].dtype).kind in "iu":
+                record[name] = Array(record[name].numpy().astype(np.float64))
+
+
+def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
+    """The arrays in the dtypes that they had before: means and optimizers make float64 of float32 and of integers.
+
+    Raises:
+        FederatedError: A value is infinite or no number.
+    """
+    import numpy as np
+
+    found: dict[str, Array] = {}
+    for name, array in arrays.items():
+        value = array.numpy()
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            raise FederatedError(
+                f"{name} is infinite or no number after aggregation.",
+                hint="Lower the learning rate of the clients, or of the strategy (eta, server_learning_rate).",
+            )
+        old = before.get(name)
+        if old is not None and old.dtype != array.dtype:
+            is_whole = np.dtype(old.dtype).kind in "iu"
+            array = Array(np.asarray(np.rint(value) if is_whole else value, dtype=old.dtype))
+        found[name] = array
+    return ArrayRecord(found)
+
+
+def num_bytes(record: ArrayRecord) -> int:
+    """Bytes of all arrays, without headers."""
+    import numpy as np
+
+    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in record.values())
+
+
+def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientRecord]) -> tuple[DeviceReport, ...]:
+    """What each device did in a round, in the order of the slots."""
+    reports = []
+    for device in dict.fromkeys(devices_of_slots):
+        own = sorted((r for r in records if r.device == device), key=lambda r: r.begin_s)
+        reports.append(
+            DeviceReport(
+                device,
+                tuple(r.client_id for r in own if r.kind == "train"),
+                busy_seconds((r.begin_s, r.begin_s + r.seconds) for r in own),
+                max((r.peak_memory_bytes for r in own), default=0) or None,
+            )
+        )
+    return tuple(reports)

@@ -1,0 +1,187 @@
+"""What a federated training did, as plain data: rounds, who ran where, how busy each device was, what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Result
+
+# A metric as Flower's records hold it: a number or a list of numbers.
+Metrics = Mapping[str, Any]
+_JSON_LINES = "rounds.jsonl"
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """One device in one round.
+
+    Args:
+        device: As in "cuda:0" or "cpu:1".
+        client_ids: Clients that trained there, in the order in which they began.
+        busy_s: Seconds in which at least one client ran there.
+        peak_memory_bytes: Of the client that needed most; None where it was not measured.
+    """
+
+    device: str
+    client_ids: tuple[int, ...]
+    busy_s: float
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One round.
+
+    Args:
+        server_round: 1 = the first.
+        seconds: Wall time from choosing the clients to the server's own evaluation; writing a checkpoint is not in it.
+        num_examples: Training examples of all clients whose result was used.
+        devices: Every device that has a slot; empty where the clients are SuperNodes.
+        failures: One line for each client that was left out, or that had to run again.
+        lora_remainder: Relative size of what the adapter of the round leaves of mean(B A); None without LoRA, and for
+            "mean" with more than 512 clients x rank.
+        sent_bytes: Arrays that went to the clients.
+        received_bytes: Arrays that came back.
+    """
+
+    server_round: int
+    seconds: float
+    num_examples: int
+    devices: tuple[DeviceReport, ...] = ()
+    train_metrics: Metrics = dataclasses.field(default_factory=dict)
+    evaluate_metrics: Metrics = dataclasses.field(default_factory=dict)
+    server_metrics: Metrics = dataclasses.field(default_factory=dict)
+    failures: tuple[str, ...] = ()
+    lora_remainder: float | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def utilisation(self, device: DeviceReport) -> float:
+        """Share of the round, 0 to 1, in which the device had a client to run."""
+        return min(1.0, device.busy_s / self.seconds) if self.seconds > 0 else 0.0
+
+    def summary(self) -> str:
+        """One line of facts."""
+        used = " ".join(f"{d.device}={len(d.client_ids)} clients {self.utilisation(d):.0%} busy" for d in self.devices)
+        found = {**self.train_metrics, **_prefixed("eval_", self.evaluate_metrics)}
+        metrics = " ".join(f"{name}={_short(value)}" for name, value in found.items())
+        server = " ".join(
+            f"{name}={_short(value)}" for name, value in _prefixed("server_", self.server_metrics).items()
+        )
+        facts = [f"round={self.server_round} seconds={self.seconds:.1f} examples={self.num_examples}"]
+        facts += [used, metrics, server, f"failures={len(self.failures)}" if self.failures else ""]
+        return " ".join(filter(None, facts))
+
+
+@dataclass(frozen=True)
+class FederatedReport:
+    """All rounds of a federated training; `str()` makes a table of it.
+
+    Args:
+        server_id: Name of the server.
+        num_clients: Clients that could take part.
+        num_slots: Processes that ran clients; 0 where the clients are SuperNodes.
+        startup_s: Seconds until the first weights were there: slots started, the model built in the first of them.
+    """
+
+    server_id: str
+    num_clients: int
+    num_slots: int = 0
+    startup_s: float = 0.0
+    rounds: tuple[RoundReport, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all rounds together, without start-up."""
+        return sum(r.seconds for r in self.rounds)
+
+    def __str__(self) -> str:
+        head = f"server_id={self.server_id} clients={self.num_clients} slots={self.num_slots}"
+        head += f" startup_s={self.startup_s:.1f} rounds={len(self.rounds)} seconds={self.seconds:.1f}"
+        failures = [f"round {r.server_round}: {text}" for r in self.rounds for text in r.failures]
+        return "\n".join([head, *_table([_row(r) for r in self.rounds]), *failures])
+
+
+@dataclass(frozen=True)
+class FederatedResult:
+    """What `fit` returns.
+
+    Args:
+        result: Flower's Result: the global arrays, and the clients' and the server's metrics by round.
+        report: What each round took, and where.
+    """
+
+    result: Result
+    report: FederatedReport
+
+    @property
+    def rounds(self) -> tuple[RoundReport, ...]:
+        """The rounds of the report, the first one first."""
+        return self.report.rounds
+
+
+def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds that are covered by at least one of the intervals (begin, end), which may overlap."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bool) -> None:
+    """Writes the rounds as JSON lines, so that a training can be watched from outside.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
+    with open(folder / _JSON_LINES, "a" if must_append else "w", encoding="ascii") as file:
+        for line in rounds:
+            file.write(json.dumps(dataclasses.asdict(line)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def round_from_json(stored: Mapping[str, Any]) -> RoundReport:
+    """The round that `dataclasses.asdict` made JSON of."""
+    devices = tuple(DeviceReport(**{**d, "client_ids": tuple(d["client_ids"])}) for d in stored["devices"])
+    return RoundReport(**{**stored, "devices": devices, "failures": tuple(stored["failures"])})
+
+
+def _row(report: RoundReport) -> dict[str, str]:
+    row = {"round": str(report.server_round), "seconds": f"{report.seconds:.1f}", "examples": str(report.num_examples)}
+    row |= {d.device: f"{len(d.client_ids)} cl {report.utilisation(d):.0%}" for d in report.devices}
+    found = {
+        **report.train_metrics,
+        **_prefixed("eval_", report.evaluate_metrics),
+        **_prefixed("server_", report.server_metrics),
+    }
+    row |= {name: _short(value) for name, value in found.items()}
+    if report.lora_remainder is not None:
+        row["lora_remainder"] = f"{report.lora_remainder:.2g}"
+    return row | ({"failures": str(len(report.failures))} if report.failures else {})
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Right-aligned columns, in the order in which the rows first name them; "-" where a row has none."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([row.get(name, "-") for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def _prefixed(prefix: str, metrics: Metrics) -> dict[str, Any]:
+    return {prefix + name: value for name, value in metrics.items()}
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_short, value)) + "]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,269 @@
+"""What users call: a Flower server that trains many clients on all GPUs, in a process for each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from unsloth_multigpu.errors import SetupError, VersionError
+from unsloth_multigpu.federated.option import (
+    LORA_AGGREGATIONS,
+    PLACEMENTS,
+    FitOptions,
+    check_callable,
+    check_choice,
+    check_count,
+    check_server,
+)
+from unsloth_multigpu.federated.report import FederatedResult
+from unsloth_multigpu.launch.identity import read_identity
+from unsloth_multigpu.logs import Console
+from unsloth_multigpu.versions import SUPPORTED_FOR_FEDERATED, check_version
+
+if TYPE_CHECKING:
+    import torch
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp.strategy import Strategy
+    from torch import nn
+
+    from unsloth_multigpu.federated.grid import ProcessGrid
+    from unsloth_multigpu.federated.training import ServerPlan
+    from unsloth_multigpu.federated.weights import Start, Trained
+
+
+def create_multigpu_flower_server(
+    server_id: str,
+    model_builder: Callable[[], nn.Module],
+    device: str | None = None,
+    strategy: str | Strategy = "fedavg",
+    auto_gpu: bool = True,
+    *,
+    train_fn: Callable[..., Any] | None = None,
+    evaluate_fn: Callable[..., Any] | None = None,
+    client_app: ClientApp | None = None,
+    num_gpus: int | None = None,
+    clients_per_gpu: int | Literal["auto"] = 1,
+    max_workers: int | None = None,
+    placement: Literal["round_robin", "balanced"] = "round_robin",
+    strategy_kwargs: Mapping[str, Any] | None = None,
+    lora_aggregation: Literal["mean", "project", "exact"] = "mean",
+    seed: int = 0,
+    log_dir: str = "logs",
+) -> FederatedServer:
+    """A Flower ServerApp and ClientApp over any model, and processes on all GPUs that run the clients.
+
+    Starts nothing and opens no GPU: that is done by `fit`. Without a GPU clients run in processes on the CPU.
+
+    Args:
+        server_id: Name of the server; clients see it, logs and reports show it.
+        model_builder: () -> model with trainable parameters: plain PyTorch, PEFT or Unsloth. Called once in each
+            process, with `seed` set. Only what is trainable travels, and running statistics.
+        device: Where `server_evaluate` runs ["cpu"]; with auto_gpu=False also the one device of the clients.
+        strategy: Name of a class of `flwr.serverapp.strategy` ("fedavg", "fedprox", "fedadam", "krum", ...), or an
+            object of one. A name gives a fresh strategy to every `fit`; an object keeps its state.
+        auto_gpu: Use all visible GPUs.
+        train_fn: (model, client) -> (num_examples, metrics), a client's training; see `FederatedClient`.
+        evaluate_fn: (model, client) -> (loss, num_examples, metrics); None = clients do not evaluate.
+        client_app: Any ClientApp of Flower instead of the two functions. It starts from the state_dict() of a model
+            that `model_builder` builds in this process.
+        num_gpus: How many of the visible GPUs [all]; without a GPU how many processes on the CPU [1].
+        clients_per_gpu: Clients at a time on one device; "auto" = as many as fit, by measured memory.
+        max_workers: Upper limit of all processes together.
+        placement: "round_robin" = client_id % number of devices; "balanced" = by measured seconds and memory.
+        strategy_kwargs: Arguments of the strategy's class, for a name.
+        lora_aggregation: "mean" = A and B as the strategy does; "project" = the adapter of the same rank that is
+            nearest to mean(B A); "exact" = that, and clients add the rest to their base weights.
+        seed: Of models, clients and their choice.
+        log_dir: Where the processes write what clients print, in slot_K.log.
+
+    Raises:
+        ConfigError: An argument cannot be used.
+        SetupError: Flower is not installed, or this process is a rank or has `enable_multi_gpu` in effect.
+        VersionError: Flower is outside the supported range.
+    """
+    check_server(server_id, device, num_gpus, clients_per_gpu, max_workers, seed, log_dir)
+    check_choice("placement", placement, PLACEMENTS)
+    check_choice("lora_aggregation", lora_aggregation, LORA_AGGREGATIONS)
+    check_callable("model_builder", model_builder, "")
+    _check_libraries()
+    _refuse_ranks()
+    from unsloth_multigpu.federated.training import make_plan
+
+    plan = make_plan(
+        *(server_id, model_builder, train_fn, evaluate_fn, client_app),
+        strategy=strategy,
+        strategy_kwargs=strategy_kwargs,
+        lora_aggregation=lora_aggregation,
+        seed=seed,
+        device=device or "cpu",
+    )
+    places = Places(device, auto_gpu, num_gpus, clients_per_gpu, max_workers, placement, log_dir)
+    return FederatedServer(plan, places)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where clients run; see `create_multigpu_flower_server`."""
+
+    device: str | None
+    auto_gpu: bool
+    num_gpus: int | None
+    clients_per_gpu: int | Literal["auto"]
+    max_workers: int | None
+    placement: Literal["round_robin", "balanced"]
+    log_dir: str
+
+
+class FederatedServer:
+    """A server with its clients' processes, which live from the first `fit` to `close`.
+
+    A context manager. Without `close` the processes end with this one.
+
+    Attributes:
+        client_app: Flower's ClientApp, for SuperNodes and `flwr run`.
+        server_app: Flower's ServerApp with the same training; its settings are those of the run.
+    """
+
+    def __init__(self, plan: ServerPlan, places: Places) -> None:
+        from unsloth_multigpu.federated.server_app import make_server_app
+
+        self.client_app = plan.client_app
+        self.server_app = make_server_app(plan)
+        self._plan = plan
+        self._places = places
+        self._grid: ProcessGrid | None = None
+        self._start: Start | None = None
+        self._trained: Trained | None = None
+
+    def fit(
+        self,
+        num_clients: int,
+        num_rounds: int = 3,
+        *,
+        config: Mapping[str, Any] | None = None,
+        server_evaluate: Callable[[nn.Module, int], Mapping[str, Any]] | None = None,
+        output_dir: str | None = None,
+        resume: str | None = None,
+        min_success: float = 0.0,
+        round_timeout_s: float = 3600.0,
+    ) -> FederatedResult:
+        """Trains from the first weights, or on from a saved round.
+
+        The result depends on the seed and the clients alone: not on the number of processes, not on where and in which
+        order clients run.
+
+        Args:
+            num_clients: Clients 0 to num_clients - 1.
+            num_rounds: Rounds in all, with those before a resume.
+            config: Numbers and texts that every client gets as `client.config`.
+            server_evaluate: (model, server_round) -> metrics, in this process, before the first and after each round.
+            output_dir: Saves each round there, keeps the last two, and writes rounds.jsonl.
+            resume: "auto" = from the newest whole round of `output_dir`, or from the beginning; or a round's folder.
+            min_success: Least share of a round's clients that must succeed; one of them must in any case.
+            round_timeout_s: Limit of a round's training, and of its evaluation; who is not ready is left out.
+
+        Raises:
+            ConfigError: An argument cannot be used, or does not fit the model or the strategy.
+            SetupError: The devices are not there, or a function cannot be sent to another process.
+            ResumeError: The saved round is broken or belongs to another training.
+            FederatedError: Too many clients failed, or what they sent cannot be put together.
+        """
+        check_count("num_clients", num_clients)
+        options = FitOptions(num_rounds, config, output_dir, resume, min_success, round_timeout_s)
+        options.check()
+        if server_evaluate is not None:
+            check_callable("server_evaluate", server_evaluate, "model, server_round")
+        _refuse_ranks()
+        from unsloth_multigpu.federated.training import train
+
+        self._trained = None
+        console = Console(debug=False, is_notebook="ipykernel" in sys.modules)
+        try:
+            grid = self._open_grid(num_clients)
+            result, self._trained, self._start = train(
+                *(self._plan, grid, num_clients, options),
+                slots=grid,
+                server_evaluate=server_evaluate,
+                start=self._start,
+            )
+        finally:
+            console.close()
+        return result
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The global trainable tensors and running statistics after `fit`, on the CPU; raises SetupError before it."""
+        return self._last().state_dict()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the result of `fit`: a PEFT adapter, or model.safetensors of what is trained in a plain model.
+
+        Raises:
+            SetupError: Nothing was trained yet.
+            OSError: The disk is full or fails.
+        """
+        self._last().save(Path(folder))
+
+    def close(self) -> None:
+        """Ends the clients' processes. What was trained stays; another `fit` starts them again."""
+        if self._grid is not None:
+            self._grid.close()
+            self._grid = None
+
+    def __enter__(self) -> FederatedServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _open_grid(self, num_clients: int) -> ProcessGrid:
+        if self._grid is not None:
+            self._grid.new_clients(num_clients)
+            return self._grid
+        from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, choose_devices
+
+        places = self._places
+        self._grid = ProcessGrid(
+            self.client_app,
+            num_clients,
+            choose_devices(places.num_gpus, places.device, auto_gpu=places.auto_gpu),
+            GridOptions(places.clients_per_gpu, places.max_workers, places.placement, places.log_dir, self._plan.seed),
+        )
+        return self._grid
+
+    def _last(self) -> Trained:
+        if self._trained is None:
+            raise SetupError("No training of this server has ended yet.", hint="Call fit() first.")
+        return self._trained
+
+
+def _check_libraries() -> None:
+    hint = 'pip install "unsloth-multigpu[federated]"'
+    for name, supported in SUPPORTED_FOR_FEDERATED.items():
+        row = check_version(name + supported)
+        if row.installed is None:
+            python = "" if sys.version_info >= (3, 11) else " Flower needs Python 3.11 or newer."
+            raise SetupError(f"Federated training needs {name}, which is not installed.{python}", hint=hint)
+        if not row.ok:
+            raise VersionError(f"{name} {row.installed} is installed; expected {row.supported}.", hint=hint)
+
+
+def _refuse_ranks() -> None:
+    """A server is one process: as a rank it would exist several times, and its slots would fight for the devices."""
+    from unsloth_multigpu.plugin import is_multi_gpu_enabled
+
+    identity = read_identity(os.environ)
+    if identity is not None and identity.world_size > 1:
+        raise SetupError(
+            f"This process is rank {identity.rank} of {identity.world_size}, started by {identity.launcher}.",
+            hint="Start the script with plain python: the server starts a process for each device itself.",
+        )
+    if is_multi_gpu_enabled():
+        raise SetupError(
+            "enable_multi_gpu() is in effect, which trains one model on all GPUs.",
+            hint="Leave it out, or call disable_multi_gpu() first.",
+        )

@@ -1,0 +1,94 @@
+"""The server's half of the pair, for `flwr run`: over SuperNodes, or in Flower's own simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated.option import FitOptions
+from unsloth_multigpu.federated.strategy import nodes_needed
+from unsloth_multigpu.federated.training import ServerPlan, train
+from unsloth_multigpu.logs import Console, get_logger
+
+_log = get_logger(__name__)
+_POLL_S = 1.0
+# What `flwr run --run-config` may set; every other name goes to the clients.
+_RUN_CONFIG = {
+    "num-server-rounds": "num_rounds",
+    "output-dir": "output_dir",
+    "resume": "resume",
+    "min-success": "min_success",
+    "round-timeout-s": "round_timeout_s",
+}
+_NUM_CLIENTS = "num-clients"
+
+
+def make_server_app(plan: ServerPlan) -> ServerApp:
+    """A ServerApp that trains as `FederatedServer.fit` does.
+
+    Its settings are those of the run: num-server-rounds (3), num-clients (nodes to wait for; 0 = those that the
+    strategy needs, 2 at least), output-dir, resume, min-success, round-timeout-s. What else is set there goes to the
+    clients. With output-dir the rounds are saved, and at the end the model, as by `FederatedServer.save`, in its folder
+    "final".
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        options, least = run_options(context.run_config)
+        console = Console(debug=False)
+        try:
+            _train(grid, options, least)
+        finally:
+            console.close()
+
+    def _train(grid: Grid, options: FitOptions, least: int) -> None:
+        found = wait_for_nodes(grid, least or nodes_needed(plan.new_strategy()), options.round_timeout_s)
+        result, trained, _ = train(plan, grid, least or found, options)
+        if options.output_dir is not None:
+            trained.save(Path(options.output_dir) / "final")
+        _log.info("%s", result.report)
+
+    return app
+
+
+def run_options(run_config: Mapping[str, Any]) -> tuple[FitOptions, int]:
+    """The options of a run, and how many nodes it waits for.
+
+    Raises:
+        ConfigError: A value cannot be used.
+    """
+    given = {_RUN_CONFIG[name]: value for name, value in run_config.items() if name in _RUN_CONFIG}
+    # TOML has no None.
+    given = {name: value for name, value in given.items() if value != ""}
+    others = {name: v for name, v in run_config.items() if name not in _RUN_CONFIG and name != _NUM_CLIENTS}
+    least = run_config.get(_NUM_CLIENTS, 0)
+    if not isinstance(least, int) or isinstance(least, bool) or least < 0:
+        raise ConfigError(f"num-clients={least!r}; expected a number of nodes.", hint="Change num-clients.")
+    options = dataclasses.replace(FitOptions(config=others), **given)
+    options.check()
+    return options, least
+
+
+def wait_for_nodes(grid: Grid, least: int, timeout_s: float) -> int:
+    """Waits until `least` nodes are connected, and counts those that are.
+
+    Raises:
+        FederatedError: Fewer came within `timeout_s`.
+    """
+    end_s = time.monotonic() + timeout_s
+    while (found := len(list(grid.get_node_ids()))) < least:
+        if time.monotonic() > end_s:
+            raise FederatedError(
+                f"{found} nodes are connected after {timeout_s:g} s, {least} are needed.",
+                hint="Start more SuperNodes, or lower num-clients.",
+            )
+        time.sleep(_POLL_S)
+    return found

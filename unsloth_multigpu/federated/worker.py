@@ -1,0 +1,191 @@
+"""The program of a slot: runs one client after the other, each message by Flower's ClientApp."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from flwr.app import Context, Error, Message
+from flwr.clientapp import ClientApp
+
+from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.federated.outcome import Outcome
+from unsloth_multigpu.federated.parcel import unpack
+from unsloth_multigpu.federated.task import CLIENT_RAISED
+from unsloth_multigpu.launch.channel import Frames
+
+# By which the server asks where the clients' code is.
+STACK_SIGNAL = signal.SIGUSR2
+_OWN = ("/unsloth_multigpu/federated/", "/flwr/")
+
+
+class DeviceError(RuntimeError):
+    """The slot's device cannot be used."""
+
+
+def serve(frames: Frames, app: ClientApp, kind: str, *, is_shared: bool) -> None:
+    """Answers messages until the server is gone.
+
+    Args:
+        app: Keeps what it has loaded from one client to the next.
+        kind: The device's.
+        is_shared: Other slots use the device as well.
+    """
+    while True:
+        answer = _run(app, kind, *pickle.loads(_receive(frames)))
+        _flush()
+        if kind != "cpu":
+            # A Trainer holds its optimizer by cycles: the next client, or another slot, would not have its memory.
+            gc.collect()
+            if is_shared:
+                getattr(torch, kind).empty_cache()
+        frames.send(answer)
+
+
+def _run(app: ClientApp, kind: str, message: Message, context: Context) -> bytes:
+    _reset_peak(kind)
+    outcome = Outcome()
+    with outcome:
+        reply = app(message, context)
+        if not isinstance(reply, Message):
+            raise TypeError(f"the ClientApp returned {type(reply).__name__}, expected flwr.app.Message")
+        return pickle.dumps(("done", reply, context.state, _peak(kind), "", ""), pickle.HIGHEST_PROTOCOL)
+    assert outcome.error is not None
+    return _failure(outcome.error, str(outcome), message, context, kind)
+
+
+def _failure(error: BaseException, text: str, message: Message, context: Context, kind: str) -> bytes:
+    lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
+    if isinstance(error, MultiGPUError):
+        lines = [f"{type(error).__name__}: {error}"]  # It says all; the frames are ours and Flower's.
+    error.__traceback__ = None  # Its frames hold the client's tensors.
+    peak_bytes = _peak(kind)
+    outcome = Outcome()
+    with outcome:
+        check_device(kind)
+    if outcome.error is not None:
+        # After such an error every later client of this process would fail.
+        return pickle.dumps(("lost", f"its device failed: {text}"))
+    reply = Message(Error(code=CLIENT_RAISED, reason=text), reply_to=message)
+    return pickle.dumps(("done", reply, context.state, peak_bytes, text, "".join(lines)))
+
+
+def check_device(kind: str) -> None:
+    """Computes something on the slot's device.
+
+    Raises:
+        DeviceError: There is none, or more than one.
+        RuntimeError: It does not work.
+    """
+    if kind == "cpu":
+        return
+    num_devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if num_devices != 1:
+        raise DeviceError(f"this slot sees {num_devices} {kind} devices; expected 1")
+    value = torch.ones(8, device=kind).sum().item()
+    if value != 8:
+        raise DeviceError(f"the sum of 8 ones is {value} on it")
+
+
+def _peak(kind: str) -> int:
+    """Bytes: torch's on an accelerator, this process's on the CPU; since `_reset_peak`."""
+    if kind == "cpu":
+        try:
+            status = Path("/proc/self/status").read_text()
+            return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        except (OSError, IndexError):  # A kernel that does not tell it.
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(getattr(torch, kind).max_memory_reserved())
+
+
+def _reset_peak(kind: str) -> None:
+    if kind != "cpu":
+        getattr(torch, kind).reset_peak_memory_stats()
+        return
+    with suppress(OSError):  # Not allowed everywhere; the peak is then that of all clients so far.
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _free_bytes(kind: str) -> int:
+    if kind != "cpu":
+        return int(getattr(torch, kind).mem_get_info()[0])
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _users_part(tb: TracebackType | None) -> TracebackType | None:
+    first = tb
+    while first is not None and any(own in first.tb_frame.f_code.co_filename for own in _OWN):
+        first = first.tb_next
+    return first or tb
+
+
+def _receive(frames: Frames) -> bytearray:
+    while (messages := frames.receive()) is not None:
+        if messages:
+            return messages[0]
+    return _end_group()
+
+
+def _end_with_server(descriptor: int) -> None:
+    """Ends the slot when the server has ended, also in the middle of a client."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLRDHUP)
+    poll.poll()
+    _end_group()
+
+
+def _end_group() -> NoReturn:
+    """Kills this process and what clients have started in it: a DataLoader's workers, programs."""
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _start(frames: Frames, kind: str, app: bytes) -> ClientApp:
+    """Loads the app; a process that cannot says why, and ends."""
+    outcome, is_device = Outcome(), True
+    with outcome:
+        check_device(kind)
+        is_device = False
+        loaded: ClientApp = unpack(app)
+        frames.send(pickle.dumps(("ready", _free_bytes(kind))))
+        return loaded
+    assert outcome.error is not None
+    traceback.print_exception(outcome.error)
+    frames.send(pickle.dumps(("unusable" if is_device else "unloadable", str(outcome))))
+    _flush()
+    os._exit(1)
+
+
+def main() -> None:
+    """Runs this process as a slot: `sys.argv[1]` is its end of the pair."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    frames = Frames(socket.socket(fileno=descriptor))
+    # A DataLoader's workers would hold the pair open, and could write to it.
+    os.register_at_fork(after_in_child=frames.close)
+    threading.Thread(target=_end_with_server, args=(descriptor,), name="unsloth_multigpu-server", daemon=True).start()
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL)
+    kind, is_shared, arguments, app = pickle.loads(_receive(frames))
+    sys.argv[:] = arguments
+    serve(frames, _start(frames, kind, app), kind, is_shared=is_shared)
