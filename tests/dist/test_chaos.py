@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.helpers.run import LIGHT, orphans, run_python
+from tests.helpers.run import BARE, orphans, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "chaos_train.py"
 CHAOS = ["-m", "unsloth_multigpu.cli.main", "chaos"]
@@ -11,7 +11,7 @@ CHAOS = ["-m", "unsloth_multigpu.cli.main", "chaos"]
 
 def test_killed_run_goes_on_to_the_same_weights(tmp_path):
     options = ["--faults", "kill@1:4", "--max-restarts", "1", "--json", "found.json", "--markdown", "table.md"]
-    run = run_python([*CHAOS, *options, SCRIPT, "--steps", "5"], tmp_path, {**LIGHT, "TMPDIR": str(tmp_path)})
+    run = run_python([*CHAOS, *options, SCRIPT, "--steps", "5"], tmp_path, {**BARE, "TMPDIR": str(tmp_path)})
     assert run.code == 0, run.out + run.err
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert row["told"].startswith("rank 1 was killed by SIGKILL after step 3")

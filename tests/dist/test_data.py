@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, run_python
+from tests.helpers.run import hide, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "data.py"
+LIBRARIES = hide("bitsandbytes", "peft", "scipy", "sklearn", "torchao")
 SOURCES = [
     "plain",
     "seeded",
@@ -46,7 +47,7 @@ def folder(tmp_path_factory):
         out = path / str(num_ranks)
         out.mkdir()
         names = [",".join([*ON_THREE, *RESUMED])] if num_ranks == 3 else []
-        run = run_python([SCRIPT, str(num_ranks), out, *names], path, LIGHT)
+        run = run_python([SCRIPT, str(num_ranks), out, *names], path, LIBRARIES)
         assert run.code == 0, run.err
         (out / "stderr.txt").write_text(run.err)
     return path
@@ -104,7 +105,7 @@ def test_one_process_is_planned_when_asked(folder):
     names = ["plain", "workers", "list", "end_to_end"]
     out = folder / "one"
     out.mkdir()
-    variables = {**LIGHT, "UNSLOTH_MULTIGPU_BALANCE": "tokens"}
+    variables = {**LIBRARIES, "UNSLOTH_MULTIGPU_BALANCE": "tokens"}
     run = run_python([SCRIPT, "1", out, ",".join(names)], folder, variables)
     assert run.code == 0, run.err
     for name in names:

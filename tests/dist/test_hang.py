@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, orphans, start, wait_until
+from tests.helpers.run import BARE, orphans, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
 HANG_TIMEOUT_S = 3.0
@@ -22,7 +22,7 @@ def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
     script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
     script.write_text(SCRIPT.read_text())
     arguments = [script, HANG_TIMEOUT_S, "spin", "stop"]
-    process = start(arguments, cwd=tmp_path, env=LIGHT, stdout=subprocess.DEVNULL)
+    process = start(arguments, cwd=tmp_path, env=BARE, stdout=subprocess.DEVNULL)
     lines = [(time.monotonic(), line) for line in process.stderr]
     code = process.wait()
     err = "".join(line for _, line in lines)

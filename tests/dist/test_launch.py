@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, finish, run_python, start
+from tests.helpers.run import BARE, finish, run_python, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
 ARGUMENTS = ["--n", "two words", "$HOME", "${local_rank}", "a'b\"c"]
@@ -67,7 +67,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path, program):
         "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
         "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
     }[program]
-    run = run_python(["-m", *module, SCRIPT, tmp_path], tmp_path, LIGHT)
+    run = run_python(["-m", *module, SCRIPT, tmp_path], tmp_path, BARE)
     assert run.code == 0, run.err
     assert {f["launcher"] for f in facts(tmp_path)} == {"torchrun"}
 
@@ -116,7 +116,7 @@ def test_other_number_of_ranks_than_asked_is_refused(tmp_path):
 def test_work_before_the_line_is_named(tmp_path):
     script = tmp_path / "late.py"
     script.write_text("import transformers\nimport unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\n")
-    run = run_python([script], tmp_path, LIGHT)
+    run = run_python([script], tmp_path, BARE)
     assert run.code == 0, run.err
     assert "of work (imported: transformers), which each of the 2 ranks does again" in run.err
 
@@ -128,7 +128,7 @@ def test_batch_options_change_the_number_of_steps(tmp_path):
         "UNSLOTH_MULTIGPU_BATCH_SIZE_PER_GPU=3": 4,
         "UNSLOTH_MULTIGPU_SEED_PER_RANK=0": 6,
     }
-    run = run_python([SCRIPT.with_name("options.py"), *expected], cwd=tmp_path, env=LIGHT)
+    run = run_python([SCRIPT.with_name("options.py"), *expected], cwd=tmp_path, env=BARE)
     assert run.code == 0, run.err
     assert json.loads((tmp_path / "steps.json").read_text()) == expected
 
@@ -146,6 +146,8 @@ def test_spawned_worker_is_no_rank_and_the_exit_code_of_all_ranks_is_passed_on(t
         "if __name__ == '__main__':\n"
         "    loader = torch.utils.data.DataLoader(Rows(), num_workers=1, multiprocessing_context='spawn')\n"
         "    print('sum', sum(int(x) for x in loader))\n"
+        "    torch.distributed.init_process_group('gloo')\n"
+        "    torch.distributed.barrier()\n"  # The end of the first rank ends the other.
         "    sys.exit(3)\n"
     )
     run = run_python([script], cwd=tmp_path)

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.namespace import two_hosts
-from tests.helpers.run import LIGHT, Finished, finish, orphans, run_python, wait_until
+from tests.helpers.run import BARE, Finished, finish, orphans, run_python, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
 HANG_TIMEOUT_S = 6.0
@@ -34,7 +34,7 @@ class Job:
             "rdzv_id": "job",
             **options,
         }
-        self.env = {**LIGHT, **{f"UNSLOTH_MULTIGPU_{name.upper()}": str(value) for name, value in given.items()}}
+        self.env = {**BARE, **{f"UNSLOTH_MULTIGPU_{name.upper()}": str(value) for name, value in given.items()}}
         folder.mkdir()
         self.processes, self.outcomes, self.begins = [None, None], [None, None], [0.0, 0.0]
         for host, number in enumerate(num_gpus):
@@ -113,7 +113,7 @@ def outcome(tmp_path_factory):
         elastic.start(1, 1)
         for name in ("plain", "elastic"):
             (alone / f"go_{name}").touch()
-        run = run_python([SCRIPT, "--folder", alone, "plain", "elastic"], alone, {**LIGHT, "HERE": str(alone)})
+        run = run_python([SCRIPT, "--folder", alone, "plain", "elastic"], alone, {**BARE, "HERE": str(alone)})
         assert run.code == 0, run.err
         cut = wired.finish()
         cut_s = max(begin + run.seconds for begin, run in zip(wired.begins, cut, strict=True)) - cut_at

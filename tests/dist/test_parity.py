@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import hide, run_python
+from tests.helpers.run import LIGHT, run_python
 from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "parity.py"
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
     for num_ranks, jobs in ((1, JOBS), (2, [*JOBS, GRPO, BROKEN]), (3, JOBS)):
         out = path / str(num_ranks)
         arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(jobs), "--model", path / "model", "--out", out]
-        run = run_python([SCRIPT, *map(str, arguments)], path, hide("scipy", "sklearn"))
+        run = run_python([SCRIPT, *map(str, arguments)], path, LIGHT)
         assert run.code == 0, run.err
         (out / "stderr.txt").write_text(run.err)
     return path

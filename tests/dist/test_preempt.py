@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, finish, orphans, start, wait_until
+from tests.helpers.run import BARE, finish, orphans, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "preempt.py"
-TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **LIGHT}
+TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
 GRACE_S = 60.0  # The default of the script.
 
 
@@ -68,7 +68,7 @@ def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ran
 
 def test_ranks_of_torchrun_agree_by_their_store(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    process = start([*torchrun, SCRIPT, "--save", "steps"], tmp_path, LIGHT)
+    process = start([*torchrun, SCRIPT, "--save", "steps"], tmp_path, BARE)
     wait_for(tmp_path, "step_1", process)
     process.send_signal(signal.SIGTERM)
     run = finish(process)
@@ -102,7 +102,7 @@ def test_second_signal_and_the_end_of_grace_s_end_ranks_that_are_stuck(tmp_path,
     (tmp_path / "stuck.py").write_text(STUCK.replace("GRACE", "60" if is_repeated else "1"))
     err = tmp_path / "err"
     with err.open("w") as file:
-        process = start([tmp_path / "stuck.py"], tmp_path, LIGHT, stderr=file)
+        process = start([tmp_path / "stuck.py"], tmp_path, BARE, stderr=file)
         for rank in range(2):
             wait_for(tmp_path, f"stuck_{rank}", process)
         begin_s = time.monotonic()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, run_python
+from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "replicas.py"
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ HINT = "Hint: Look for what changes weights or gradients on one rank alone"
 
 def run(folder, num_ranks, **lines):
     arguments = [f"{name}={json.dumps(line)}" for name, line in lines.items()]
-    return run_python([SCRIPT, str(num_ranks), *arguments], folder, LIGHT)
+    return run_python([SCRIPT, str(num_ranks), *arguments], folder, BARE)
 
 
 @pytest.fixture(scope="module")

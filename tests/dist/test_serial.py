@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.run import hide, run_python
+from tests.helpers.run import LIGHT, run_python
 from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.core.loss import LossScale
 from unsloth_multigpu.core.replica import copy_of, find_devices
@@ -24,7 +24,7 @@ TOKENS, ROWS = (LossScale(is_token_normalised=is_sum, is_multiplied=False) for i
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serial")
     model = build_tiny(folder / "model", hidden_size=32, num_layers=1, vocab_size=400)
-    run = run_python([SCRIPT, model, folder], folder, hide("scipy", "sklearn"))
+    run = run_python([SCRIPT, model, folder], folder, LIGHT)
     assert run.code == 0, run.err
     return json.loads((folder / "results.json").read_text())
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import LIGHT, run_python
+from tests.helpers.run import hide, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "strategies.py"
+LIBRARIES = hide("bitsandbytes", "datasets", "scipy", "sklearn", "torchao")
 pytestmark = pytest.mark.slow
 
 # One row length: a rank's own mean is then its part of the step's. SGD: the mean of steps is the step of the mean.
@@ -42,10 +43,10 @@ RUNS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("strategies")
-    run = run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in RUNS.items())], path, LIGHT)
+    run = run_python([SCRIPT, "2", *(f"{name}={json.dumps(line)}" for name, line in RUNS.items())], path, LIBRARIES)
     assert run.code == 0, run.err
     (path / "stderr.txt").write_text(run.err)
-    one = run_python([SCRIPT, "1", "one=" + json.dumps({})], path, LIGHT)
+    one = run_python([SCRIPT, "1", "one=" + json.dumps({})], path, LIBRARIES)
     assert one.code == 0, one.err
     return path
 
@@ -142,7 +143,7 @@ def test_summary_says_what_was_sent(folder):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     path = tmp_path_factory.mktemp("ends")
-    run = run_python([SCRIPT.with_name("strategy_ends.py")], path, LIGHT)
+    run = run_python([SCRIPT.with_name("strategy_ends.py")], path, LIBRARIES)
     return run, [json.loads((path / f"ends_{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import LIGHT, ROOT, finish, orphans, run_python, start, wait_until
+from tests.helpers.run import BARE, ROOT, finish, orphans, run_python, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
 VERIFY = ["-m", "unsloth_multigpu.cli.main", "verify"]
 
 
-def verify(folder: Path, *arguments: object, script: str = "train.py", env: Mapping[str, str] = LIGHT):
+def verify(folder: Path, *arguments: object, script: str = "train.py", env: Mapping[str, str] = BARE):
     """Runs it in a folder of its own, with temporary files beside it."""
     if not (folder / script).exists():
         shutil.copy(SCRIPT, folder / script)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, run_python
 from tests.helpers.tiny import build_tiny, topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ def test_quick_start_shows_that_ranks_and_one_process_agree(tmp_path: Path) -> N
 
 def test_quick_start_fails_where_the_runs_differ(tmp_path: Path) -> None:
     # Each rank takes the whole batch: another training, which the example must not call the same.
-    env = {**ENV, "UNSLOTH_MULTIGPU_GLOBAL_BATCH": "scale"}
+    env = {**ENV, **LIGHT, "UNSLOTH_MULTIGPU_GLOBAL_BATCH": "scale"}
     (tmp_path / "texts.txt").write_text("\n".join(topics(12, max_words=30)))
     options = ["--model", build_tiny(tmp_path / "model"), "--dataset", "texts.txt", "--steps", "2", "--batch-size", "4"]
     run = run_python([EXAMPLES / "ddp_quick_start.py", *options], tmp_path, env)

@@ -37,8 +37,7 @@ class Run:
 def start_script(name: str, model: Path, folder: Path, *options: str) -> subprocess.Popen:
     folder.mkdir()
     # Unsloth's compile cache and our logs go to the working directory.
-    env = hide("scipy", "sklearn")
-    env["PYTHONPATH"] += f":{ROOT}"
+    env = {**hide("scipy", "sklearn", "torchao"), "PYTHONPATH": str(ROOT)}
     return start([SCRIPTS / name, model, folder, *options], cwd=folder, env=env)
 
 

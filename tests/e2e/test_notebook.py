@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -101,8 +100,7 @@ def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) 
     script = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     notebook.cells.append(new_code_cell(ALONE, id="alone"))
 
-    packages = os.pathsep.join(variables["PYTHONPATH"] for variables in (oldest_ipython(), LIGHT))
-    environment = kernel_environment(folder, {**TWO_RANKS, **LIGHT, "PYTHONPATH": packages})
+    environment = kernel_environment(folder, {**TWO_RANKS, **LIGHT, **oldest_ipython()})
     client = NotebookClient(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
     client.execute(env=environment)
     assert output_of(notebook, "alone") == "'7.34.0'"

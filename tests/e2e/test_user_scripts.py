@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import ROOT, Finished, finish, start
+from tests.helpers.run import LIGHT, ROOT, Finished, finish, start
 from tests.helpers.tiny import build_tiny, preference_rows, topics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -76,7 +76,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         put_model_and_data(folder)
     # Without a GPU on every machine: Unsloth would train in bf16 there, and one GPU cannot hold two ranks.
     script, env = SCRIPTS / case.script, {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    one = start([script, "--plain"], cwd=folders[0], env=env)
+    # What it is compared with needs no library that is only installed.
+    one = start([script, "--plain"], cwd=folders[0], env={**env, **LIGHT})
     two = start([script], cwd=folders[1], env=env)
     return Runs(case, *folders, finish(one), finish(two))
 

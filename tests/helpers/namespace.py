@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import ON_CPU, QUIET
+from tests.helpers.run import environment_with
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,10 @@ class Host:
         self, arguments: Sequence[str | os.PathLike[str]], cwd: Path, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen:
         """Starts `python arguments...` on this host; see `tests.helpers.run.start`."""
-        own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, sys.executable, *map(str, arguments)],
             cwd=cwd,
-            env={**own, **QUIET, **ON_CPU, "OMP_NUM_THREADS": "1", **(env or {})},
+            env=environment_with(env),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import re
 import signal
@@ -17,7 +16,7 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
-from tests.helpers.run import ON_CPU, QUIET
+from tests.helpers.run import environment_with
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 0.2
@@ -174,8 +173,7 @@ class NotebookRun:
 
 def kernel_environment(folder: Path, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """All variables of a kernel: this process's without UNSLOTH_MULTIGPU_*, those of every test run, and `env`."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
-    return {**own, **QUIET, **ON_CPU, "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / ".ipython"), **(env or {})}
+    return environment_with({"IPYTHONDIR": str(folder / ".ipython"), **(env or {})})
 
 
 def oldest_ipython() -> dict[str, str]:
