@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.run import LIGHT, ROOT, environment_with
+
 TIMEOUT_S = 240
 
 PRELUDE = """
@@ -45,7 +45,12 @@ def check_landed():
 
 def run(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, "-c", PRELUDE + script],
+        cwd=ROOT,
+        env=environment_with(LIGHT),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
