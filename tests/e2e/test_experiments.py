@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, run_python
 
 EXPERIMENTS = ROOT / "examples" / "experiments"
 ENV = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -161,3 +161,11 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     text = "\n".join(verdict(results, {name: figures_of(task) for name, task in results["tasks"].items()}))
     assert "THE REPLICA PROOF MISSED" in text
     assert "it does not matter how gradients meet" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
+def test_federated_aggregation_measures_four_ways(tmp_path: Path) -> None:
+    run = run_python([EXPERIMENTS / "federated_aggregation.py", "--quick"], tmp_path, {**ENV, **LIGHT})
+    assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
+    assert [run.out.count(f"| {arm} |") for arm in ("mean", "project", "exact", "frozen A")] == [3, 3, 3, 3]
