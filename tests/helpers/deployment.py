@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.helpers.run import ON_CPU, QUIET, ROOT, Finished, finish, wait_until
+from tests.helpers.run import BARE, ROOT, Finished, environment_with, finish, wait_until
 
 BIN = Path(sys.executable).parent
 START_S = 60.0
@@ -132,19 +132,17 @@ class Deployment:
         return process
 
     def _environment(self) -> dict[str, str]:
-        own = {k: v for k, v in os.environ.items() if not k.startswith("UNSLOTH_MULTIGPU_")}
-        return {
-            **own,
-            **QUIET,
-            **ON_CPU,
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # Flower looks for its own commands there.
-            "PYTHONPATH": str(ROOT),
-            "FLWR_HOME": str(self.home),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # 1 s otherwise.
-        }
+        return environment_with(
+            {
+                **BARE,
+                "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # Flower looks for its own commands there.
+                "PYTHONPATH": str(ROOT),
+                "FLWR_HOME": str(self.home),
+                "FLWR_TELEMETRY_ENABLED": "0",
+                "FLWR_DISABLE_UPDATE_CHECK": "1",
+                "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # 1 s otherwise.
+            }
+        )
 
 
 def has_ended(process: subprocess.Popen) -> bool:
