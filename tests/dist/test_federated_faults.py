@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import stat
 import sys
 import threading
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -39,166 +42,287 @@ def pid(reply) -> int:
     return reply.content["metrics"]["pid"]
 
 
-def warnings(caplog) -> list[str]:
-    found = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "unsloth" in r.name]
-    caplog.clear()
+class Told(logging.Handler):
+    """Warnings of this package, until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+    def take(self) -> str:
+        texts, self._texts = self._texts, []
+        return "\n".join(texts)
+
+
+@pytest.fixture(scope="module")
+def told():
+    handler, logger = Told(), logging.getLogger("unsloth_multigpu")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@dataclass
+class Round:
+    """One `send_and_receive`: each message's reply and record, and what was told of it."""
+
+    replies: list
+    records: list
+    told: str
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "1")
+        patch.setenv("OMP_NUM_THREADS", "")
+        patch.setenv("MARKER", str(path / "others"))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def rounds(folder, told):
+    """One grid of five clients on two slots: each fault meets the processes that the one before has left."""
+    found = {}
+    with ProcessGrid(app, 5, CPU, GridOptions(log_dir=str(folder / "logs"))) as grid:
+
+        def send(name, *messages, **options) -> Round:
+            begin_s = time.monotonic()
+            replies = grid.send_and_receive(messages, **options)
+            found[name] = Round(replies, grid.take_records(), told.take(), time.monotonic() - begin_s)
+            return found[name]
+
+        def marker(name) -> str:
+            return str(folder / name)
+
+        send("whole", *map(message_to, range(5)))
+        what = [message_to(0, "fail"), message_to(1, "leave"), message_to(2, "large"), message_to(3, kind="query")]
+        send("raised", *what, message_to(4))
+        found["states"] = grid.client_states()
+        killed = [message_to(0, "kill_once", marker=marker("a")), message_to(1, "kill"), message_to(2)]
+        send("killed", *killed)
+        half = message_to(0, "kill_while_sending_once", marker=marker("b"))
+        send("lost", half, message_to(1, "lose_device_once", marker=marker("c")))
+        alive = send("alive", message_to(0), message_to(1))
+        os.kill(pid(alive.replies[0]), signal.SIGKILL)
+        # All of its threads: the first one may have ended long before.
+        wait_until(grid._pool.slots[0].has_ended, 10.0, "its end")
+        send("replaced", message_to(0), message_to(1))
+        send("late", message_to(0, "hang"), message_to(2), message_to(1), timeout=2.0)
+        shutil.rmtree(grid.log_dir)
+        send("without_logs", message_to(0, "start_others"), message_to(1))
+        found["interrupted"] = interrupt(grid, message_to(0, "hang", marker=marker("d")), folder / "d")
+        found["orphans"] = [*orphans(marker("others")), *filter(is_alive, [int((folder / "d").read_text())])]
+        grid.new_clients(3)
+        found["new"] = grid.get_node_ids(), grid.client_states()
+        ids = grid.push_messages([message_to(2, "start_others")])
+        replies = []
+        wait_until(lambda: replies.extend(grid.pull_messages(ids)) or replies, 60.0, "a reply")
+        found["pulled"] = Round(replies + grid.pull_messages(ids), grid.take_records(), told.take(), 0.0)
+        log = grid.log_dir / "slot_0.log"
+        found["logs"] = log.read_text(), {stat.S_IMODE(p.stat().st_mode) for p in grid.log_dir.glob("slot_*.log")}
+    found["orphans"] += orphans(marker("others"))
+    found["grid"] = grid
     return found
 
 
-@pytest.fixture
-def make_grid(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    monkeypatch.setenv("MARKER", str(tmp_path / "others"))
-    grids = []
+def interrupt(grid, message, marker: Path) -> bool:
+    """Ctrl-C while the client hangs."""
 
-    def make(num_clients: int, devices, **options) -> ProcessGrid:
-        grids.append(ProcessGrid(app, num_clients, devices, GridOptions(log_dir=str(tmp_path / "logs"), **options)))
-        return grids[-1]
+    def press() -> None:
+        wait_until(lambda: marker.exists() and marker.read_text(), 60.0, "a client that hangs")
+        os.kill(os.getpid(), signal.SIGINT)
 
-    yield make
-    for grid in grids:
-        grid.close()
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        grid.send_and_receive([message, message_to(1)])
+    except KeyboardInterrupt:
+        return True
+    finally:
+        thread.join()
+    return False
 
 
 @pytest.mark.slow
-def test_faults_of_clients_end_no_round(make_grid, caplog, tmp_path):
-    grid = make_grid(5, CPU)
-    send = grid.send_and_receive
-
-    first = send([message_to(n) for n in range(5)])
-    pids = [pid(reply) for reply in first]
+def test_clients_run_in_processes_of_their_own(rounds):
+    whole = rounds["whole"]
+    pids = [pid(reply) for reply in whole.replies]
     assert pids[0] == pids[2] == pids[4] != pids[1] == pids[3]
-    assert [r.metadata.src_node_id for r in first] == [1, 2, 3, 4, 5]
-    assert [r.content["arrays"]["w"].numpy().tolist() for r in first] == [[n] * 4 for n in range(5)]
-    assert {facts(r, "CUDA_VISIBLE_DEVICES") for r in first} == {""}
-    assert {facts(r, "RANK") for r in first} == {"-"}
+    assert [r.metadata.src_node_id for r in whole.replies] == [1, 2, 3, 4, 5]
+    assert [r.content["arrays"]["w"].numpy().tolist() for r in whole.replies] == [[n] * 4 for n in range(5)]
+    assert {facts(r, "CUDA_VISIBLE_DEVICES") for r in whole.replies} == {""}
+    assert {facts(r, "RANK") for r in whole.replies} == {"-"}
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert {(facts(r, "OMP_NUM_THREADS"), facts(r, "threads")) for r in first} == {(str(threads), threads)}
-    records = grid.take_records()
-    assert [(r.client_id, r.slot, r.device) for r in records] == [(n, n % 2, f"cpu:{n % 2}") for n in range(5)]
-    assert all(r.peak_memory_bytes > 2**26 and r.sent_bytes > 0 and r.received_bytes > 0 for r in records)
-    assert warnings(caplog) == []
+    assert {(facts(r, "OMP_NUM_THREADS"), facts(r, "threads")) for r in whole.replies} == {(str(threads), threads)}
+    assert [(r.client_id, r.slot, r.device) for r in whole.records] == [(n, n % 2, f"cpu:{n % 2}") for n in range(5)]
+    assert all(r.peak_memory_bytes > 2**26 and r.sent_bytes > 0 and r.received_bytes > 0 for r in whole.records)
+    assert whole.told == ""
 
-    # An exception; sys.exit(); a reply larger than any buffer; one that is none. The processes are still the same.
-    what = [message_to(0, "fail"), message_to(1, "leave"), message_to(2, "large"), message_to(3, kind="query")]
-    failed, left, large, none = send([*what, message_to(4)])[:4]
+
+@pytest.mark.slow
+def test_client_that_raises_is_left_out_by_name(rounds):
+    """An exception; sys.exit(); a reply larger than any buffer; one that is none. The processes are still the same."""
+    failed, left, large, none, _ = rounds["raised"].replies
     assert failed.error.code == left.error.code == none.error.code == 2
     assert failed.error.reason == "client 0 (round 1, train) on slot 0, cpu:0: ValueError: no data for me"
     assert left.error.reason.endswith("SystemExit: 3")
     assert none.error.reason.endswith("the ClientApp returned NoneType, expected flwr.app.Message")
     assert large.content["arrays"]["w"].numpy().nbytes == 4 * 10**7
-    assert pid(large) == pids[0]
-    told = warnings(caplog)
-    assert len(told) == 3
-    assert sum("ValueError: no data\nfor me" in text and "in fail" in text for text in told) == 1
-    assert grid.client_states()[2]["calls"]["n"] == 2
+    assert pid(large) == pid(rounds["whole"].replies[0])
+    told = rounds["raised"].told
+    assert told.count("failed:") == 3
+    assert told.count("ValueError: no data\nfor me") == 1
+    assert "in fail" in told
+    assert rounds["states"][2]["calls"]["n"] == 2
 
-    # Killed once: run once more, on the other device, by number and name; killed again and again: left out.
-    grid.take_records()
-    messages = [message_to(0, "kill_once", marker=str(tmp_path / "a")), message_to(1, "kill"), message_to(2)]
-    again, out, fine = send(messages)
+
+@pytest.mark.slow
+def test_client_whose_process_is_killed_runs_once_more(rounds):
+    """Killed once: on the other device, by number and name; killed again and again: left out."""
+    again, out, fine = rounds["killed"].replies
     assert again.has_content()
     assert fine.has_content()
     assert out.error.code == 8
     assert "was ended by SIGKILL" in out.error.reason
-    assert [(r.client_id, r.attempts) for r in grid.take_records()] == [(0, 2), (1, 2), (2, 1)]
-    told = "\n".join(warnings(caplog))
+    assert [(r.client_id, r.attempts) for r in rounds["killed"].records] == [(0, 2), (1, 2), (2, 1)]
+    told = rounds["killed"].told
     assert "in the middle of client 0 (round 1, train) on slot 0, cpu:0, which is run once more" in told
     assert "client 1 (round 1, train) on slot" in told
     assert "about to end" in told  # From the log.
 
-    # Killed with half of the reply sent; its device lost.
-    half = message_to(0, "kill_while_sending_once", marker=str(tmp_path / "b"))
-    lost = message_to(1, "lose_device_once", marker=str(tmp_path / "c"))
-    assert [r.has_content() for r in send([half, lost])] == [True, True]
-    assert [r.attempts for r in grid.take_records()] == [2, 2]
-    assert "because its device failed: RuntimeError: CUDA error: unspecified launch failure" in "".join(
-        warnings(caplog)
-    )
 
-    # Killed while it waits.
-    alive = [pid(r) for r in send([message_to(0), message_to(1)])]
-    os.kill(alive[0], signal.SIGKILL)
-    wait_until(lambda: not is_alive(alive[0]), 10.0, "its end")
-    now = [pid(r) for r in send([message_to(0), message_to(1)])]
+@pytest.mark.slow
+def test_half_a_reply_and_a_lost_device_are_run_once_more(rounds):
+    assert [r.has_content() for r in rounds["lost"].replies] == [True, True]
+    assert [r.attempts for r in rounds["lost"].records] == [2, 2]
+    assert "because its device failed: RuntimeError: CUDA error: unspecified launch failure" in rounds["lost"].told
+
+
+@pytest.mark.slow
+def test_process_that_is_killed_while_it_waits_is_replaced(rounds):
+    alive, now = ([pid(r) for r in rounds[name].replies] for name in ("alive", "replaced"))
     assert now[0] != alive[0]
     assert now[1] == alive[1]
-    assert "while it waited" in "".join(warnings(caplog))
+    assert "while it waited" in rounds["replaced"].told
 
-    # The round's limit: what hangs is ended, and where it was is told; what waits is not begun; the next is whole.
-    hung, waits, fine = send([message_to(0, "hang"), message_to(2), message_to(1)], timeout=1.0)
+
+@pytest.mark.slow
+def test_limit_of_a_round_ends_what_hangs_and_tells_where(rounds):
+    late = rounds["late"]
+    hung, waits, fine = late.replies
     assert fine.has_content()
     assert "not ended by the round's limit, it was in federated.py:" in hung.error.reason
     assert "in hang" in hung.error.reason
     assert waits.error.reason == "client 2 (round 1, train): not begun by the round's limit"
-    assert 1.0 <= grid.round_seconds < 4.0
-    assert [r.slot for r in grid.take_records()[-3:]] == [0, -1, 1]
-    assert [r.has_content() for r in send([message_to(0, "start_others"), message_to(1)])] == [True, True]
-
-    # Ctrl-C.
-    def interrupt() -> None:
-        wait_until((tmp_path / "d").exists, 60.0, "a client that hangs")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        send([message_to(0, "hang", marker=str(tmp_path / "d")), message_to(1)])
-    thread.join()
-    assert orphans(str(tmp_path / "others")) == []
-    assert not Path(f"/proc/{(tmp_path / 'd').read_text()}").exists()
-    grid.new_clients(3)
-    assert grid.get_node_ids() == [1, 2, 3]
-    assert grid.client_states() == {}
-    ids = grid.push_messages([message_to(2, "start_others")])
-    replies = []
-    wait_until(lambda: replies.extend(grid.pull_messages(ids)) or replies, 60.0, "a reply")
-    assert replies[0].content["metrics"]["calls"] == 0
-    assert grid.pull_messages(ids) == []
-
-    log = grid.log_dir / "slot_0.log"
-    assert "client 2 prints" in log.read_text()
-    assert {stat.S_IMODE(path.stat().st_mode) for path in grid.log_dir.glob("slot_*.log")} == {0o600}
-    grid.close()
-    assert orphans(str(tmp_path / "others")) == []
-    assert TaskIdentity._run_id is None
-    with pytest.raises(FederatedError, match="closed"):
-        send([])
+    assert 2.0 <= late.seconds < 30.0
+    assert [r.slot for r in late.records] == [0, -1, 1]
 
 
 @pytest.mark.slow
-def test_device_that_vanishes_leaves_its_clients_to_the_others(make_grid, caplog, tmp_path):
-    grid = make_grid(4, [SlotDevice("cpu", 0), GONE], clients_per_gpu="auto")
-    replies = grid.send_and_receive([message_to(n) for n in range(4)])
-    assert all(reply.has_content() for reply in replies)
-    assert {r.device for r in grid.take_records()} == {"cpu:0"}
-    told = warnings(caplog)
-    assert "was killed, because DeviceError: this slot sees 0" in told[0]
-    assert "It was not ready yet; it is started once more" in told[0]
-    assert "It is not started a third time: its clients go to other slots" in told[1]
-    assert "this slot sees 0 cuda devices; expected 1" in told[1]
-    # One client has shown what it needs: more at once fit.
-    most = min(4, len(os.sched_getaffinity(0)))
-    assert grid.devices_of_slots.count("cpu:0") == most
+def test_removed_logs_end_nothing(rounds):
+    """The slot that hung has to start again, where its log was."""
+    assert [r.has_content() for r in rounds["without_logs"].replies] == [True, True]
+    text, modes = rounds["logs"]
+    assert "client 2 prints" in text
+    assert modes == {0o600}
 
-    # They are too many for another one: it is run once more, beside fewer.
-    (reply,) = grid.send_and_receive([message_to(0, "run_out_of_memory_once", marker=str(tmp_path / "a"))])
-    assert reply.has_content()
-    assert "ran out of memory beside others; it is run once more" in warnings(caplog)[-1]
-    grid.take_records()
-    grid.send_and_receive([message_to(n) for n in range(4)])
-    assert len({r.slot for r in grid.take_records()}) <= most - 1
 
-    # By Flower's own strategy, the example-weighted mean of what is left.
-    echo = ConfigRecord({"do": "echo"})
-    result = FedAvg(fraction_evaluate=0.0).start(grid, arrays(np.zeros(4)), num_rounds=1, train_config=echo)
-    assert result.arrays["w"].numpy().tolist() == [pytest.approx((0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / 10)] * 4
-    grid.close()
+@pytest.mark.slow
+def test_nothing_is_left_of_a_round_that_was_interrupted_or_of_a_grid(rounds):
+    assert rounds["interrupted"]
+    assert rounds["orphans"] == []
+    assert rounds["new"] == ([1, 2, 3], {})
+    (reply,) = rounds["pulled"].replies
+    assert reply.content["metrics"]["calls"] == 0
+    assert TaskIdentity._run_id is None
+    with pytest.raises(FederatedError, match="closed"):
+        rounds["grid"].send_and_receive([])
 
-    alone = make_grid(1, [GONE])
-    with pytest.raises(FederatedError, match=r"(?s)No slot is left: slot 0 on cuda:77 .*this slot sees 0 cuda devices"):
-        alone.send_and_receive([message_to(0)])
+
+@pytest.mark.slow
+def test_device_that_is_not_there_leaves_its_clients_to_the_others(folder, told, monkeypatch):
+    # Here are as many slots as cores, and one is too few.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+    options = GridOptions(clients_per_gpu="auto", log_dir=str(folder / "auto"))
+    with ProcessGrid(app, 4, [SlotDevice("cpu", 0), GONE], options) as grid:
+        replies = grid.send_and_receive([message_to(n) for n in range(4)])
+        assert all(reply.has_content() for reply in replies)
+        assert {facts(r, "threads") for r in replies} == {1}
+        assert {r.device for r in grid.take_records()} == {"cpu:0"}
+        text = told.take()
+        assert "was killed, because DeviceError: this slot sees 0 cuda devices; expected 1" in text
+        first, second = text.index("It has had no client yet; it is started once more"), text.index("a third time")
+        assert first < second
+        assert "It is not started a third time: its clients go to other slots" in text
+        # One client has shown what it needs: more at once fit.
+        assert grid.devices_of_slots.count("cpu:0") == 2
+
+        # They are too many for another one: it is run once more, beside fewer.
+        (reply,) = grid.send_and_receive([message_to(0, "run_out_of_memory_once", marker=str(folder / "e"))])
+        assert reply.has_content()
+        assert "ran out of memory beside others; it is run once more" in told.take()
+        grid.take_records()
+        grid.send_and_receive([message_to(n) for n in range(4)])
+        assert len({r.slot for r in grid.take_records()}) == 1
+
+        # By Flower's own strategy, the example-weighted mean of what is left.
+        echo = ConfigRecord({"do": "echo"})
+        result = FedAvg(fraction_evaluate=0.0).start(grid, arrays(np.zeros(4)), num_rounds=1, train_config=echo)
+        assert result.arrays["w"].numpy().tolist() == [pytest.approx((0 * 1 + 1 * 2 + 2 * 3 + 3 * 4) / 10)] * 4
+
+
+class Vanishing:
+    """A ClientApp in slots whose devices vanish: those that `file` names end, and end again when they start."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __setstate__(self, state) -> None:
+        self.__dict__.update(state)
+        self._look()
+
+    def __call__(self, message, context):
+        self._look()
+        return app(message, context)
+
+    def _look(self) -> None:
+        if self._file.exists() and Path("/proc/self/fd/1").readlink().stem in self._file.read_text().split():
+            os._exit(1)
+
+
+@pytest.mark.slow
+def test_device_that_vanishes_leaves_its_clients_to_the_others(folder, told):
+    file = folder / "gone"
+    options = GridOptions(placement="balanced", log_dir=str(folder / "balanced"))
+    with ProcessGrid(Vanishing(file), 6, CPU, options) as grid:
+        messages = [message_to(n) for n in range(6)]
+
+        def send() -> set[str]:
+            replies = grid.send_and_receive(messages)
+            assert [r.content["metrics"]["num-examples"] for r in replies] == [1, 2, 3, 4, 5, 6]
+            return {r.device for r in grid.take_records()}
+
+        while send() != {"cpu:0", "cpu:1"}:
+            pass  # One may be ready long before the other.
+        told.take()
+        file.write_text("slot_1")
+        assert send() == {"cpu:0"}
+        wait_until(lambda: grid.pull_messages([]) or grid._pool.slots[1].is_retired, 60.0, "the end of a device")
+        text = told.take()
+        assert "(round 1, train) on slot 1, cpu:1, which is run once more" in text
+        assert text.count("slot 1 on cpu:1") == 3
+        assert "It is not started a third time: its clients go to other slots" in text
+        assert send() == {"cpu:0"}
+
+        file.write_text("slot_0 slot_1")
+        with pytest.raises(FederatedError, match=r"No slot is left: slot 0 on cpu:0 .* is not started a third time"):
+            send()
 
 
 SERVER = """

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
+import shutil
 import socket
 import sys
 import threading
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
 if sys.version_info < (3, 11):
     pytest.skip("Flower 1.41 needs Python 3.11", allow_module_level=True)
 
-from flwr.app import Context, Error, Message, MetricRecord, RecordDict
+import torch
+from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
 
 from tests.helpers.run import ROOT, run_python
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import device, parcel, task
+from unsloth_multigpu.federated import device, parcel, task, worker
+from unsloth_multigpu.federated.apps import make_client_app
 from unsloth_multigpu.federated.device import SlotDevice, choose_devices, slot_environment
 from unsloth_multigpu.federated.dispatch import History, Queues, slots_to_have
 from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, _task_identity
 from unsloth_multigpu.federated.outcome import Outcome
+from unsloth_multigpu.federated.slot import Slot
 from unsloth_multigpu.federated.task import Task
 from unsloth_multigpu.launch.channel import Frames
 from unsloth_multigpu.launch.process import is_alive
@@ -254,6 +262,79 @@ def test_balanced_goes_by_measured_speed():
     assert history.speed("train", ONE) == 100.0
 
 
+def test_slow_device_helps_only_where_the_other_would_be_later():
+    history = History()
+    for client_id, where, seconds in ((0, ONE, 1.0), (1, TWO, 10.0), (1, ONE, 1.0), (2, ONE, 0.5)):
+        done(history, client_id, where, seconds, round(100 * seconds) if where == ONE else 100)
+    assert (history.speed("train", ONE), history.speed("train", TWO)) == (100.0, 10.0)
+    queues = Queues("balanced", history)
+    queues.deal([make_task(n) for n in (0, 1)], {ONE: 1, TWO: 1}, {})
+    assert (queues.num_waiting(ONE), queues.num_waiting(TWO)) == (2, 0)
+    assert queues.take(TWO, [], {}) is None  # It needs 10 s for what the other one has done in 2.
+    assert queues.take(ONE, [], {}).client_id == 0
+
+
+def test_device_helps_the_one_that_has_most_seconds_to_do():
+    history = History()
+    three = SlotDevice("cuda", 2)
+    done(history, 0, ONE, 1.0, 100)
+    done(history, 1, TWO, 10.0, 100)
+    done(history, 2, three, 1.0, 100)
+    queues = Queues("balanced", history)
+    queues.deal([make_task(n) for n in range(2)], {ONE: 1}, {})
+    slow = make_task(9)
+    slow.begin(0, ONE, is_first=False)
+    queues.put_first(slow, [TWO])
+    # Two clients wait for the first device, 2 s; one for the second, 10 s.
+    assert queues.take(three, [], {}) is slow
+
+
+def test_two_slots_do_not_wait_twice_as_long():
+    history = History()
+    for client_id in range(2):
+        done(history, client_id, ONE, 1.0, 100)
+    done(history, 3, TWO, 1.5, 100)
+    for num_slots, helps in ((2, False), (1, True)):
+        queues = Queues("round_robin", history)
+        queues.deal([make_task(n) for n in (0, 2)], {ONE: num_slots, TWO: 1}, {})
+        queues._how = "balanced"
+        assert (queues.take(TWO, [], {}) is not None) is helps
+
+
+def test_device_helps_only_with_what_fits_there():
+    history = History()
+    for client_id, where, size in ((0, ONE, 20), (1, ONE, 20), (2, TWO, 1)):
+        done(history, client_id, where, 1.0, 10, size * GB)
+    memory = {ONE: 24 * GB, TWO: 8 * GB}
+    queues = Queues("balanced", history)
+    queues.deal([make_task(n) for n in range(3)], {ONE: 1, TWO: 1}, memory)
+    assert [queues.take(where, [], memory).client_id for where in (ONE, TWO)] == [0, 2]
+    assert queues.take(TWO, [], memory) is None
+
+
+@pytest.mark.parametrize("how", ["round_robin", "balanced"])
+def test_large_clients_of_a_device_that_is_gone_are_tried_elsewhere(how):
+    history = History()
+    done(history, 0, ONE, 1.0, 10, 20 * GB)
+    memory = {ONE: 24 * GB, TWO: 8 * GB}
+    queues = Queues(how, history)
+    queues.deal([make_task(n) for n in range(3)], {ONE: 1, TWO: 1}, memory)
+    queues.deal([], {TWO: 1}, memory)
+    found = [queues.take(TWO, [], memory) for _ in range(3)]
+    assert sorted(t.client_id for t in found) == [0, 1, 2]
+
+
+def test_dealing_asks_for_each_client_once(monkeypatch):
+    history, num_clients, asked = History(), 200, []
+    for client_id in range(num_clients):
+        done(history, client_id, (ONE, TWO)[client_id % 2], 1.0, 10)
+    speed = History.speed
+    monkeypatch.setattr(History, "speed", lambda *args: asked.append(1) or speed(*args))
+    queues = Queues("balanced", history)
+    queues.deal([make_task(n) for n in range(2 * num_clients)], {ONE: 1, TWO: 1}, {})
+    assert len(asked) < 4 * num_clients
+
+
 def test_what_a_process_does_first_is_no_measure():
     history = History()
     first = make_task(0)
@@ -316,13 +397,16 @@ def test_error_reply_names_client_round_and_slot():
 
 
 def test_identity_is_given_back_in_any_order():
-    first, second = _task_identity(5), _task_identity(6)
+    first, second, third = (_task_identity(number) for number in (5, 6, 7))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     assert TaskIdentity.run_id == 6
+    third.__enter__()
+    third.__exit__(None, None, None)
+    assert TaskIdentity.run_id == 6
     second.__exit__(None, None, None)
-    assert TaskIdentity.run_id == 5
+    assert TaskIdentity.run_id == 77
 
 
 def test_other_version_of_flower_is_an_error(monkeypatch):
@@ -333,7 +417,7 @@ def test_other_version_of_flower_is_an_error(monkeypatch):
 
 def test_grid_that_has_no_such_client_says_so(tmp_path):
     with ProcessGrid(None, 2, [ONE], GridOptions(log_dir=str(tmp_path))) as grid:
-        assert (grid.num_slots, grid.devices_of_slots) == (1, ["cuda:0"])
+        assert grid.devices_of_slots == ["cuda:0"]
         assert grid.run.run_id == TaskIdentity.run_id
         with pytest.raises(FederatedError, match="for node 3, but the nodes are 1 to 2"):
             grid.send_and_receive([grid.create_message(RecordDict(), "train", 3, "1")])
@@ -368,6 +452,217 @@ def test_grid_that_nobody_closes_ends_without_a_word(tmp_path):
     assert not is_alive(int(ended.out))
 
 
+class StubSlot(Slot):
+    """Its process says `says` when it starts, and has ended where `is_dead`."""
+
+    says: tuple = ("ready", 80 * GB)
+    is_dead = is_started = False
+    is_live = property(lambda self: self.is_started)
+
+    def start(self, environment, setup):
+        self.is_started, self.is_fresh, self.started_s = True, True, time.monotonic()
+        self.heard, self.environment = [(0, *self.says)], environment
+
+    def receive(self):
+        said, self.heard = self.heard, []
+        return said
+
+    def has_ended(self):
+        return self.is_dead
+
+    def give(self, task):
+        self.task, self.is_fresh = task, False
+        task.begin(self.number, self.device, is_first=True)
+
+    def register(self, poll):
+        return {}
+
+    def end(self, because=""):
+        self.is_started = self.is_ready = False
+        self.task = None
+        return f"slot {self.number} has ended"
+
+
+@pytest.fixture
+def make_grid(tmp_path, monkeypatch):
+    """A grid whose slots are no processes; they are ready."""
+    monkeypatch.setattr("unsloth_multigpu.federated.pool.Slot", StubSlot)
+    with ExitStack() as grids:
+
+        def make(num_clients, devices, **options):
+            options = GridOptions(log_dir=str(tmp_path / "logs"), **options)
+            grid = grids.enter_context(ProcessGrid(None, num_clients, devices, options))
+            for slot in grid._pool.slots:
+                grid._pool._start(slot)
+                grid._pool._listen(slot)
+            return grid
+
+        yield make
+
+
+def send(grid, clients, kind="train"):
+    return grid.push_messages([Message(RecordDict(), n + 1, kind) for n in clients])
+
+
+def end_all(pool, peak_bytes=0):
+    """What runs ends; what waits begins."""
+    for slot in [slot for slot in pool.slots if slot.task is not None]:
+        reply = Message(RecordDict(), reply_to=slot.task.message)
+        pool._finish(slot, 0, reply, RecordDict(), peak_bytes, "", "")
+    pool.step(0.0)
+
+
+def slots_of(grid):
+    return [grid.devices_of_slots.count(str(where)) for where in (ONE, TWO)]
+
+
+def test_devices_share_the_limit_of_slots(make_grid):
+    grid = make_grid(10, [ONE, TWO], clients_per_gpu="auto", max_workers=4)
+    send(grid, range(10))
+    grid._pool.step(0.0)
+    end_all(grid._pool, 4 * GB)
+    assert slots_of(grid) == [2, 2]
+
+
+def test_slots_are_added_when_clients_wait(make_grid):
+    grid = make_grid(10, [ONE, TWO], clients_per_gpu="auto")
+    for clients, expected in (([0, 1], [1, 1]), ([0, 1, 2], [2, 1]), (range(10), [4, 4])):
+        send(grid, clients)
+        grid._pool.step(0.0)
+        end_all(grid._pool, 17 * GB)
+        assert slots_of(grid) == expected
+        grid._tasks.clear()
+        grid._pool._queues.take_all()
+
+
+def test_no_slots_are_added_after_one_was_too_many(make_grid):
+    grid = make_grid(8, [ONE], clients_per_gpu="auto")
+    pool = grid._pool
+    send(grid, range(2))
+    pool.step(0.0)
+    end_all(pool, 17 * GB)
+    assert len(pool.slots) == 2
+    send(grid, range(2, 8))
+    pool._listen(pool.slots[1])
+    pool.step(0.0)
+    pool._finish(pool.slots[1], 0, None, None, 17 * GB, "OutOfMemoryError: no", "")
+    assert pool.slots[1].is_retired
+    end_all(pool, 17 * GB)
+    assert pool._queues.num_waiting(ONE) > 3
+    assert len(pool.slots) == 2
+
+
+def test_slots_of_the_cpu_have_equal_threads_and_shares_of_the_memory(make_grid, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    devices = [SlotDevice("cpu", 0), SlotDevice("cpu", 1)]
+    grid = make_grid(16, devices, clients_per_gpu="auto", max_workers=6)
+    assert list(grid._pool._memory_bytes.values()) == [40 * GB] * 2
+    send(grid, range(16))
+    grid._pool.step(0.0)
+    end_all(grid._pool, GB)
+    assert [grid.devices_of_slots.count(f"cpu:{n}") for n in range(2)] == [3, 3]
+    for slot in grid._pool.slots:
+        grid._pool._start(slot)
+    assert {slot.environment["OMP_NUM_THREADS"] for slot in grid._pool.slots} == {"1"}
+
+
+def test_client_that_raised_leaves_no_state(make_grid):
+    grid = make_grid(2, [ONE])
+    left, kept = RecordDict({"n": MetricRecord({"n": 1})}), RecordDict({"n": MetricRecord({"n": 2})})
+    slot = grid._pool.slots[0]
+    for state, error in ((kept, ""), (left, "ValueError: half done")):
+        send(grid, [0])
+        grid._pool.step(0.0)
+        reply = Message(Error(2, error) if error else RecordDict(), reply_to=slot.task.message)
+        grid._pool._finish(slot, 0, reply, state, 0, error, "")
+        assert grid.client_states() == {0: kept}
+
+
+def test_process_that_ends_before_its_first_client_has_ended_none(make_grid, monkeypatch, caplog):
+    grid = make_grid(2, [ONE, TWO])
+    dead, other = grid._pool.slots
+    send(grid, [0, 1])
+    for _ in range(2):
+        dead.end()
+        dead.is_dead = True
+        grid._pool._start(dead)
+        grid._pool.step(0.0)
+        assert dead.task is None
+    assert dead.is_retired
+    assert other.task.client_id == 1
+    assert grid._pool._queues.num_waiting(TWO) == 1
+    assert "slot 0 has ended. It has had no client yet; it is started once more" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["submit", "step"])
+def test_error_leaves_no_message_behind(make_grid, monkeypatch, what):
+    grid = make_grid(2, [ONE])
+    ids = send(grid, [0])
+    grid._pool.step(0.0)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid._pool, what, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        grid.pull_messages([*ids, *send(grid, [1])])
+    assert grid._tasks == {}
+    assert grid._pool._queues.take_all() == []
+    assert not grid._pool.slots[0].is_live
+
+
+def test_slot_whose_log_was_removed_has_no_place_to_tell(tmp_path):
+    slot = Slot(0, ONE, tmp_path / "logs")
+    shutil.rmtree(tmp_path / "logs")
+    assert slot.place_in_code(slot.ask_for_stack()) == ""
+
+
+class FakeDevice(SimpleNamespace):
+    """Of a kind that torch does not have. `lost`: whatever is asked of it raises."""
+
+    def __init__(self):
+        super().__init__(reset_peak_memory_stats=lambda: None, max_memory_reserved=lambda: 5, num_emptied=0)
+
+    def empty_cache(self):
+        self.num_emptied += 1
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_answer_comes_from_a_device_that_is_lost(monkeypatch):
+    fake, (server, slot) = FakeDevice(), socket.socketpair()
+    monkeypatch.setattr(torch, "fake", fake, raising=False)
+    monkeypatch.setattr(worker, "_end_group", lambda: sys.exit(1))
+    frames = Frames(server, 5.0)
+    given = make_task(0)
+    for _ in range(2):
+        frames.put(given.pack())
+    assert frames.flush()
+    server.shutdown(socket.SHUT_WR)
+    with pytest.raises(SystemExit):
+        worker.serve(Frames(slot), lambda message, _: Message(RecordDict(), reply_to=message), "fake")
+    kind, _, _, peak_bytes, *_ = pickle.loads(frames.receive()[0])
+    assert (kind, peak_bytes, fake.num_emptied) == ("done", 5, 2)
+    frames.close()
+    slot.close()
+
+
+def test_own_errors_are_one_line_and_the_users_place_is_told():
+    def train(message, context):
+        raise FederatedError("no", hint="none")
+
+    given = make_task(0)
+    given.message.content["a"] = given.message.content["b"] = ArrayRecord()
+    given.context.node_config |= {"partition-id": 0, "num-partitions": 1}
+    own = make_client_app(lambda: torch.nn.Linear(1, 1), train)
+    told = [pickle.loads(worker._run(app, "cpu", given.message, given.context))[-1] for app in (own, train)]
+    assert "\n  File" not in told[0]
+    assert told[0].startswith("FederatedError: ")
+    assert "array" in told[0]
+    assert "in train\n" in told[1]
+    assert "worker.py" not in told[1]
+
+
 def pair() -> tuple[Frames, Frames]:
     ours, theirs = socket.socketpair()
     return Frames(ours, 0.0), Frames(theirs, 0.0)
@@ -390,6 +685,22 @@ def test_frames_of_any_size_pass_without_waiting():
     one.close()
     assert other.receive() is None
     other.close()
+
+
+def test_header_alone_holds_nobody():
+    ours, theirs = socket.socketpair()
+    reader = Frames(ours, 0.05)
+    theirs.sendall((4).to_bytes(8, "big"))
+    assert reader.receive() == []  # None after the limit, had it waited.
+    theirs.sendall(b"body" + (0).to_bytes(8, "big"))
+    assert reader.receive() == [b"body"]
+    assert reader.has_more()
+    assert reader.receive() == [b""]
+    assert not reader.has_more()
+    theirs.close()
+    assert reader.has_more()
+    assert reader.receive() is None
+    reader.close()
 
 
 def test_half_a_frame_is_none():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.federated.placement import Client, Device, can_start, deal, round_robin, slots_that_fit
 
 settings.register_profile("unit", deadline=None, max_examples=150, derandomize=True)
@@ -66,11 +64,9 @@ def test_balanced_starts_the_longest_first(costs, speeds) -> None:
         assert [costs[n] for n in queue] == sorted((costs[n] for n in queue), reverse=True)
 
 
-def test_balanced_counts_speed_and_what_a_device_has_still_to_do() -> None:
+def test_balanced_counts_speed() -> None:
     devices = [Device(0, speed=1.0), Device(1, speed=3.0)]
     assert deal(clients_of([6, 6, 6, 6]), devices, "balanced") == [[3], [0, 1, 2]]
-    devices = [Device(0, busy_s=10.0), Device(1)]
-    assert deal(clients_of([5, 4, 3, 3]), devices, "balanced") == [[3], [0, 1, 2]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), max_size=8), st.lists(st.integers(6, 9), min_size=1))
@@ -93,10 +89,11 @@ def test_large_client_goes_where_it_fits() -> None:
     large = Client(0, 1.0, 3 * GIB)
     assert deal([large], devices[:2], "balanced") == [[], [0]]
     assert deal([large], devices[2:], "round_robin") == [[0]]
-    with pytest.raises(ConfigError, match=r"client 0 needs 3.00 GiB, but device 0 has 2.00\.\nHint: .*balanced"):
-        deal([large], devices, "round_robin")
-    with pytest.raises(ConfigError, match=r"client 7 needs 5.00 GiB, but device 0 has 2.00, device 1 has 4.00\."):
-        deal([large, Client(7, 1.0, 5 * GIB)], devices[:2], "balanced")
+
+
+def test_client_that_fits_nowhere_goes_to_the_largest_device() -> None:
+    devices = [Device(0, memory_bytes=2 * GIB), Device(1, speed=0.1, memory_bytes=4 * GIB)]
+    assert deal([Client(7, 1.0, 5 * GIB), Client(8)], devices, "balanced") == [[8], [7]]
 
 
 def test_number_of_slots_follows_memory() -> None:

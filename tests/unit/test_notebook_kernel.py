@@ -55,6 +55,17 @@ def test_channel_carries_whole_messages_of_any_size():
     other.close()
 
 
+def test_all_that_has_come_is_heard_before_the_end():
+    ours, theirs = socket.socketpair()
+    kernel, worker = Channel(ours, 5.0), Channel(theirs)
+    worker.send("waits", number=1)
+    worker.send("ended", number=1, source="x" * 10_000)
+    worker.close()
+    assert [message["kind"] for message in kernel.receive()] == ["waits", "ended"]
+    assert kernel.receive() is None
+    kernel.close()
+
+
 def test_channel_is_json_and_nothing_else():
     ours, theirs = socket.socketpair()
     with theirs:

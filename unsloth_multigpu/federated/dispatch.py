@@ -1,4 +1,4 @@
-"""Which task does a slot that is free take? What was measured says how long a client takes, and what it needs. Pure."""
+"""Which task does a slot that is free take? What was measured says how long a client takes, and what it needs."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class History:
         self._memory_bytes: dict[int, int] = {}
         self._devices: dict[tuple[str, SlotDevice], _Sum] = {}
         self._held_bytes: dict[SlotDevice, int] = {}
+        # Kept until the next measure: every client that waits is asked for.
+        self._usual_costs: dict[str, float] = {}
 
     def note(self, task: Task) -> None:
         """Takes in a task that was answered. The first of a process is left out: it has loaded the model as well."""
@@ -42,6 +44,7 @@ class History:
         self._held_bytes[task.device] = max(peak_bytes, self._held_bytes.get(task.device, 0))
         if task.is_first or task.error is not None:
             return
+        self._usual_costs.clear()
         self._seconds[task.kind, task.client_id] = task.seconds, task.device
         total = self._devices.setdefault((task.kind, task.device), _Sum())
         total.num_examples += task.num_examples
@@ -55,10 +58,8 @@ class History:
 
     def client(self, kind: str, client_id: int) -> Client:
         """What is to be expected of it: as much as of the others, where it has not been seen."""
-        costs = [s * self.speed(kind, device) for (k, _), (s, device) in self._seconds.items() if k == kind]
         seconds, device = self._seconds.get((kind, client_id), (0.0, None))
-        usual = sum(costs) / len(costs) if costs else 1.0
-        cost = usual if device is None else seconds * self.speed(kind, device)
+        cost = self._usual_cost(kind) if device is None else seconds * self.speed(kind, device)
         return Client(client_id, cost, self._memory_bytes.get(client_id, 0))
 
     def held_bytes(self, device: SlotDevice) -> int:
@@ -69,6 +70,13 @@ class History:
         """Other clients come; the devices stay."""
         self._seconds.clear()
         self._memory_bytes.clear()
+        self._usual_costs.clear()
+
+    def _usual_cost(self, kind: str) -> float:
+        if kind not in self._usual_costs:
+            costs = [s * self.speed(kind, device) for (k, _), (s, device) in self._seconds.items() if k == kind]
+            self._usual_costs[kind] = sum(costs) / len(costs) if costs else 1.0
+        return self._usual_costs[kind]
 
 
 class Queues:
@@ -83,6 +91,7 @@ class Queues:
         self._how = how
         self._history = history
         self._waiting: dict[SlotDevice, list[Task]] = {}
+        self._num_slots: Mapping[SlotDevice, int] = {}
 
     def deal(
         self, tasks: Iterable[Task], num_slots: Mapping[SlotDevice, int], memory: Mapping[SlotDevice, int]
@@ -94,7 +103,7 @@ class Queues:
             memory: What each device had free, in bytes; only where it is known.
         """
         waiting = [*self.take_all(), *tasks]
-        live = list(num_slots)
+        live, self._num_slots = list(num_slots), num_slots
         self._waiting = {device: [] for device in live}
         for kind in dict.fromkeys(task.kind for task in waiting):
             chosen = [task for task in waiting if task.kind == kind]
@@ -110,15 +119,23 @@ class Queues:
 
     def take(self, device: SlotDevice, running: Sequence[Task], memory: Mapping[SlotDevice, int]) -> Task | None:
         """The next task for a slot of `device`; None where none waits, or none fits beside those that run there."""
-        own = self._waiting.get(device, [])
-        if not own and self._how == "balanced" and self._waiting:
-            # Its own are done sooner than was expected: it helps the one that has most to do.
-            own = max(self._waiting.values(), key=lambda tasks: sum(self._client(t).cost for t in tasks))
         place = Device(device.index, memory_bytes=self._limit(device, memory))
         beside = [self._client(task) for task in running]
-        fits = (n for n, task in enumerate(own) if not running or can_start(self._client(task), place, beside))
-        first = next(fits, None)
-        return None if first is None else own.pop(first)
+        if own := self._waiting.get(device, []):
+            # What was dealt to a free device runs there: one that fits nowhere is to fail by name.
+            fits = (n for n, t in enumerate(own) if not running or can_start(self._client(t), place, beside))
+            return _pop(own, next(fits, None))
+        if self._how == "round_robin" or not self._waiting:
+            return None
+        # Its own are done sooner than was expected: it helps the one that has most to do, if that is done sooner then.
+        other = max(self._waiting, key=self._rest_s)
+        rest_s, tasks = self._rest_s(other), self._waiting[other]
+        helps = (
+            n
+            for n, t in enumerate(tasks)
+            if self._seconds(t, device) <= rest_s and can_start(self._client(t), place, beside)
+        )
+        return _pop(tasks, next(helps, None))
 
     def put_first(self, task: Task, devices: Sequence[SlotDevice]) -> None:
         """Gives back a task whose slot has died: where there is another device, it is tried there."""
@@ -141,8 +158,19 @@ class Queues:
             return None
         return max(memory[device], self._history.held_bytes(device))
 
+    def _rest_s(self, device: SlotDevice) -> float:
+        seconds = [self._seconds(task, device) for task in self._waiting[device]]
+        return max(sum(seconds) / self._num_slots.get(device, 1), *seconds, 0.0)
+
+    def _seconds(self, task: Task, device: SlotDevice) -> float:
+        return self._client(task).cost / self._history.speed(task.kind, device)
+
     def _client(self, task: Task) -> Client:
         return self._history.client(task.kind, task.client_id)
+
+
+def _pop(tasks: list[Task], place: int | None) -> Task | None:
+    return None if place is None else tasks.pop(place)
 
 
 def slots_to_have(free_bytes: int, peak_bytes: int, device: SlotDevice, limit: int) -> int:

@@ -33,6 +33,9 @@ __all__ = ["ClientRecord", "GridOptions", "ProcessGrid", "SlotDevice", "choose_d
 _RANGE_HINT = 'pip install "flwr>=1.41,<2"; tested is 1.41.0'
 # As Flower's SuperLink numbers itself.
 _SERVER_NODE_ID = 1
+_IDENTITY = ("_task_id", "_run_id", "_node_id")
+# What was there before the first grid, and one of each grid that is open: the last one counts.
+_identities: list[tuple[int | None, ...]] = []
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,6 @@ class ProcessGrid(Grid):
         options: How they are used.
 
     Attributes:
-        round_seconds: How long the last `send_and_receive` took.
         log_dir: Where the slots' logs are.
         is_closed: It cannot be used any more.
 
@@ -84,7 +86,6 @@ class ProcessGrid(Grid):
         self._run: Run | None = None
         self._tasks: dict[str, Task] = {}
         self._records: list[ClientRecord] = []
-        self.round_seconds = 0.0
         self.is_closed = False
         if sys.platform != "linux":
             raise SetupError(f"Slots need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or SuperNodes.")
@@ -118,11 +119,6 @@ class ProcessGrid(Grid):
         self.is_closed = True
         self._tasks.clear()
         self._end()
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that are there by now."""
-        return len(self._pool.slots)
 
     @property
     def devices_of_slots(self) -> list[str]:
@@ -189,14 +185,16 @@ class ProcessGrid(Grid):
             raise FederatedError("The grid was closed.", hint="Make a new one.")
         tasks = {uuid.uuid4().hex: message for message in messages}
         made = {name: self._make_task(name, message) for name, message in tasks.items()}
-        self._tasks |= made
-        self._pool.submit(list(made.values()))
+        with self._ended_by_errors():
+            self._tasks |= made
+            self._pool.submit(list(made.values()))
         return list(made)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies that are there by now; each once."""
         wanted = [name for name in message_ids if name in self._tasks]
-        self._pool.step(0.0)
+        with self._ended_by_errors():
+            self._pool.step(0.0)
         return [self._take_reply(name) for name in wanted if self._tasks[name].reply is not None]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -213,18 +211,22 @@ class ProcessGrid(Grid):
             FederatedError: No slot starts any more, or a message is for a client that does not exist.
             SetupError: A slot cannot load the app.
         """
-        begin_s = time.monotonic()
+        deadline_s = None if timeout is None else time.monotonic() + timeout
         names = self.push_messages(messages)
-        try:
+        with self._ended_by_errors():
             tasks = [self._tasks[name] for name in names]
-            deadline_s = None if timeout is None else begin_s + timeout
             self._pool.run(lambda: all(task.reply is not None for task in tasks), deadline_s)
-            return [self._take_reply(name) for name in names]
+        return [self._take_reply(name) for name in names]
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """An error, Ctrl-C among them, ends all processes and forgets the messages."""
+        try:
+            yield
         except BaseException:
+            self._pool.close()
             self._tasks.clear()
             raise
-        finally:
-            self.round_seconds = time.monotonic() - begin_s
 
     def _make_task(self, name: str, message: Message) -> Task:
         client_id = message.metadata.dst_node_id - 1
@@ -254,17 +256,26 @@ def _task_identity(run_id: int) -> Iterator[None]:
         raise VersionError(
             f"This version of Flower has no TaskIdentity where 1.41 has it ({error}).", hint=_RANGE_HINT
         ) from error
-    names = ("_task_id", "_run_id", "_node_id")
-    missing = [name for name in names if not hasattr(TaskIdentity, name)]
+    missing = [name for name in _IDENTITY if not hasattr(TaskIdentity, name)]
     if missing:
         raise VersionError(f"Flower's TaskIdentity has no {', '.join(missing)}.", hint=_RANGE_HINT)
-    before = {name: getattr(TaskIdentity, name) for name in names}
-    # Not by its properties, which do not take None back.
-    for name, value in zip(names, (1, run_id, _SERVER_NODE_ID), strict=True):
-        setattr(TaskIdentity, name, value)
+    own = (1, run_id, _SERVER_NODE_ID)
+    if not _identities:
+        _identities.append(tuple(getattr(TaskIdentity, name) for name in _IDENTITY))
+    _identities.append(own)
     try:
+        _set_identity()
         yield
     finally:
-        if TaskIdentity._run_id == run_id:  # Another grid that is open needs its own.
-            for name, value in before.items():
-                setattr(TaskIdentity, name, value)
+        _identities.remove(own)
+        _set_identity()
+        if len(_identities) == 1:
+            _identities.clear()
+
+
+def _set_identity() -> None:
+    from flwr.supercore.task_identity import TaskIdentity
+
+    # Not by its properties, which do not take None back.
+    for name, value in zip(_IDENTITY, _identities[-1], strict=True):
+        setattr(TaskIdentity, name, value)

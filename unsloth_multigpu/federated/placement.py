@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from unsloth_multigpu.errors import ConfigError
-
 Placement = Literal["round_robin", "balanced"]
 
 
@@ -34,13 +32,11 @@ class Device:
         index: Its number, which errors name.
         speed: Units of `Client.cost` that it does in a second; where it runs several clients at once, all together.
         memory_bytes: What all clients that run on it at once may need together; None = not known, so no limit.
-        busy_s: Seconds until it is free.
     """
 
     index: int
     speed: float = 1.0
     memory_bytes: int | None = None
-    busy_s: float = 0.0
 
 
 def round_robin(client_id: int, num_devices: int) -> int:
@@ -58,29 +54,25 @@ def deal(clients: Sequence[Client], devices: Sequence[Device], how: Placement) -
     Args:
         clients: Those of the round. Equal costs keep their order.
         devices: Where they may run.
-        how: "round_robin" or "balanced".
+        how: "round_robin", which looks at nothing else, or "balanced".
 
     Returns:
         `queues[position of the device]` = client ids in the order in which they start. Every client occurs once.
-
-    Raises:
-        ConfigError: A client needs more memory than its device has ("round_robin"), or than any ("balanced").
     """
     queues: list[list[int]] = [[] for _ in devices]
     if how == "round_robin":
         for client in clients:
-            position = round_robin(client.client_id, len(devices))
-            _check_memory(client, [devices[position]])
-            queues[position].append(client.client_id)
+            queues[round_robin(client.client_id, len(devices))].append(client.client_id)
         return queues
-    ends_s = [device.busy_s for device in devices]
+    ends_s = [0.0] * len(devices)
     for client in sorted(clients, key=lambda client: -client.cost):
-        _check_memory(client, devices)
+        fitting = [position for position, device in enumerate(devices) if can_start(client, device, ())]
+        # Nowhere, since a larger device has gone: the largest that is left, where it fails by name if it must.
+        fitting = fitting or [max(range(len(devices)), key=lambda position: devices[position].memory_bytes or 0)]
         # The faster of two that would end at once keeps the other free for less work; then the first.
         end_s, _, position = min(
-            (ends_s[position] + client.cost / device.speed, -device.speed, position)
-            for position, device in enumerate(devices)
-            if can_start(client, device, ())
+            (ends_s[position] + client.cost / devices[position].speed, -devices[position].speed, position)
+            for position in fitting
         )
         ends_s[position] = end_s
         queues[position].append(client.client_id)
@@ -102,13 +94,3 @@ def slots_that_fit(free_bytes: int, slot_bytes: int, limit: int) -> int:
         slot_bytes: What one slot needs at its peak; 0 = not known, then one.
     """
     return max(1, min(limit, free_bytes // slot_bytes)) if slot_bytes > 0 else 1
-
-
-def _check_memory(client: Client, devices: Sequence[Device]) -> None:
-    if any(can_start(client, device, ()) for device in devices):
-        return
-    sizes = ", ".join(f"device {device.index} has {(device.memory_bytes or 0) / 2**30:.2f}" for device in devices)
-    raise ConfigError(
-        f"client {client.client_id} needs {client.memory_bytes / 2**30:.2f} GiB, but {sizes}.",
-        hint='Make its batches smaller. placement="balanced" takes the devices that are large enough.',
-    )

@@ -63,7 +63,7 @@ class SlotPool:
         self._seed = seed
         self._start_timeout_s = start_timeout_s
         self._memory_bytes: dict[SlotDevice, int] = {}
-        self._grown: set[SlotDevice] = set()
+        self._shrunk: set[SlotDevice] = set()
         self.history = History()
         self._queues = Queues(placement, self.history)
         self.slots: list[Slot] = []
@@ -81,7 +81,7 @@ class SlotPool:
     def run(self, has_ended: Callable[[], bool], deadline_s: float | None = None) -> None:
         """Works until `has_ended`, or until all tasks that run or wait have ended by the deadline.
 
-        An error, Ctrl-C among them, ends all processes and forgets the tasks.
+        After an error, Ctrl-C among them, `close` ends what runs.
 
         Args:
             deadline_s: On the clock of `time.monotonic`.
@@ -90,21 +90,20 @@ class SlotPool:
             FederatedError: No slot starts any more.
             SetupError: A slot cannot load the app.
         """
-        try:
-            while not has_ended():
-                if deadline_s is not None and time.monotonic() >= deadline_s:
-                    self._give_up()
-                    return
-                self.step(_POLL_S if deadline_s is None else min(_POLL_S, deadline_s - time.monotonic()))
-        except BaseException:
-            self.close()
-            raise
+        while not has_ended():
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                self._give_up()
+                return
+            self.step(_POLL_S if deadline_s is None else min(_POLL_S, deadline_s - time.monotonic()))
 
     def step(self, limit_s: float) -> None:
         """Starts and feeds slots, and takes in what they say within `limit_s`."""
         for slot in self.slots:
             if slot.is_live and slot.task is None and slot.has_ended():
-                self._listen(slot)  # A client that it gets now would count as the one that ended it.
+                # A client that it gets now would count as the one that ended it.
+                self._listen(slot)
+                if slot.is_live and slot.has_ended():
+                    self._bury(slot)
             if not slot.is_live and not slot.is_retired:
                 self._start(slot)
         self._feed()
@@ -130,9 +129,12 @@ class SlotPool:
             self.slots.append(Slot(len(self.slots), device, self._log_dir))
 
     def _start(self, slot: Slot) -> None:
-        environment = slot_environment(slot.device, len(self.slots), self._seed, os.environ)
-        is_shared = self._is_auto or sum(other.device == slot.device for other in self.slots) > 1
-        slot.start(environment, (slot.device.kind, is_shared, sys.argv, self._app))
+        num_slots = len(self.slots)
+        if self._is_auto and slot.device.kind == "cpu":
+            # As many as there may be in the end: with other threads the same client would add up in another order.
+            num_slots = max(num_slots, min(self._max_slots, len(os.sched_getaffinity(0))))
+        environment = slot_environment(slot.device, num_slots, self._seed, os.environ)
+        slot.start(environment, (slot.device.kind, sys.argv, self._app))
 
     def _deal(self, tasks: Sequence[Task] = ()) -> None:
         counts: dict[SlotDevice, int] = {}
@@ -156,8 +158,9 @@ class SlotPool:
             return
         for num_bytes, kind, *fields in messages:
             if kind == "ready":
-                slot.is_ready, slot.num_failed_starts = True, 0
-                self._memory_bytes.setdefault(slot.device, fields[0])
+                slot.is_ready = True
+                shared_by = self._num_devices("cpu") if slot.device.kind == "cpu" else 1
+                self._memory_bytes.setdefault(slot.device, fields[0] // shared_by)
             elif kind == "done":
                 self._finish(slot, num_bytes, *fields)
             elif kind == "unloadable":
@@ -172,32 +175,40 @@ class SlotPool:
     def _finish(
         self, slot: Slot, num_bytes: int, reply: Any, state: Any, peak_bytes: int, error: str, lines: str
     ) -> None:
-        task, slot.task = slot.task, None
+        task, slot.task, slot.num_failed_starts = slot.task, None, 0
         assert task is not None
         if self._is_auto and "OutOfMemoryError" in error and self._shrink(slot, task):
             return
-        task.received_bytes, task.peak_memory_bytes, task.context.state = num_bytes, peak_bytes, state
+        task.received_bytes, task.peak_memory_bytes = num_bytes, peak_bytes
         if error:
             task.fail(reply.error.code, error)
             logger.warning("%s failed:\n%s", task.place(), lines.rstrip())
         else:
+            task.context.state = state
             task.answer(reply)
         self.history.note(task)
-        if self._is_auto and task.kind == "train" and not error and slot.device not in self._grown:
-            self._grow(slot.device, peak_bytes)
+        if self._is_auto and task.kind == "train" and not error:
+            self._grow(slot.device)
 
-    def _grow(self, device: SlotDevice, peak_bytes: int) -> None:
-        """Adds the slots that fit on a device whose first client has shown what it takes."""
-        self._grown.add(device)
-        limit, free_bytes = 1 + self._queues.num_waiting(device), self._memory_bytes[device]
+    def _grow(self, device: SlotDevice) -> None:
+        """Adds the slots that fit on a device where clients wait, and one has shown what it takes."""
+        num_waiting, num_devices = self._queues.num_waiting(device), self._num_devices(device.kind)
+        if not num_waiting or device in self._shrunk:
+            return
+        own = [slot for slot in self.slots if slot.device == device]
+        # What one device took of `max_workers` beyond its share, another one would not get.
+        limit = min(1 + num_waiting + sum(slot.task is not None for slot in own), -(-self._max_slots // num_devices))
         if device.kind == "cpu":
-            num_devices = len({slot.device for slot in self.slots if slot.device.kind == "cpu"})
             limit = min(limit, max(1, len(os.sched_getaffinity(0)) // num_devices))
-            free_bytes //= num_devices
-        num_slots = slots_to_have(free_bytes, peak_bytes, device, limit)
-        for _ in range(num_slots - 1):
+        peak_bytes = self.history.held_bytes(device)
+        num_slots = slots_to_have(self._memory_bytes[device], peak_bytes, device, limit)
+        if num_slots > len(own):
+            logger.info("device=%s peak_bytes=%d slots=%d", device, peak_bytes, num_slots)
+        for _ in range(num_slots - len(own)):
             self._add_slot(device)
-        logger.info("device=%s peak_bytes=%d slots=%d", device, peak_bytes, num_slots)
+
+    def _num_devices(self, kind: str) -> int:
+        return len({slot.device for slot in self.slots if slot.device.kind == kind and not slot.is_retired})
 
     def _shrink(self, slot: Slot, task: Task) -> bool:
         """Takes a slot away where they are too many; False where it is the only one: the client is too large."""
@@ -207,14 +218,15 @@ class SlotPool:
         logger.warning("%s ran out of memory beside others; it is run once more, %s goes away", task.place(), slot)
         slot.end()
         slot.is_retired = True
+        self._shrunk.add(slot.device)
         self._queues.put_first(task, [slot.device])
         return True
 
     def _bury(self, slot: Slot, because: str = "") -> None:
         """A process has ended, or is of no use: its client is run once more, its slot starts once more."""
-        was_ready, task = slot.is_ready, slot.task
+        task = slot.task
         end = slot.end(because)
-        if not was_ready:
+        if slot.is_fresh:
             self._note_failed_start(slot, end)
         elif task is None:
             logger.warning("%s while it waited; a new process is started", end)
@@ -233,7 +245,7 @@ class SlotPool:
     def _note_failed_start(self, slot: Slot, end: str) -> None:
         slot.num_failed_starts += 1
         if slot.num_failed_starts < _MAX_FAILED_STARTS:
-            logger.warning("%s. It was not ready yet; it is started once more", end)
+            logger.warning("%s. It has had no client yet; it is started once more", end)
             return
         slot.is_retired = True
         if all(other.is_retired for other in self.slots):

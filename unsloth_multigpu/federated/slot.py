@@ -9,6 +9,7 @@ import select
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,9 @@ class Slot:
 
     def ask_for_stack(self) -> int:
         """Lets the process write its stacks to its log; returns where they will begin."""
-        size = self.log.stat().st_size
+        size = 0
+        with suppress(OSError):  # Somebody has removed the log.
+            size = self.log.stat().st_size
         if self._child is not None:
             from unsloth_multigpu.federated.worker import STACK_SIGNAL
 
@@ -150,9 +153,10 @@ class Slot:
 
     def place_in_code(self, begin: int) -> str:
         """The user's line in stacks that begin there in the log; "" where there is none."""
-        with self.log.open("rb") as log:
+        with suppress(OSError), self.log.open("rb") as log:
             log.seek(begin)
             return place_of(main_frames(log.read().decode(errors="replace")))
+        return ""
 
     def _is_sent(self) -> bool:
         assert self._frames is not None

@@ -30,28 +30,29 @@ from unsloth_multigpu.launch.channel import Frames
 
 # By which the server asks where the clients' code is.
 STACK_SIGNAL = signal.SIGUSR2
-_OWN = ("/unsloth_multigpu/federated/", "/flwr/")
+# Python's and torch's contextlib.py stand between our own frames.
+_OWN = ("/unsloth_multigpu/federated/", "/flwr/", "contextlib.py")
 
 
 class DeviceError(RuntimeError):
     """The slot's device cannot be used."""
 
 
-def serve(frames: Frames, app: ClientApp, kind: str, *, is_shared: bool) -> None:
+def serve(frames: Frames, app: ClientApp, kind: str) -> None:
     """Answers messages until the server is gone.
 
     Args:
         app: Keeps what it has loaded from one client to the next.
         kind: The device's.
-        is_shared: Other slots use the device as well.
     """
     while True:
         answer = _run(app, kind, *pickle.loads(_receive(frames)))
         _flush()
         if kind != "cpu":
-            # A Trainer holds its optimizer by cycles: the next client, or another slot, would not have its memory.
-            gc.collect()
-            if is_shared:
+            # A Trainer holds its optimizer by cycles, and torch what was freed: the next client's peak would have it,
+            # and another slot would not. A device that is lost raises once more; the answer says so already.
+            with Outcome():
+                gc.collect()
                 getattr(torch, kind).empty_cache()
         frames.send(answer)
 
@@ -65,12 +66,13 @@ def _run(app: ClientApp, kind: str, message: Message, context: Context) -> bytes
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, expected flwr.app.Message")
         return pickle.dumps(("done", reply, context.state, _peak(kind), "", ""), pickle.HIGHEST_PROTOCOL)
     assert outcome.error is not None
-    return _failure(outcome.error, str(outcome), message, context, kind)
+    return _failure(outcome.error, str(outcome), message, kind)
 
 
-def _failure(error: BaseException, text: str, message: Message, context: Context, kind: str) -> bytes:
-    lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
-    if isinstance(error, MultiGPUError):
+def _failure(error: BaseException, text: str, message: Message, kind: str) -> bytes:
+    users = _users_part(error.__traceback__)
+    lines = traceback.format_exception(type(error), error, users or error.__traceback__)
+    if users is None and isinstance(error, MultiGPUError):
         lines = [f"{type(error).__name__}: {error}"]  # It says all; the frames are ours and Flower's.
     error.__traceback__ = None  # Its frames hold the client's tensors.
     peak_bytes = _peak(kind)
@@ -81,7 +83,8 @@ def _failure(error: BaseException, text: str, message: Message, context: Context
         # After such an error every later client of this process would fail.
         return pickle.dumps(("lost", f"its device failed: {text}"))
     reply = Message(Error(code=CLIENT_RAISED, reason=text), reply_to=message)
-    return pickle.dumps(("done", reply, context.state, peak_bytes, text, "".join(lines)))
+    # Without the state: what was changed of it before the error is as little worth as the rest of its work.
+    return pickle.dumps(("done", reply, None, peak_bytes, text, "".join(lines)))
 
 
 def check_device(kind: str) -> None:
@@ -128,10 +131,9 @@ def _free_bytes(kind: str) -> int:
 
 
 def _users_part(tb: TracebackType | None) -> TracebackType | None:
-    first = tb
-    while first is not None and any(own in first.tb_frame.f_code.co_filename for own in _OWN):
-        first = first.tb_next
-    return first or tb
+    while tb is not None and any(own in tb.tb_frame.f_code.co_filename for own in _OWN):
+        tb = tb.tb_next
+    return tb
 
 
 def _receive(frames: Frames) -> bytearray:
@@ -186,6 +188,6 @@ def main() -> None:
     threading.Thread(target=_end_with_server, args=(descriptor,), name="unsloth_multigpu-server", daemon=True).start()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL)
-    kind, is_shared, arguments, app = pickle.loads(_receive(frames))
+    kind, arguments, app = pickle.loads(_receive(frames))
     sys.argv[:] = arguments
-    serve(frames, _start(frames, kind, app), kind, is_shared=is_shared)
+    serve(frames, _start(frames, kind, app), kind)

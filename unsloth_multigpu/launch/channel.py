@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -66,6 +67,12 @@ class Frames:
                 self._outgoing.popleft()
         return True
 
+    def has_more(self) -> bool:
+        """`receive` would not wait."""
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        return bool(poll.poll(0))
+
     def receive(self) -> list[bytearray] | None:
         """Waits for bytes and returns the message that is whole by now, if one is; None when the other side is gone.
 
@@ -73,8 +80,12 @@ class Frames:
             BlockingIOError: Nothing has come, and `limit_s` is 0.
         """
         try:
-            if self._body is None and not self._read_header():
-                return None
+            if self._body is None:
+                if not self._read_header():
+                    return None
+                # A sender that was stopped in between must not hold a reader who has others to hear.
+                if self._body and not self.has_more():
+                    return []
             return self._read_body()
         except BlockingIOError:
             raise

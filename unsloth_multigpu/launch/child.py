@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from unsloth_multigpu.launch.folder import make_log
 from unsloth_multigpu.launch.process import kill_rank
 
 # From SIGKILL until the process is gone; a driver may hold it longer.
@@ -46,6 +47,8 @@ class Child:
         self.connection, theirs = socket.socketpair()
         with ExitStack() as stack:
             stack.callback(self.connection.close)
+            if not log.exists():  # Somebody has removed the folder while processes were running.
+                make_log(log)
             with log.open("ab") as output, theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-u", "-c", program, str(theirs.fileno()), *arguments],

@@ -71,7 +71,7 @@ def locked_log_dir(log_dir: Path) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 log_dir = Path(tempfile.mkdtemp(prefix=f"job_{os.getpid()}_", dir=log_dir))
-                logger.warning("log_dir is in use by another job, logs=%s", log_dir)
+                logger.warning("log_dir is in use by another job or server, logs=%s", log_dir)
             yield log_dir.resolve()
         finally:
             os.close(lock)
@@ -85,6 +85,7 @@ def locked_log_dir(log_dir: Path) -> Iterator[Path]:
 
 def make_log(log: Path) -> None:
     """Puts an empty log, readable by this user only, where one may be already."""
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     os.close(os.open(log, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
