@@ -18,11 +18,11 @@ from unsloth_multigpu.federated.adapters import (
     check_layout,
     frozen_layout,
     is_quantized,
-    load_state,
-    read_state,
     to_array,
+    to_arrays,
     to_tensor,
     travelling_tensors,
+    write_arrays,
 )
 from unsloth_multigpu.federated.aggregation import aggregate_lora, find_pairs, residual_names, weighted_mean
 from unsloth_multigpu.federated.client import ClientModel
@@ -59,6 +59,10 @@ def with_lora(base, **options):
     return model
 
 
+def state_of(model):
+    return to_arrays(travelling_tensors(model))
+
+
 def residual_for(model, rank=5):
     """A rest for every pair but the last, as after a round in which one layer had none."""
     torch.manual_seed(1)
@@ -80,21 +84,23 @@ def logits(model):
 def test_half_precision_travels_as_float32_and_comes_back() -> None:
     model = nn.Sequential(nn.Linear(3, 2).bfloat16(), nn.Linear(2, 2).half(), nn.Linear(2, 2).double())
     before = copy.deepcopy(model)
-    arrays = read_state(model)
+    arrays = state_of(model)
     assert {array.dtype for array in arrays.values()} == {"float32", "float64"}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     assert float(to_tensor(arrays["0.weight"]).abs().sum()) > 0  # A copy, not the model's own memory.
-    load_state(model, arrays)
+    write_arrays(travelling_tensors(model), arrays)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in before.parameters()]
 
 
 def test_mean_of_counters_is_rounded() -> None:
     model = nn.BatchNorm1d(2)
-    arrays = read_state(model)
-    load_state(model, ArrayRecord(dict(arrays) | {"num_batches_tracked": to_array(torch.tensor(3.6))}))
+    arrays = state_of(model)
+    write_arrays(
+        travelling_tensors(model), ArrayRecord(dict(arrays) | {"num_batches_tracked": to_array(torch.tensor(3.6))})
+    )
     assert model.num_batches_tracked.item() == 4
     assert model.num_batches_tracked.dtype == torch.int64
 
@@ -104,7 +110,7 @@ def test_nothing_is_written_where_one_shape_is_wrong() -> None:
     before = model.weight.detach().clone()
     wrong = {"weight": to_array(torch.ones(2, 3)), "bias": to_array(torch.ones(3))}
     with pytest.raises(FederatedError, match="bias has shape"):
-        load_state(model, ArrayRecord(wrong))
+        write_arrays(travelling_tensors(model), ArrayRecord(wrong))
     assert torch.equal(model.weight, before)
 
 
@@ -113,12 +119,12 @@ def test_tied_weight_travels_once_and_a_cache_not_at_all() -> None:
     model.embed, model.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
     model.head.weight = model.embed.weight
     model.register_buffer("cache", torch.ones(4), persistent=False)
-    assert list(read_state(model)) == ["embed.weight"]
+    assert list(state_of(model)) == ["embed.weight"]
 
 
 def test_only_adapters_travel(base) -> None:
     model = with_lora(base, modules_to_save=["lm_head"])
-    names = list(read_state(model))
+    names = list(state_of(model))
     assert len(names) == 2 * 2 * 2 + 1
     assert all("lora_" in name or "modules_to_save.default" in name for name in names)
 
@@ -129,7 +135,7 @@ def test_unequal_vocabularies_are_named_although_the_adapters_fit(base) -> None:
     other = copy.deepcopy(base)
     other.resize_token_embeddings(601, mean_resizing=False)
     other = with_lora(other)
-    assert read_state(other).keys() == read_state(model).keys()
+    assert state_of(other).keys() == state_of(model).keys()
     with pytest.raises(FederatedError, match=r"embed_tokens\.weight is \(601, 64\) here, \(600, 64\) there"):
         check_layout(frozen_layout(other), layout)
     with pytest.raises(FederatedError, match=r"q_proj LoRA factor of default is 2\.0 here, 4\.0 there"):
@@ -144,17 +150,22 @@ def test_unequal_vocabularies_are_named_although_the_adapters_fit(base) -> None:
         {"use_rslora": True, "rank_pattern": {"down_proj": 4}, "alpha_pattern": {"q_proj": 5}},
         {"target_modules": ["q_proj", "embed_tokens"]},
         {"modules_to_save": ["lm_head"], "lora_bias": True, "target_modules": ["down_proj"]},
+        {"bias": "all"},
+        {"bias": "lora_only", "modules_to_save": ["norm"]},
     ],
-    ids=["plain", "patterns", "embedding", "bias-and-head"],
+    ids=["plain", "patterns", "embedding", "bias-and-head", "biases", "own-biases-and-norms"],
 )
 def test_residual_in_base_weights_and_in_a_saved_adapter_is_the_same_model(base, options, tmp_path) -> None:
     """base + residual + adapter = base + the wider adapter that PEFT loads from the disk."""
     from peft import PeftModel
 
-    if options.get("lora_bias"):
+    if "lora_bias" in options or "bias" in options:
         base = _with_bias(base)
     model = with_lora(base, **options)
-    built, arrays = ClientModel(lambda: copy.deepcopy(model), 0), read_state(model)
+    if options.get("bias") == "lora_only":
+        model.base_model.model.model.layers[0].input_layernorm.weight.requires_grad_(True)
+    _move(model)
+    built, arrays = ClientModel(lambda: copy.deepcopy(model), 0), state_of(model)
     residual, described = residual_for(model), describe_adapter(model, travelling_tensors(model))
     plain, folded = (logits(built.prepare(arrays, rest, CPU)) for rest in (None, residual))
     assert float((plain - folded).abs().max()) > 1e-3
@@ -163,6 +174,15 @@ def test_residual_in_base_weights_and_in_a_saved_adapter_is_the_same_model(base,
         save_adapter(tmp_path / str(rest is None), state, rest, described)
         loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / str(rest is None)))
         torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=2e-5)
+
+
+def _move(model):
+    """As training does, whatever is trained."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
 
 
 def _with_bias(base):
@@ -179,7 +199,7 @@ def test_conv1d_of_gpt2_takes_its_residual_the_other_way_round(tmp_path) -> None
     torch.manual_seed(0)
     base = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=32, n_embd=16, n_layer=1, n_head=2))
     model = with_lora(base, target_modules=["c_attn"], fan_in_fan_out=True)
-    residual, arrays = residual_for(model), read_state(model)
+    residual, arrays = residual_for(model), state_of(model)
     folded = logits(ClientModel(lambda: copy.deepcopy(model), 0).prepare(arrays, residual, CPU))
     described = describe_adapter(model, travelling_tensors(model))
     save_adapter(tmp_path, {n: to_tensor(a) for n, a in arrays.items()}, residual, described)
@@ -209,7 +229,7 @@ def test_client_with_a_residual_does_not_count_as_one_that_changed_the_base(base
     model = with_lora(base)
     client_model = ClientModel(lambda: copy.deepcopy(model), 0)
     for residual in (None, residual_for(model)):
-        prepared = client_model.prepare(read_state(model), residual, CPU)
+        prepared = client_model.prepare(state_of(model), residual, CPU)
         prepared(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
         assert client_model.release() == []
         assert client_model.build(CPU) is prepared
@@ -230,7 +250,7 @@ def test_exact_rounds_are_the_federated_average_of_the_whole_weights(mode) -> No
         return [layer.get_base_layer().weight.detach().double() + _product(layer) for layer in layers]
 
     client_model, weights = ClientModel(build, 5), [5, 1, 3]
-    arrays, residual = read_state(client_model.build(CPU)), None
+    arrays, residual = state_of(client_model.build(CPU)), None
     furthest = 0.0
     for _ in range(4):
         replies, ends = [], []
@@ -306,11 +326,11 @@ def test_four_bit_base_stays_and_counts_with_its_real_shape() -> None:
     model = get_peft_model(model, LoraConfig(target_modules=["0"], r=2))
     model(torch.randn(2, 64))
     assert is_quantized(model)
-    assert len(read_state(model)) == 2
+    assert len(state_of(model)) == 2
     assert any(line.endswith("weight: (32, 64)") for line in frozen_layout(model)), frozen_layout(model)
     assert "quantised" in not_foldable(model, travelling_tensors(model))[0]
     client_model = ClientModel(lambda: model, 0)
-    prepared = client_model.prepare(read_state(model), None, CPU)
+    prepared = client_model.prepare(state_of(model), None, CPU)
     prepared(torch.randn(2, 64)).sum().backward()
     client_model.release()
     assert client_model.build(CPU) is prepared

@@ -23,12 +23,15 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAvg,
     Strategy,
+    strategy_utils,
 )
 
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.fault.checkpoint import PART_FOLDER
+from unsloth_multigpu.federated import draw
 from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round, rounds_in
 from unsloth_multigpu.federated.course import Course, CoursePlan
+from unsloth_multigpu.federated.draw import drawing
 from unsloth_multigpu.federated.grid import _task_identity
 from unsloth_multigpu.federated.reply import CHANGED, client_of, name_of
 from unsloth_multigpu.federated.report import FederatedResult
@@ -200,7 +203,7 @@ def test_client_that_changes_what_does_not_travel_is_named(caplog: pytest.LogCap
 
     with caplog.at_level(logging.WARNING):
         result = run(make_strategy("fedavg", {}), 1, Careless(), evaluates=False)
-    assert result.rounds[0].failures == ("client 2: changed base.weight in train, one of 2 that do not travel",)
+    assert result.rounds[0].failures == ("client 2: changed base.weight in train, one of 2 that must not change",)
     assert f"round 1: {result.rounds[0].failures[0]}" in caplog.text
 
 
@@ -269,11 +272,54 @@ def test_strategy_that_uses_no_reply_is_reported_and_keeps_the_weights() -> None
     np.testing.assert_array_equal(weights(result)["weight"], START["weight"])
 
 
-def test_noise_is_not_that_of_the_seed_and_takes_counters_too() -> None:
+def test_noise_is_not_that_of_the_seed_and_is_on_counters_too() -> None:
     def private() -> Strategy:
         return DifferentialPrivacyServerSideFixedClipping(make_strategy("fedavg", {}), 1.0, 1.0, NUM_CLIENTS)
 
-    assert not np.array_equal(weights(run(private(), 1))["weight"], weights(run(private(), 1))["weight"])
+    one, other = weights(run(private(), 1)), weights(run(private(), 1))
+    assert not np.array_equal(one["weight"], other["weight"])
+    # Flower leaves a number without a dimension as it is, so this is the mean; a list of counters is clipped to 1.
+    assert one["num_batches_tracked"] == 2
+    counters = {"counters": Array(np.zeros(2, np.int64))}
+
+    def counted(client_id: int, number: int, arrays: Any) -> Reply:
+        return {"counters": arrays["counters"] + 100}, {"num-examples": 1}
+
+    strategy = DifferentialPrivacyServerSideFixedClipping(make_strategy("fedavg", {}), 1e9, 1.0, NUM_CLIENTS)
+    course = Course(strategy, CoursePlan("server", NUM_CLIENTS, buffers=("counters",), evaluates=False))
+    found = course.run(LocalGrid(counted), ArrayRecord(counters), 1, timeout_s=5.0).result.arrays["counters"].numpy()
+    assert found.dtype == np.int64
+    assert found[0] != found[1]  # Noise for each its own, of 2.5e8.
+
+
+def test_nodes_that_leave_end_the_training_and_the_wait_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Left(LocalGrid):
+        def get_node_ids(self) -> list[int]:
+            return super().get_node_ids()[: 1 if len(self.asked) > 1 else None]
+
+    monkeypatch.setattr(draw, "_FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(strategy_utils, "sleep", lambda seconds: None)
+    course = Course(FedAvg(), CoursePlan("server", NUM_CLIENTS))
+    with caplog.at_level(logging.INFO), pytest.raises(FederatedError) as error:
+        course.run(Left(), start_arrays(), 2, timeout_s=0.2)
+    assert str(error.value).startswith(
+        "round 2: FedAvg.configure_train still waits for nodes after 0.2 s; 1 are connected."
+    )
+    waits = [r.getMessage() for r in caplog.records if "waits for nodes" in r.getMessage()]
+    assert waits[-1] == "round 2: FedAvg.configure_train waits for nodes: connected=1"
+    assert len([line for line in waits if line.startswith("round 2")]) == 1
+
+
+def test_grid_that_a_strategy_keeps_is_limited_while_it_draws_alone() -> None:
+    with (
+        drawing(LocalGrid(), "seed", "who", 0.0) as limited,
+        pytest.raises(FederatedError, match="who still waits for nodes after 0 s; 4 are connected"),
+    ):
+        limited.get_node_ids()
+    assert limited.get_node_ids() == [1, 2, 3, 4]
+    assert limited.send_and_receive([]) == []
 
 
 def test_one_client_trains_alone_and_nobody_evaluates_without_a_function() -> None:
@@ -389,6 +435,30 @@ def test_state_of_an_accountant_is_kept_and_what_cannot_be_is_named(
         saved_in(tmp_path).restore(make_strategy("fedadam", {}))
 
 
+def test_training_goes_on_neither_without_an_accountant_nor_with_a_new_one(tmp_path: Path) -> None:
+    def with_part(part: Any) -> Strategy:
+        strategy = FedAvg()
+        strategy.part = part  # type: ignore[attr-defined]
+        return strategy
+
+    known = SimpleNamespace(state_dict=dict, load_state_dict=dict)
+    for name, before, others in (
+        ("none", with_part(None), (known, object(), lambda: None)),
+        ("known", with_part(known), (None, 2.0)),
+        ("absent", FedAvg(), (known,)),
+    ):
+        (tmp_path / name).mkdir()
+        run(before, 1, output_dir=tmp_path / name)
+        for other in others:
+            word = "with" if before.__dict__.get("part") is known else "without"
+            with pytest.raises(ResumeError, match=f"the round was made {word} FedAvg.part, unlike this"):
+                saved_in(tmp_path / name).restore(with_part(other))
+    # State that comes with the rounds is no such part.
+    strategy: Any = with_part({"found": 1})
+    saved_in(tmp_path / "none").restore(strategy)
+    assert strategy.part is None
+
+
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     run(make_strategy("fedavg", {}), 1, output_dir=tmp_path, facts={"num_clients": 4, "seed": 0})
     with pytest.raises(ResumeError, match=r"round-1 was made with num_clients=4, this training has 5"):
@@ -425,6 +495,10 @@ def test_folder_of_an_earlier_training_is_not_written_over(tmp_path: Path) -> No
     run(make_strategy("fedavg", {}), 1, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="holds round-1 of an earlier training"):
         prepare_folder(tmp_path, None)
+    with pytest.raises(ConfigError, match=r"holds round-1 of another training, which would be deleted"):
+        prepare_folder(tmp_path, str(tmp_path / "elsewhere" / "round-9"))
+    assert prepare_folder(tmp_path, str(tmp_path / ".." / tmp_path.name / "round-1")) is not None
+    assert prepare_folder(tmp_path / "empty", str(tmp_path / "round-1")) == tmp_path / "round-1"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be made"):
         prepare_folder(tmp_path / "file" / "below", None)

@@ -19,7 +19,7 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 from safetensors.torch import load_file
 
 import unsloth_multigpu as ump
@@ -93,6 +93,17 @@ def make_server(**options: Any) -> ump.FederatedServer:
         ({"strategy": FedAvg(), "strategy_kwargs": {"fraction_train": 0.5}}, "together with an object as strategy"),
         ({"strategy_kwargs": ["a"]}, r"strategy_kwargs=\['a'\] is no mapping"),
         ({"strategy_kwargs": {"momentum": 1}}, "'momentum', which strategy='fedavg' does not know"),
+        (
+            {"strategy": DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1.0, 1.0, 2)},
+            "DifferentialPrivacyClientSideFixedClipping needs Flower's fixedclipping_mod in the ClientApp; train_fn",
+        ),
+        (
+            {
+                "strategy": "differentialprivacyclientsideadaptiveclipping",
+                "strategy_kwargs": {"strategy": FedAvg(), "noise_multiplier": 0.1, "num_sampled_clients": 100},
+            },
+            "AdaptiveClipping needs Flower's adaptiveclipping_mod in the ClientApp",
+        ),
     ],
 )
 def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], fact: str) -> None:
@@ -113,7 +124,12 @@ def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], 
         ({"config": {"model": nn.Linear}}, r"config\['model'\]=.*cannot be sent"),
         ({"config": {"sizes": [1, 2.0]}}, r"config\['sizes'\]=\[1, 2.0\] cannot be sent"),
         ({"config": {"server-round": 1}}, r"config\['server-round'\] is set in every round"),
+        ({"config": {"lr": float("nan")}}, r"config\['lr'\]=nan cannot be sent"),
+        ({"config": {"lrs": [0.1, float("inf")]}}, r"config\['lrs'\]=\[0.1, inf\] cannot be sent"),
+        ({"config": {"lrs": [[0.1]]}}, r"config\['lrs'\]=\[\[0.1\]\] cannot be sent"),
         ({"output_dir": ""}, "output_dir=''"),
+        ({"output_dir": Path("runs"), "num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg"),
+        ({"resume": Path("logs/round-1")}, "resume='logs/round-1' without output_dir"),
         ({"resume": "auto"}, "resume='auto' looks for rounds in output_dir, which is not set"),
         ({"resume": "logs/round-1"}, "resume='logs/round-1' without output_dir"),
         ({"server_evaluate": "f"}, "server_evaluate='f'"),
@@ -197,6 +213,10 @@ def test_rounds_survive_the_way_over_the_disk(tmp_path: Path) -> None:
     write_rounds(tmp_path, [some_round(2)], must_append=True)
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert [round_from_json(json.loads(line)) for line in lines] == [some_round(1), some_round(2)]
+    odd = dataclasses.replace(some_round(3), train_metrics={"loss": float("nan"), "list": [1.0, float("-inf")]})
+    write_rounds(tmp_path, [odd], must_append=False)
+    text = (tmp_path / "rounds.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["train_metrics"] == {"loss": None, "list": [1.0, None]}
 
 
 class AppGrid(Grid):
@@ -312,6 +332,17 @@ def test_model_that_cannot_be_built_is_reported_with_its_reason() -> None:
         training.train(server._plan, AppGrid(server.client_app), 2, FitOptions())
 
 
+@pytest.mark.usefixtures("may_make_messages")
+def test_clients_that_do_not_answer_are_reported_with_the_time_that_they_had() -> None:
+    class Silent(AppGrid):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+            assert timeout == 300.0
+            return []
+
+    with pytest.raises(FederatedError, match="no client could build its model: no answer within 300 s"):
+        weights.ask_for_start(Silent(ClientApp()), 1, 5.0)
+
+
 class SlotGrid(AppGrid):
     """As if the clients were in two slots."""
 
@@ -350,12 +381,12 @@ def test_all_slots_load_at_once_and_states_of_clients_come_back(tmp_path: Path) 
     assert again.contexts[999].state == RecordDict({"mark": ConfigRecord({"client": 1})})
 
 
-def test_builder_that_ignores_the_seed_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_builder_that_draws_other_numbers_is_named(caplog: pytest.LogCaptureFixture) -> None:
     one, other = (weights.Start(ArrayRecord({"w": Array(np.full(2, value))})) for value in (1.0, 2.0))
     weights._compare([one, one])
-    assert caplog.text == ""
+    assert not caplog.records
     weights._compare([one, one, other])
-    assert "model_builder makes another model in each process: w differs" in caplog.text
+    assert "model_builder makes w another one in each process" in caplog.text
 
 
 def foreign_app(change: Callable[[ArrayRecord], ArrayRecord]) -> ClientApp:
@@ -383,15 +414,38 @@ def test_any_client_app_starts_from_the_whole_state_of_the_model() -> None:
 
     def change(arrays: ArrayRecord) -> ArrayRecord:
         seen.append(list(arrays))
-        return arrays
+        return ArrayRecord({name: Array(array.numpy() + 1) for name, array in arrays.items()})
+
+    def measure(model: nn.Module, server_round: int) -> dict[str, Any]:
+        return {"sum": sum(value.sum() for value in model.state_dict().values())}
 
     server = make_server(client_app=foreign_app(change), model_builder=frozen)
-    result, trained, _ = training.train(server._plan, AppGrid(server.client_app), 2, FitOptions(num_rounds=1))
+    result, trained, _ = training.train(
+        server._plan, AppGrid(server.client_app), 2, FitOptions(num_rounds=1), server_evaluate=measure
+    )
     assert seen == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
     torch.manual_seed(0)
     for name, value in frozen().state_dict().items():
-        torch.testing.assert_close(trained.state_dict()[name], value)
+        torch.testing.assert_close(trained.state_dict()[name], value + 1)
+    sums = [dict(result.result.evaluate_metrics_serverapp[number])["sum"] for number in (0, 1)]
+    assert sums[1] - sums[0] == pytest.approx(4 + 2 + 2 + 1, rel=1e-5)
     assert result.result.evaluate_metrics_clientapp == {1: MetricRecord({"loss": 1.0})}
+
+
+@pytest.mark.usefixtures("may_make_messages")
+def test_client_app_that_does_not_evaluate_is_told_what_to_set() -> None:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        content = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=message)
+
+    with pytest.raises(FederatedError, match="0 of 2 clients succeeded in evaluate") as error:
+        training.train(make_server(client_app=app)._plan, AppGrid(app), 2, FitOptions(num_rounds=1))
+    assert "strategy_kwargs={'fraction_evaluate': 0.0}" in error.value.hint
+    server = make_server(client_app=app, strategy_kwargs={"fraction_evaluate": 0.0})
+    training.train(server._plan, AppGrid(app), 2, FitOptions(num_rounds=1))
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -439,5 +493,50 @@ def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_config_reaches_no_client_in_a_form_that_flower_refuses() -> None:
-    assert ConfigRecord({"frozen-layout": []})["frozen-layout"] == []
+@pytest.mark.usefixtures("may_make_messages")
+def test_training_goes_on_with_any_config_but_not_back(tmp_path: Path) -> None:
+    server = make_server()
+    options = FitOptions(3, {"keys": [b"a", b"b"], "key": b"c", "step": 2.0}, str(tmp_path))
+    training.train(server._plan, AppGrid(server.client_app), 2, options)
+    again = dataclasses.replace(options, resume="auto")
+    result, _, _ = training.train(server._plan, AppGrid(server.client_app), 2, again)
+    assert len(result.rounds) == 3
+    with pytest.raises(ConfigError, match=r"num_rounds=2, but .*round-3 is already the state after round 3"):
+        training.train(server._plan, AppGrid(server.client_app), 2, dataclasses.replace(again, num_rounds=2))
+
+
+@pytest.mark.usefixtures("may_make_messages")
+def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> None:
+    class Slower(FedAvg):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.rate = rate
+
+        def configure_train(self, *args: Any) -> Iterable[Message]:
+            self.rate *= 0.5
+            return super().configure_train(*args)
+
+    server = make_server(strategy=Slower(8.0))
+    options = FitOptions(2, output_dir=str(tmp_path), resume="auto")
+    training.train(server._plan, AppGrid(server.client_app), 2, options)
+    for plan in (server._plan, make_server(strategy=Slower(8.0))._plan):
+        training.train(plan, AppGrid(server.client_app), 2, dataclasses.replace(options, num_rounds=3))
+        assert plan.strategy.rate == 1.0  # type: ignore[union-attr]
+    other = make_server(strategy=Slower(4.0))
+    with pytest.raises(ump.ResumeError, match=r"strategy.rate=8.0, this training has 4.0"):
+        training.train(other._plan, AppGrid(server.client_app), 2, dataclasses.replace(options, num_rounds=3))
+
+
+@pytest.mark.usefixtures("may_make_messages")
+def test_transposed_weights_are_saved(tmp_path: Path) -> None:
+    def transposed() -> nn.Module:
+        model = nn.Module()
+        model.register_parameter("weight", nn.Parameter(torch.arange(6.0).view(3, 2).t()))
+        return model
+
+    server = make_server(model_builder=transposed)
+    options = FitOptions(1, output_dir=str(tmp_path))
+    _, trained, _ = training.train(server._plan, AppGrid(server.client_app), 2, options)
+    trained.save(tmp_path)
+    for file in (tmp_path / "model.safetensors", tmp_path / "round-1" / "arrays.safetensors"):
+        torch.testing.assert_close(load_file(file)["weight"], torch.arange(6.0).view(3, 2).t() + 1.5)

@@ -6,11 +6,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
+from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
     FedAvg,
@@ -23,6 +26,7 @@ from flwr.serverapp.strategy import (
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.federated.strategy import (
+    check_needs_no_mod,
     check_strategy,
     describe,
     has_server_optimizer,
@@ -33,6 +37,7 @@ from unsloth_multigpu.federated.strategy import (
     quiet_flower,
     strategy_names,
     weight_key,
+    without_privacy,
 )
 
 PRIVATE: Mapping[str, Any] = {"noise_multiplier": 1.0, "clipping_norm": 1.0, "num_sampled_clients": 3}
@@ -102,6 +107,20 @@ def test_strategy_inside_another_is_checked_too() -> None:
         check_strategy(DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE), 2)
     assert nodes_needed(outer) == 5
     assert nodes_needed(make_strategy("fedavg", {})) == 2
+
+
+def test_clipping_by_clients_needs_their_mod() -> None:
+    check_needs_no_mod(DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE))
+    with pytest.raises(ConfigError, match="ClientSideFixedClipping needs Flower's fixedclipping_mod") as error:
+        check_needs_no_mod(DifferentialPrivacyClientSideFixedClipping(FedAvg(), **PRIVATE))
+    assert "DifferentialPrivacyServerSideFixedClipping" in error.value.hint
+
+
+def test_numbers_that_flower_does_not_protect_are_found() -> None:
+    arrays = ArrayRecord({name: Array(np.zeros(shape)) for name, shape in (("w", 2), ("scale", ()), ("one", (1,)))})
+    private = DifferentialPrivacyServerSideFixedClipping(FedAvg(), **PRIVATE)
+    assert without_privacy(private, arrays) == ["scale"]
+    assert without_privacy(FedAvg(), arrays) == []
 
 
 def test_strategy_with_a_loop_of_its_own_is_refused() -> None:

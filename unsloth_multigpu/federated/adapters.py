@@ -15,24 +15,6 @@ _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def read_state(model: nn.Module) -> ArrayRecord:
-    """The model's travelling tensors as copies, half precisions as float32.
-
-    Raises:
-        FederatedError: No parameter is trainable, or a value is infinite or no number.
-    """
-    return to_arrays(travelling_tensors(model))
-
-
-def load_state(model: nn.Module, arrays: ArrayRecord) -> None:
-    """Writes `arrays` into the model's travelling tensors, in place, in the dtype and on the device of each.
-
-    Raises:
-        FederatedError: Names or shapes are not those of the model.
-    """
-    write_arrays(travelling_tensors(model), arrays)
-
-
 def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Trainable parameters, then persistent buffers: the tensors themselves, in the model's order.
 
@@ -104,23 +86,17 @@ def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> No
     for name, tensor in tensors.items():
         value = to_tensor(arrays[name])
         # A mean of counters is no whole number.
-        tensor.copy_(value if tensor.is_floating_point() or tensor.is_complex() else value.round())
+        is_mean = value.is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex())
+        tensor.copy_(value.round() if is_mean else value)
 
 
-def frozen_layout(model: nn.Module, travelling: Sequence[str] = ()) -> list[str]:
+def frozen_layout(model: nn.Module) -> list[str]:
     """What has to be equal beside the travelling tensors, one "name: value" each.
 
     Shapes of frozen parameters (adapters fit one another although the vocabularies of their base models differ), and
     the factor of each LoRA layer. A quantised weight counts with the shape that it had before.
-
-    Args:
-        travelling: Names that travel; those that require a gradient now where it is empty.
     """
-    lines = [
-        f"{name}: {_logical_shape(value)}"
-        for name, value in model.named_parameters()
-        if (name not in travelling if travelling else not value.requires_grad)
-    ]
+    lines = [f"{name}: {_logical_shape(value)}" for name, value in model.named_parameters() if not value.requires_grad]
     for name, module in model.named_modules():
         factors = getattr(module, "scaling", None)  # PEFT: adapter name -> factor.
         if isinstance(factors, dict) and hasattr(module, "lora_A"):

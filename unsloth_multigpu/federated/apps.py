@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.adapters import is_quantized, to_arrays, travelling_buffers
+from unsloth_multigpu.federated.adapters import to_arrays, travelling_buffers
 from unsloth_multigpu.federated.client import ClientModel, FederatedClient, client_seed, seeded, visible_device
 from unsloth_multigpu.federated.lora import describe_adapter, frozen_factors, not_foldable, variants
 from unsloth_multigpu.federated.proximal import ProximalPull
@@ -105,7 +105,6 @@ class _Turn:
             "buffers": list(travelling_buffers(model)),
             "not-projectable": variants(model, tensors),
             "not-foldable": not_foldable(model, tensors),
-            "is-quantized": is_quantized(model),
         }
         content = RecordDict({"arrays": to_arrays(tensors), "config": ConfigRecord(facts)})
         if frozen := frozen_factors(model, tensors):

@@ -75,7 +75,8 @@ def prepare_folder(output_dir: Path, resume: str | None) -> Path | None:
         The folder of that round; None = from the beginning.
 
     Raises:
-        ConfigError: There are rounds and nothing says what to do with them, or the folder cannot be made.
+        ConfigError: There are rounds that nothing says what to do with, or that are not of the training that goes on;
+            the folder cannot be made.
         ResumeError: The round that was named is not whole.
     """
     try:
@@ -92,7 +93,14 @@ def prepare_folder(output_dir: Path, resume: str | None) -> Path | None:
             hint="resume='auto' goes on from it; for a new training choose another output_dir or delete this one.",
         )
     if resume not in (None, "auto"):
-        return _whole(Path(str(resume)), rounds)
+        folder = Path(str(resume))
+        if rounds and folder.resolve().parent != output_dir.resolve():
+            raise ConfigError(
+                f"resume={resume!r}, but output_dir={str(output_dir)!r} holds {rounds[-1].name} of another training, "
+                "which would be deleted.",
+                hint="Choose an empty output_dir.",
+            )
+        return _whole(folder, rounds)
     for folder in reversed(rounds):
         wrong = check(folder)
         if wrong is None:

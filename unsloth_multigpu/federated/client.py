@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from unsloth_multigpu.federated.adapters import (
     write_arrays,
 )
 from unsloth_multigpu.federated.lora import BaseWeights
+
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,10 @@ def build_model(model_builder: Callable[[], nn.Module], device: torch.device, se
 class ClientModel:
     """One model per process, for one client after the other. Each finds it as the builder left it.
 
-    Global weights, base weights with the residual, gradients, requires_grad, flags like train or eval mode and
-    `forward` (mixed precision wraps it anew in each Trainer) are set before a client; hooks that it registers stay. A
-    client that changed a frozen weight has the model built again for the next one.
+    Set before each client are the global weights and buffers, base weights with the residual, gradients, requires_grad,
+    and the modules' attributes: train or eval mode, numbers, hooks, PEFT's active adapter, `forward` (mixed precision
+    wraps it anew in each Trainer). What lies deeper stays, as `model.config` and hooks of tensors. A client that
+    replaced a parameter, changed a frozen one or moved the model has it built again for the next one.
     """
 
     def __init__(self, model_builder: Callable[[], nn.Module], seed: int = 0) -> None:
@@ -150,10 +154,10 @@ class ClientModel:
         return to_arrays(self._state.current() if self._state else {})
 
     def release(self) -> list[str]:
-        """Frees what a client left; the next one gets a new model where a frozen weight is no longer the same.
+        """Frees what a client left; the next one gets a new model where `reset` cannot put this one back.
 
         Returns:
-            Names of those frozen weights.
+            Names of the tensors for which it cannot.
         """
         if self._state is None:
             return []
@@ -182,50 +186,99 @@ class _BuiltModel:
         self.travelling = travelling_tensors(model)
         self.layout = frozen_layout(model)
         self.base = BaseWeights(model, self.travelling)
+        self._shapes = {name: tuple(value.shape) for name, value in self.travelling.items()}
         self._trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        self._settings = [(module, _settings(module)) for module in model.modules()]
+        self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+        values = [value for _, kept in self._attributes for value in kept.values()]
+        self._contents = [(value, value.copy()) for value in values if type(value) in _CONTAINERS]
+        self._buffers = dict(model.named_buffers())
+        # Not those of a quantised model: its base weights may be buffers.
+        fixed = {} if is_quantized(model) else self._buffers
+        self._caches = [
+            _Cache(value)
+            for name, value in fixed.items()
+            if name not in self.travelling and not value.is_inference() and not value.is_meta
+        ]
         self._before: dict[str, tuple[Any, ...]] = {}
 
     def reset(self) -> None:
+        """Puts back all but the values of parameters and persistent buffers."""
+        for attributes, kept in self._attributes:
+            for name in attributes.keys() - kept.keys():
+                del attributes[name]
+            attributes.update(kept)
+        for container, content in self._contents:
+            if _ids(container) != _ids(content):  # In place, because handles of hooks refer to it.
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+        for cache in self._caches:
+            cache.reset()
         for parameter, requires_grad in self._trainable:
             parameter.grad = None
             parameter.requires_grad_(requires_grad)
-        for module, settings in self._settings:
-            for name in _settings(module).keys() - settings.keys():
-                del module.__dict__[name]
-            module.__dict__.update(settings)
 
     def current(self) -> dict[str, torch.Tensor]:
-        """The travelling tensors by name as the model has them now."""
+        """The travelling tensors by name as the model has them now.
+
+        Raises:
+            FederatedError: One is gone, or has another shape than it had.
+        """
         now = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         if missing := [name for name in self.travelling if name not in now]:
             raise FederatedError(
                 f"{missing[0]} is gone after the client's training ({len(missing)} tensors are).",
                 hint="train_fn must train the model that it gets: add or merge adapters in model_builder.",
             )
+        for name, shape in self._shapes.items():
+            if tuple(now[name].shape) != shape:
+                raise FederatedError(
+                    f"{name} has shape {tuple(now[name].shape)} after the client's training, {shape} before it.",
+                    hint="Buffers whose shape depends on data cannot be averaged: give them persistent=False.",
+                )
         return {name: now[name] for name in self.travelling}
 
     def remember(self) -> None:
         self._before = self._marks()
 
     def changed(self) -> list[str]:
-        """Names of parameters that are new, gone or replaced, and of frozen ones that were written to."""
+        """Tensors that `reset` cannot put back.
+
+        Parameters that are new, gone or replaced; what has another dtype, device or shape; frozen weights that were
+        written to.
+        """
         marks = self._marks() if self._before else {}
         return [name for name in self._before | marks if self._before.get(name) != marks.get(name)]
 
     def _marks(self) -> dict[str, tuple[Any, ...]]:
-        # torch counts each tensor's writes in `_version`, for autograd's own check; it has no public name.
+        fixed = {id(cache.value) for cache in self._caches} | {id(value) for value in self.travelling.values()}
+        # Buffers as they were: a client may put others into their places.
         return {
-            name: (id(value),)
-            if name in self.travelling
-            else (id(value), value.data_ptr(), value.dtype, None if value.is_inference() else value._version)
-            for name, value in self.model.named_parameters()
+            name: (id(value), value.dtype, value.device, value.shape)
+            + (() if id(value) in fixed else (value.data_ptr(), _version(value)))
+            for name, value in {**self._buffers, **dict(self.model.named_parameters())}.items()
         }
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """Flags (train mode, gradient checkpointing, Unsloth's generation mode) and a `forward` of this very module.
+class _Cache:
+    """A buffer that is not persistent and what was in it."""
 
-    Other attributes may go with what a buffer holds, as the length that a rotary embedding has reached.
-    """
-    return {name: value for name, value in vars(module).items() if isinstance(value, bool) or name == "forward"}
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+        self._version = _version(value)
+        self._content = value.detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        if self._version != _version(self.value):
+            self.value.copy_(self._content)
+            self._version = _version(self.value)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """torch counts each tensor's writes, for autograd's own check; it has no public name."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _ids(container: Any) -> list[int]:
+    """What is in it, by identity: tensors do not compare to a truth value."""
+    return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,6 +20,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.aggregation import aggregate_lora, weighted_mean
 from unsloth_multigpu.federated.checkpoint import History, SavedRound, write_round
+from unsloth_multigpu.federated.draw import drawing
 from unsloth_multigpu.federated.reply import (
     Kind,
     arrays_of,
@@ -109,6 +109,7 @@ class Course(Strategy):
         self._arrays = saved.arrays if saved else ArrayRecord()
         self._round = RoundReport(self._num_before, 0.0, 0)
         self._begin_s = 0.0
+        self._timeout_s = 0.0
         self._num_asked = 0
         self._has_warned = False
 
@@ -119,14 +120,14 @@ class Course(Strategy):
 
         Args:
             arrays: The global arrays to begin with, unless a saved round has them.
-            timeout_s: Limit of one phase of a round, training or evaluation.
+            timeout_s: Limit of one phase of a round, training or evaluation, and before it of waiting for nodes.
             startup_s: For the report.
 
         Raises:
             FederatedError: A round cannot be finished.
             OSError: A round cannot be saved.
         """
-        plan, history = self.plan, self._history
+        plan, history, self._timeout_s = self.plan, self._history, timeout_s
         self._arrays = self._arrays if self._num_before else arrays
         with quiet_flower():
             self.start(
@@ -154,8 +155,8 @@ class Course(Strategy):
         """Opens the round and draws its clients."""
         number = server_round + self._num_before
         self._round, self._begin_s, self._arrays = RoundReport(number, 0.0, 0), time.monotonic(), arrays
-        with self._drawing("train"), self._named("configure_train"):
-            return self._completed_messages(self.strategy.configure_train(number, arrays, config, grid))
+        with self._named("configure_train"), self._drawing(grid, "train") as limited:
+            return self._completed_messages(self.strategy.configure_train(number, arrays, config, limited))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -187,9 +188,9 @@ class Course(Strategy):
         if not self.plan.evaluates:
             self._num_asked = 0
             return []
-        with self._drawing("evaluate"), self._named("configure_evaluate"):
+        with self._named("configure_evaluate"), self._drawing(grid, "evaluate") as limited:
             number = self._round.server_round
-            return self._completed_messages(self.strategy.configure_evaluate(number, arrays, config, grid))
+            return self._completed_messages(self.strategy.configure_evaluate(number, arrays, config, limited))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Puts the clients' metrics together as the strategy does."""
@@ -284,17 +285,7 @@ class Course(Strategy):
                 hint="Every client must return the same metrics, among them those that the strategy needs.",
             ) from error
 
-    @contextmanager
-    def _drawing(self, kind: Kind) -> Iterator[None]:
-        """Seeds what strategies draw clients with, and puts it back."""
-        import numpy as np
-
-        before, numpy_before = random.getstate(), np.random.get_state()
-        drawn = random.Random(f"{self.plan.seed}/{self._round.server_round}/{kind}").getrandbits(32)
-        random.seed(drawn)
-        np.random.seed(drawn)
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_state(numpy_before)
+    def _drawing(self, grid: Grid, kind: Kind) -> AbstractContextManager[Grid]:
+        number = self._round.server_round
+        what = f"round {number}: {type(self.strategy).__name__}.configure_{kind}"
+        return drawing(grid, f"{self.plan.seed}/{number}/{kind}", what, self._timeout_s)

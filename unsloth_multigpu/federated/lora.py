@@ -145,7 +145,8 @@ def save_adapter(
     residual together.
 
     Args:
-        arrays: The global state and `frozen_factors`; what is no part of the adapter (buffers) is left out.
+        arrays: The global state and `frozen_factors`. What is trained beside the adapter (biases, norms) is written,
+            too: PEFT loads it into the base model.
         adapter_config: The text of `describe_adapter`.
 
     Raises:
@@ -165,9 +166,7 @@ def save_adapter(
         # One rank and the factor 1 for all layers; what the factors were is in B.
         config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
     mark = f".{described['name']}"
-    kept = {
-        _name_on_disk(name, mark): value.contiguous() for name, value in state.items() if _is_of_adapter(name, mark)
-    }
+    kept = {_name_on_disk(name, mark): value.contiguous() for name, value in state.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
@@ -197,10 +196,6 @@ def _name_on_disk(name: str, mark: str) -> str:
         return name.replace(f".modules_to_save{mark}", "")
     head, _, tail = name.rpartition(mark)
     return head + tail
-
-
-def _is_of_adapter(name: str, mark: str) -> bool:
-    return f"{mark}." in name or name.endswith(mark)
 
 
 def _is_transposed(layer: Any, name_a: str) -> bool:

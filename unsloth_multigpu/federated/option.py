@@ -106,7 +106,8 @@ def check_config(config: Any) -> None:
     """Checks that `config` holds what can travel to a client.
 
     Raises:
-        ConfigError: It is no mapping of names to numbers, texts, bytes or lists of one of them, or takes a key of ours.
+        ConfigError: It is no mapping of names to finite numbers, texts, bytes or lists of one of them, or takes a key
+            of ours.
     """
     if config is None:
         return
@@ -116,7 +117,7 @@ def check_config(config: Any) -> None:
         if not isinstance(name, str) or not _can_travel(value):
             raise ConfigError(
                 f"config[{name!r}]={value!r} cannot be sent to a client.",
-                hint="Names are texts; values are int, float, bool, str, bytes, or a list of one of these kinds.",
+                hint="Names are texts; values are int, float (finite), bool, str, bytes, or a list of one kind.",
             )
         if name in _TAKEN:
             raise ConfigError(f"config[{name!r}] is set in every round.", hint="Choose another name.")
@@ -125,8 +126,9 @@ def check_config(config: Any) -> None:
 def _can_travel(value: Any) -> bool:
     scalars = (int, float, bool, str, bytes)
     if isinstance(value, list):
-        return not value or (isinstance(value[0], scalars) and all(type(v) is type(value[0]) for v in value))
-    return isinstance(value, scalars)
+        return all(_can_travel(v) and not isinstance(v, list) and type(v) is type(value[0]) for v in value)
+    # NaN is unlike itself: a training with it could never go on.
+    return isinstance(value, scalars) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def _wrong(name: str, value: Any, expected: str) -> ConfigError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class ProximalPull:
@@ -24,25 +26,28 @@ class ProximalPull:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mu: float) -> None:
         self._mu = mu
         self._start = {parameter: parameter.detach().clone() for parameter in parameters}
-        self._depth = 0
+        self._step: FrameType | None = None
         self.num_steps = 0
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        before = register_optimizer_step_pre_hook(self._before_step)
-        after = register_optimizer_step_post_hook(self._after_step)
+        hook = register_optimizer_step_pre_hook(self._before_step)
         try:
             yield
         finally:
-            before.remove()
-            after.remove()
+            hook.remove()
+            self._step = None  # It keeps what its callers had.
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._depth += 1
-        if self._depth > 1:  # A step that calls its base class's step, or that of an optimizer which it wraps.
+        # A step may call its base class's, or that of an optimizer which it wraps. Counting steps that begin and end
+        # would go wrong after one that raises; the stack does not.
+        hook = inspect.currentframe()
+        step = hook and hook.f_back
+        if _is_within(step, self._step):
             return None
+        self._step = step
         closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself.
         if not callable(closure):
             self._pull(optimizer)
@@ -52,9 +57,6 @@ class ProximalPull:
         return (
             (args, {**kwargs, "closure": pulled}) if kwargs.get("closure") else ((args[0], pulled, *args[2:]), kwargs)
         )
-
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth -= 1
 
     def _pulled(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def with_pull() -> Any:
@@ -79,3 +81,9 @@ class ProximalPull:
             else:
                 parameter.grad.add_(pull)
         self.num_steps += bool(own)
+
+
+def _is_within(frame: FrameType | None, outer: FrameType | None) -> bool:
+    while frame is not None and frame is not outer:
+        frame = frame.f_back
+    return frame is not None

@@ -39,7 +39,8 @@ def pack(value: Any, tensors: Tensors, path: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Array):
-        tensors[path] = value.numpy()
+        # safetensors writes the memory as it lies: a transposed array would come back as another one.
+        tensors[path] = np.asarray(value.numpy(), order="C")
         return {_KIND: "Array", "key": path}
     if isinstance(value, bytes):
         return {_KIND: "bytes", "hex": value.hex()}
@@ -94,7 +95,7 @@ def restore_strategy(strategy: Strategy, layers: list[dict[str, Any]], tensors: 
     """Gives a strategy the attributes that `pack_strategy` stored.
 
     Raises:
-        ResumeError: The stored state is that of another strategy.
+        ResumeError: The stored state is that of another strategy, or of one without a part that this one has.
     """
     own = list(layers_of(strategy))
     names = [type(layer).__name__ for layer in own]
@@ -105,12 +106,42 @@ def restore_strategy(strategy: Strategy, layers: list[dict[str, Any]], tensors: 
             hint="Use the same strategy.",
         )
     for layer, stored in zip(own, layers, strict=True):
+        _check_parts(layer, stored["attributes"])
         for name, packed in stored["attributes"].items():
             value = unpack(packed, tensors)
-            if isinstance(packed, dict) and packed[_KIND] == "state_dict":
+            if _is_part(packed):
                 getattr(layer, name).load_state_dict(value)
             else:
                 setattr(layer, name, value)
+
+
+def _check_parts(layer: Strategy, stored: Mapping[str, Any]) -> None:
+    """Neither way: an accountant of privacy would be put out of use, or would begin in the middle."""
+    before = {name for name, packed in stored.items() if _is_part(packed)}
+    now = {name for name, value in vars(layer).items() if _has_state_dict(value)}
+    now |= {
+        name for name, packed in stored.items() if packed is None and not _can_be_stored(getattr(layer, name, None))
+    }
+    for name in sorted(before ^ now):
+        raise ResumeError(
+            f"the round was made {'with' if name in before else 'without'} {type(layer).__name__}.{name}, unlike this "
+            "training.",
+            hint="Give the strategy the same parts.",
+        )
+
+
+def _is_part(packed: Any) -> bool:
+    return isinstance(packed, dict) and packed[_KIND] == "state_dict"
+
+
+def _can_be_stored(value: Any) -> bool:
+    if callable(value):
+        return False
+    try:
+        pack(value, {}, "")
+    except TypeError:
+        return False
+    return True
 
 
 def to_config_record(config: Mapping[str, Any]) -> ConfigRecord:

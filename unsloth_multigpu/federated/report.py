@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class FederatedReport:
         server_id: Name of the server.
         num_clients: Clients that could take part.
         num_slots: Processes that ran clients; 0 where the clients are SuperNodes.
-        startup_s: Seconds until the first weights were there: slots started, the model built in the first of them.
+        startup_s: Seconds before the first round: slots started, a model built in each of them, a saved round read.
+            Close to 0 for another `fit` of the same server.
     """
 
     server_id: str
@@ -137,14 +139,14 @@ def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bool) -> None:
-    """Writes the rounds as JSON lines, so that a training can be watched from outside.
+    """Writes the rounds as JSON lines, so that a training can be watched from outside. A metric NaN or Inf is null.
 
     Raises:
         OSError: The disk is full or fails.
     """
     with open(folder / _JSON_LINES, "a" if must_append else "w", encoding="ascii") as file:
         for line in rounds:
-            file.write(json.dumps(dataclasses.asdict(line)) + "\n")
+            file.write(json.dumps(_finite(dataclasses.asdict(line)), allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -153,6 +155,15 @@ def round_from_json(stored: Mapping[str, Any]) -> RoundReport:
     """The round that `dataclasses.asdict` made JSON of."""
     devices = tuple(DeviceReport(**{**d, "client_ids": tuple(d["client_ids"])}) for d in stored["devices"])
     return RoundReport(**{**stored, "devices": devices, "failures": tuple(stored["failures"])})
+
+
+def _finite(value: Any) -> Any:
+    """With None for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row(report: RoundReport) -> dict[str, str]:

@@ -62,7 +62,7 @@ def create_multigpu_flower_server(
     Args:
         server_id: Name of the server; clients see it, logs and reports show it.
         model_builder: () -> model with trainable parameters: plain PyTorch, PEFT or Unsloth. Called once in each
-            process, with `seed` set. Only what is trainable travels, and running statistics.
+            process, with `seed` set. Only what is trainable travels, and persistent buffers.
         device: Where `server_evaluate` runs ["cpu"]; with auto_gpu=False also the one device of the clients.
         strategy: Name of a class of `flwr.serverapp.strategy` ("fedavg", "fedprox", "fedadam", "krum", ...), or an
             object of one. A name gives a fresh strategy to every `fit`; an object keeps its state.
@@ -147,8 +147,8 @@ class FederatedServer:
         *,
         config: Mapping[str, Any] | None = None,
         server_evaluate: Callable[[nn.Module, int], Mapping[str, Any]] | None = None,
-        output_dir: str | None = None,
-        resume: str | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
         min_success: float = 0.0,
         round_timeout_s: float = 3600.0,
     ) -> FederatedResult:
@@ -174,7 +174,7 @@ class FederatedServer:
             FederatedError: Too many clients failed, or what they sent cannot be put together.
         """
         check_count("num_clients", num_clients)
-        options = FitOptions(num_rounds, config, output_dir, resume, min_success, round_timeout_s)
+        options = FitOptions(num_rounds, config, _text(output_dir), _text(resume), min_success, round_timeout_s)
         options.check()
         if server_evaluate is not None:
             check_callable("server_evaluate", server_evaluate, "model, server_round")
@@ -196,7 +196,7 @@ class FederatedServer:
         return result
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The global trainable tensors and running statistics after `fit`, on the CPU; raises SetupError before it."""
+        """The global trainable tensors and persistent buffers after `fit`, on the CPU; raises SetupError before it."""
         return self._last().state_dict()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -239,6 +239,10 @@ class FederatedServer:
         if self._trained is None:
             raise SetupError("No training of this server has ended yet.", hint="Call fit() first.")
         return self._trained
+
+
+def _text(folder: str | os.PathLike[str] | None) -> str | None:
+    return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
 
 
 def _check_libraries() -> None:

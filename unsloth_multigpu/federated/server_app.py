@@ -83,8 +83,11 @@ def wait_for_nodes(grid: Grid, least: int, timeout_s: float) -> int:
     Raises:
         FederatedError: Fewer came within `timeout_s`.
     """
-    end_s = time.monotonic() + timeout_s
+    end_s, before = time.monotonic() + timeout_s, -1
     while (found := len(list(grid.get_node_ids()))) < least:
+        if found != before:
+            _log.info("waits for nodes: connected=%d needed=%d", found, least)
+            before = found
         if time.monotonic() > end_s:
             raise FederatedError(
                 f"{found} nodes are connected after {timeout_s:g} s, {least} are needed.",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from flwr.app import ArrayRecord
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
@@ -64,7 +65,7 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
     """Checks that the strategy can work with so many clients.
 
     Raises:
-        ConfigError: It would wait for more clients than there are, or train none of them.
+        ConfigError: It would wait for more clients than there are, or has a loop of its own.
     """
     for layer in layers_of(strategy):
         kind = type(layer).__name__
@@ -80,6 +81,32 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
                     f"{name}={value} of {kind}, but num_clients={num_clients}: it would wait for ever.",
                     hint=f"Set {name} to {num_clients} or less.",
                 )
+
+
+def check_needs_no_mod(strategy: Strategy) -> None:
+    """Raises ConfigError where clients must clip their updates themselves, which the ClientApp of a train_fn does not.
+
+    With the noise alone a client's data would not be hidden.
+    """
+    mods = {
+        flower.DifferentialPrivacyClientSideFixedClipping: "fixedclipping_mod",
+        flower.DifferentialPrivacyClientSideAdaptiveClipping: "adaptiveclipping_mod",
+    }
+    for layer in layers_of(strategy):
+        for kind, mod in mods.items():
+            if isinstance(layer, kind):
+                raise ConfigError(
+                    f"{kind.__name__} needs Flower's {mod} in the ClientApp; train_fn makes one without.",
+                    hint=f"Use {kind.__name__.replace('Client', 'Server')}, or client_app=ClientApp(mods=[{mod}]).",
+                )
+
+
+def without_privacy(strategy: Strategy, arrays: ArrayRecord) -> list[str]:
+    """Arrays that a strategy for differential privacy sends on as they are: NumPy computes no 0-d array in place."""
+    is_private = any(
+        "DifferentialPrivacy" in kind.__name__ for layer in layers_of(strategy) for kind in type(layer).mro()
+    )
+    return [name for name, array in arrays.items() if not array.shape] if is_private else []
 
 
 def nodes_needed(strategy: Strategy) -> int:

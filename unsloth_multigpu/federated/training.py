@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.federated.adapters import write_arrays
 from unsloth_multigpu.federated.apps import EvaluateFunction, TrainFunction, make_client_app
 from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round
 from unsloth_multigpu.federated.client import ClientModel
@@ -23,7 +24,14 @@ from unsloth_multigpu.federated.course import Course, CoursePlan, Slots
 from unsloth_multigpu.federated.option import FitOptions, check_callable
 from unsloth_multigpu.federated.record import to_config_record, to_metric_record
 from unsloth_multigpu.federated.report import FederatedResult, write_rounds
-from unsloth_multigpu.federated.strategy import check_strategy, describe, is_weighted_mean, make_strategy
+from unsloth_multigpu.federated.strategy import (
+    check_needs_no_mod,
+    check_strategy,
+    describe,
+    is_weighted_mean,
+    make_strategy,
+    without_privacy,
+)
 from unsloth_multigpu.federated.weights import Start, Trained, ask_for_start, check_same_model, start_of_model
 from unsloth_multigpu.logs import get_logger
 
@@ -56,6 +64,8 @@ def make_plan(
         )
     _check_apps(train_fn, evaluate_fn, client_app)
     kind = _checked_strategy(strategy, strategy_kwargs)
+    if client_app is None:
+        check_needs_no_mod(kind)
     if lora_aggregation != "mean" and client_app is not None:
         raise _no_lora_aggregation(lora_aggregation, "client_app decides what travels")
     if lora_aggregation != "mean" and not is_weighted_mean(kind):
@@ -73,6 +83,7 @@ def make_plan(
         evaluates=client_app is not None or evaluate_fn is not None,
         strategy=strategy,
         strategy_kwargs=dict(strategy_kwargs or {}),
+        description=describe(kind),
         lora_aggregation=lora_aggregation,
         seed=seed,
         device=device,
@@ -87,6 +98,7 @@ class ServerPlan:
         client_app: The clients' half.
         is_own_app: Whether this package made `client_app`, which then knows what a client starts from.
         evaluates: Whether clients are asked to evaluate.
+        description: Settings of the strategy as it was given: one that changes its own has others after a round.
         device: Of the model that the server itself evaluates.
     """
 
@@ -97,6 +109,7 @@ class ServerPlan:
     evaluates: bool
     strategy: str | Strategy
     strategy_kwargs: Mapping[str, Any]
+    description: Mapping[str, Any]
     lora_aggregation: Literal["mean", "project", "exact"]
     seed: int
     device: str
@@ -116,12 +129,18 @@ class Evaluator:
     """
 
     def __init__(self, plan: ServerPlan, evaluate: ServerEvaluate) -> None:
+        self._is_own_app = plan.is_own_app
         self._model = ClientModel(plan.model_builder, plan.seed)
         self._device = torch.device(plan.device)
         self._evaluate = evaluate
 
     def __call__(self, server_round: int, arrays: ArrayRecord, residual: ArrayRecord | None) -> MetricRecord:
-        model = self._model.prepare(arrays, residual, self._device)
+        if self._is_own_app:
+            model = self._model.prepare(arrays, residual, self._device)
+        else:
+            # Such an app sends the whole state_dict(), see `start_of_model`.
+            model = self._model.build(self._device)
+            write_arrays(model.state_dict(), arrays)
         model.eval()
         return to_metric_record(self._evaluate(model, server_round), "server_evaluate")
 
@@ -150,13 +169,22 @@ def train(
     begin_s = time.monotonic()
     strategy = plan.new_strategy()
     check_strategy(strategy, num_clients)
-    facts = _facts(plan, strategy, num_clients, options)
+    facts = _facts(plan, num_clients, options)
     folder = _round_to_resume(options)
     saved = read_round(folder, facts) if folder else None
+    if saved is not None and saved.server_round > options.num_rounds:
+        raise ConfigError(
+            f"num_rounds={options.num_rounds}, but {folder} is already the state after round {saved.server_round}.",
+            hint="num_rounds counts all rounds, with those before a resume.",
+        )
     if start is None and plan.is_own_app:
         start = ask_for_start(grid, len(slots.devices_of_slots) if slots else 1, options.round_timeout_s)
     start = start or start_of_model(plan.model_builder, plan.seed)
     _check_model(plan, start)
+    if bare := without_privacy(strategy, start.arrays):
+        _log.warning(
+            "%s has no dimension (%d such tensors): Flower neither clips it nor adds noise to it", bare[0], len(bare)
+        )
     if saved is not None:
         check_same_model(saved, start)
         saved.restore(strategy)
@@ -201,13 +229,15 @@ def _course_plan(
     )
 
 
-def _facts(plan: ServerPlan, strategy: Strategy, num_clients: int, options: FitOptions) -> dict[str, Any]:
+def _facts(plan: ServerPlan, num_clients: int, options: FitOptions) -> dict[str, Any]:
     facts = {"server_id": plan.server_id, "num_clients": num_clients, "seed": plan.seed}
-    facts |= {"lora_aggregation": plan.lora_aggregation, **describe(strategy)}
+    facts |= {"lora_aggregation": plan.lora_aggregation, **plan.description}
     return facts | {f"config[{name!r}]": _json(value) for name, value in (options.config or {}).items()}
 
 
 def _json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_json(item) for item in value]
     return value.hex() if isinstance(value, bytes) else value
 
 

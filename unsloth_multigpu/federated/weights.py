@@ -20,6 +20,7 @@ from unsloth_multigpu.federated.lora import save_adapter
 from unsloth_multigpu.logs import get_logger
 
 _log = get_logger(__name__)
+
 # Loading a base model may take longer than a round of small clients.
 _LEAST_TIMEOUT_S = 300.0
 
@@ -58,14 +59,16 @@ class Trained:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The travelling tensors, copies on the CPU."""
-        return {name: to_tensor(array).clone() for name, array in self.arrays.items()}
+        return _tensors(self.arrays)
 
     def save(self, folder: Path) -> None:
         """Writes a PEFT adapter, or model.safetensors; raises OSError where the disk is full or fails."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.start.adapter_config:
-            frozen = {name: to_tensor(array) for name, array in self.start.frozen.items()}
-            save_adapter(folder, self.state_dict() | frozen, self.residual, self.start.adapter_config)
+            # Buffers are the base model's unless training has changed them; other tools refuse names they do not know.
+            same = [name for name in self.start.buffers if self.arrays[name] == self.start.arrays.get(name)]
+            state = {name: value for name, value in self.state_dict().items() if name not in same}
+            save_adapter(folder, state | _tensors(self.start.frozen), self.residual, self.start.adapter_config)
             return
         from safetensors.torch import save_file
 
@@ -79,19 +82,20 @@ def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
         num_asked: How many at once: one per slot, which all load what they need meanwhile.
 
     Raises:
-        FederatedError: No client could.
+        FederatedError: No client could, or they built different ones.
     """
     node_ids, reason = sorted(grid.get_node_ids()), "there are no clients"
+    limit_s = max(timeout_s, _LEAST_TIMEOUT_S)
     # Once more with others: a device may have gone.
     for asked in (node_ids[:num_asked], node_ids[num_asked : 2 * num_asked]):
         messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
-        replies = list(grid.send_and_receive(messages, timeout=max(timeout_s, _LEAST_TIMEOUT_S))) if asked else []
+        replies = list(grid.send_and_receive(messages, timeout=limit_s)) if asked else []
         starts = [_start_of(reply.content) for reply in replies if reply.has_content()]
         if starts:
             _compare(starts)
             return starts[0]
         if asked:
-            reason = str(replies[0].error.reason) if replies else f"no answer within {timeout_s:g} s"
+            reason = str(replies[0].error.reason) if replies else f"no answer within {limit_s:g} s"
     raise FederatedError(
         f"no client could build its model: {reason}",
         hint="The log above shows the whole error. Does model_builder() work in a script of its own?",
@@ -117,17 +121,27 @@ def check_same_model(saved: SavedRound, start: Start) -> None:
             )
 
 
+def _tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    """Copies; safetensors wants them contiguous, and a transposed parameter is not."""
+    contiguous = torch.contiguous_format
+    return {name: to_tensor(array).clone(memory_format=contiguous) for name, array in arrays.items()}
+
+
 def _shapes(arrays: ArrayRecord) -> dict[str, str]:
     return {name: str(tuple(array.shape)) for name, array in arrays.items()}
 
 
 def _compare(starts: Sequence[Start]) -> None:
-    """Warns where a builder that draws random numbers ignores the seed: its frozen weights differ as well."""
+    """Warns where processes draw other random numbers, as unlike GPUs do.
+
+    No error: what travels is made equal, and frozen weights mostly come from files.
+    """
     for other in starts[1:]:
         unlike = [name for name in starts[0].arrays if other.arrays.get(name) != starts[0].arrays[name]]
         if unlike:
             _log.warning(
-                "model_builder makes another model in each process: %s differs, and frozen random weights would, too",
+                "model_builder makes %s another one in each process. The clients get the same one now; frozen weights "
+                "that are drawn at random would stay different: draw them on the CPU.",
                 unlike[0],
             )
             return

@@ -1,4 +1,4 @@
-"""Clients with data of unequal sizes and a small model with BatchNorm and dropout; started by hand it is a server.
+"""Clients with data of unequal sizes and a small model with buffers and dropout; started by hand it is a server.
 
 Usage: federated_clients.py STRATEGY OUTPUT_DIR. What the file `order` in the current folder says is done in its round:
 "raise 3" = every client raises, "kill 3" = client 0 kills the server.
@@ -19,8 +19,22 @@ NUM_CLIENTS = 5
 CONFIG = {"lr": 0.1, "steps": 3}
 
 
+class Centred(nn.Module):
+    """Assigns its running mean anew, where BatchNorm writes into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return x - self.mean
+
+
 def build():
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
+    layers = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3)
+    return nn.Sequential(Centred(), *layers)
 
 
 def build_lora():
