@@ -1,15 +1,20 @@
 """One real kernel for each end of the range of IPython: what rank 0 does for all, and what the user sees.
 
-The cells of all tests run in one kernel, in order; none needs what another leaves behind.
+The cells of all tests run in one kernel, in order; none needs what another leaves behind. The kernel has what a kernel
+of a front end has before its first cell: a profile, finders of modules, and code that the front end runs by itself.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.helpers import run
 from tests.helpers.notebook import CellResult, NotebookRun, oldest_ipython
 
 # Before the line: what the workers have to do again, and what only this process has.
@@ -43,15 +48,71 @@ def total(value):
 """
 
 
+# As images of Kaggle start Python: with a finder before all others. Behind what each Python of these tests begins with.
+SITE = (
+    f"exec(open({run.SITE + '/sitecustomize.py'!r}).read())"
+    + """
+import importlib.abc, importlib.machinery, sys, types
+class Loader(importlib.abc.Loader):
+    def create_module(self, spec): return types.ModuleType(spec.name)
+    def exec_module(self, module): module.is_replaced = 1
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname == "google_cloud_storage":
+            return importlib.machinery.ModuleSpec(fullname, Loader())
+
+sys.meta_path.insert(0, Finder())
+"""
+)
+PROFILE = {
+    "ipython_config.py": """
+c = get_config()
+c.InteractiveShellApp.exec_lines = ["from_line = 3", "from_line += 1 / 0"]
+c.InteractiveShellApp.extensions = ["own_extension"]
+c.AliasManager.user_aliases = [("hello", "echo hello")]
+""",
+    "startup/00.py": "import math as from_startup\ndef doubled(x): return 2 * x\n",
+    "startup/90.py": "get_ipython().kernel.session\n",
+}
+# What VS Code and its setting jupyter.runStartupCommands run before the first cell.
+HIDDEN = (
+    "import no_such_module",
+    "__vsc_ipynb_file__ = '/folder/notebook.ipynb'",
+    "%load_ext autoreload\n%autoreload 2",
+    "import torch\nfrom pathlib import Path as HiddenPath\nimport collections.abc as hidden_abc",
+    "hidden_function = lambda: 1",
+)
+
+
+def front_end(folder: Path, packages: str) -> dict[str, str]:
+    """Writes what a kernel has before its first cell; returns the variables that it finds it by."""
+    files = {f".ipython/profile_default/{name}": text for name, text in PROFILE.items()}
+    files["site/sitecustomize.py"] = SITE
+    files["site/own_extension.py"] = "def load_ipython_extension(shell): shell.push({'from_extension': 5})\n"
+    files["python_startup.py"] = "from_python_startup = 4\n"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    path = os.pathsep.join(filter(None, [str(folder / "site"), packages]))
+    return {"PYTHONPATH": path, "PYTHONSTARTUP": str(folder / "python_startup.py")}
+
+
 @pytest.fixture(scope="module", params=["newest", "oldest"])
 def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
     folder = tmp_path_factory.mktemp("notebook")
-    environment = oldest_ipython() if request.param == "oldest" else {}
-    with NotebookRun(folder, environment) as run:
+    packages = oldest_ipython()["PYTHONPATH"] if request.param == "oldest" else ""
+    with NotebookRun(folder, front_end(folder, packages)) as started:
+        errors = [started.hidden(source).error for source in HIDDEN]
+        assert errors == ["ModuleNotFoundError", *[""] * (len(HIDDEN) - 1)]
         for source in (EARLIER, MISTAKE, LINE, TOTAL):
-            result = run.run(source, 120)
+            result = started.run(source, 120)
             assert result.error == ("ConfigError" if source is MISTAKE else ""), result
-        yield run
+            if source is LINE:
+                # Lines of the profile fail on both ranks, what needs a kernel only on rank 1.
+                failed = [line for line in result.text.splitlines() if "rank 1 failed in" in line]
+                assert [("1 / 0" in line, "startup/90.py" in line) for line in failed] == [(False, True), (True, False)]
+        yield started
 
 
 def well(result: CellResult) -> str:
@@ -67,6 +128,93 @@ def test_a_worker_has_what_was_there_before_the_line(notebook: NotebookRun) -> N
     assert "never again" not in (notebook.folder / "own_logs" / "rank_1.log").read_text().replace(
         "echo never again", ""
     )
+
+
+def test_a_worker_has_what_was_there_before_the_first_cell(notebook: NotebookRun) -> None:
+    names = "from_line, from_python_startup, from_extension, doubled(from_startup.floor(1.5))"
+    assert well(notebook.run(f"[total(value) for value in ({names})]")) == "[6.0, 8.0, 10.0, 4.0]"
+    source = "total(len(__vsc_ipynb_file__)), total(HiddenPath('a').name == 'a'), total(hidden_abc.__name__.count('.'))"
+    assert well(notebook.run(source)) == "(44.0, 2.0, 2.0)"
+    assert well(notebook.run("%hello {rank}")) == "hello 0"
+    assert well(notebook.run("kept = 5\n%store kept\ndel kept\n%store -r kept\ntotal(kept)")).endswith("10.0")
+    # No other process can make it.
+    result = notebook.run("hidden_function()")
+    assert result.error == "DistributedError"
+    assert "it was made where only rank 0 runs" in result.value
+
+
+def test_a_changed_module_is_reloaded_on_all_ranks(notebook: NotebookRun) -> None:
+    (notebook.folder / "edited.py").write_text("value = 1\n")
+    assert well(notebook.run("import edited\ntotal(edited.value)")) == "2.0"
+    (notebook.folder / "edited.py").write_text("value = 10\n")
+    # Rank 0 reloads it in a request that only rank 0 runs.
+    assert well(notebook.hidden("edited.value")) == "10"
+    assert well(notebook.run("total(edited.value)")) == "20.0"
+    well(notebook.run("%autoreload 0"))
+
+
+def test_finders_of_a_front_end_and_ours_leave_each_other_alone(notebook: NotebookRun) -> None:
+    # One more, before ours. Later tests see that patches land in what is imported from now on.
+    well(notebook.run("import sitecustomize, sys\nsys.meta_path.insert(0, sitecustomize.Finder())"))
+    assert well(notebook.run("import google_cloud_storage as gcs\ntotal(gcs.is_replaced)")) == "2.0"
+
+
+def test_requests_of_a_front_end_are_none_of_the_workers(notebook: NotebookRun) -> None:
+    viewer = "def shown(value): return type(value).__name__\nprint(shown(total), rank)\ndel shown"
+    assert well(notebook.hidden(viewer)) == "function 0"
+    assert well(notebook.hidden("!echo [$RANK]")) == "[]"
+    for source, error in (("1 / 0", "ZeroDivisionError"), ("def f(:", "SyntaxError"), ("%nothing", "UsageError")):
+        assert notebook.hidden(source).error == error
+    # Two while a cell runs, with what the user's typing asks for.
+    requests = [notebook.begin("import time; time.sleep(0.5); total(1)"), notebook.begin_hidden("print('second')")]
+    asked = [notebook.client.complete("tot", 3), notebook.client.inspect("total", 3)]
+    requests += [notebook.begin_hidden("raise ValueError('third')")]
+    results = [notebook.finish(request) for request in requests]
+    assert [(result.text.strip(), result.error) for result in results] == [
+        ("2.0", ""),
+        ("second", ""),
+        ("", "ValueError"),
+    ]
+    assert [notebook.reply(request)["status"] for request in asked] == ["ok", "ok"]
+    assert well(notebook.run("total('shown' in globals()), total(1)")) == "(0.0, 2.0)"
+    assert "shown(total)" not in (notebook.folder / "own_logs" / "rank_1.log").read_text()
+
+
+def test_a_subshell_is_none_of_the_workers(notebook: NotebookRun) -> None:
+    if well(notebook.run("import ipykernel\nipykernel.version_info[0]")) < "7":
+        pytest.skip("there are no subshells before ipykernel 7")
+    subshell = notebook.control("create_subshell_request", {})["subshell_id"]
+    # Both start programs, from which the rank's variables are kept. The first one ends first, and its cell needs them.
+    until = "until [ -e {0} ]; do sleep 0.05; done; echo [$RANK]"
+    cell = notebook.begin(f"!echo begins; {until.format('second')}\nimport os\ntotal(os.environ['WORLD_SIZE'])")
+    notebook.wait_for_text("begins")
+    hidden = notebook.begin_hidden(f"!touch second; {until.format('first')}\n1 / 0", subshell)
+    result = notebook.finish(cell)
+    assert (result.text.split(), result.error) == (["[]", "4.0"], "")
+    (notebook.folder / "first").touch()
+    result = notebook.finish(hidden)
+    assert (result.text.split(), result.error) == (["[]"], "ZeroDivisionError")
+    assert notebook.control("delete_subshell_request", {"subshell_id": subshell})["status"] == "ok"
+    assert well(notebook.run("total(os.environ['RANK'])")) == "1.0"
+    assert well(notebook.run("def f(x):\n    !echo {x}\nf('local')")) == "local"
+
+
+def interrupt_alone(notebook: NotebookRun) -> None:
+    os.kill(notebook.pid, signal.SIGINT)
+
+
+def interrupt_by_message(notebook: NotebookRun) -> None:
+    notebook.control("interrupt_request", {})
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_alone, interrupt_by_message])
+def test_stop_as_other_front_ends_send_it(notebook: NotebookRun, interrupt: Callable[[NotebookRun], None]) -> None:
+    message = notebook.begin("print('begins')\ntime.sleep(60 * (1 - rank))\ntotal(1)")
+    notebook.wait_for_text("begins")
+    interrupt(notebook)
+    result = notebook.finish(message, 30)
+    assert (result.error, len(result.traceback)) == ("KeyboardInterrupt", 1), result
+    assert well(notebook.run("total(1)")) == "2.0"
 
 
 @pytest.mark.parametrize(
@@ -236,6 +384,29 @@ total(1)
 def test_a_cell_needs_no_folder_of_logs(notebook: NotebookRun) -> None:
     well(notebook.run(f"!rm -rf {notebook.folder}/own_logs"))
     assert well(notebook.run("%ranks on\ntotal(1)")) == "2.0"
+
+
+def test_a_breakpoint_stops_rank_0_and_the_others_wait(notebook: NotebookRun) -> None:
+    def debug(command: str, arguments: dict) -> dict:
+        request = {"type": "request", "seq": next(numbers), "command": command, "arguments": arguments}
+        reply = notebook.control("debug_request", request)
+        assert reply["success"], reply
+        return reply.get("body", {})
+
+    numbers = iter(range(1, 100))
+    source = "one = 1\ntwice = total(one)\ntwice"
+    debug("initialize", {"clientID": "vscode", "adapterID": "", "pathFormat": "path"})
+    debug("attach", {"justMyCode": True})
+    path = debug("dumpCell", {"code": source})["sourcePath"]
+    for points in ([{"line": 2}], []):
+        debug("setBreakpoints", {"source": {"path": path}, "breakpoints": points})
+        message = notebook.begin(source)
+        if points:
+            stopped = notebook.wait_for_event("stopped")
+            debug("continue", {"threadId": stopped["threadId"]})
+        assert well(notebook.finish(message)) == "2.0"
+    debug("disconnect", {"restart": False, "terminateDebuggee": False})
+    assert well(notebook.run("total(1)")) == "2.0"
 
 
 def test_disabling_leaves_no_trace(notebook: NotebookRun) -> None:

@@ -7,7 +7,9 @@ import re
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,8 @@ class NotebookRun:
             self._manager.start_kernel(cwd=str(folder), env=own)
         finally:
             signal.signal(signal.SIGINT, before)
+        # What has come for other requests than the one that was waited for.
+        self._kept: list[tuple[Any, dict[str, Any]]] = []
         self.client = self._manager.client()
         self.client.start_channels()
         try:
@@ -90,8 +94,38 @@ class NotebookRun:
 
     def begin(self, source: str) -> str:
         """Begins one cell; give what it returns to `finish`."""
+        # Front ends name the cell.
+        return self._execute(source, store_history=True, metadata={"cellId": uuid.uuid4().hex})
+
+    def hidden(self, source: str, timeout_s: float = 60.0) -> CellResult:
+        """Runs code of a front end's own, which is no cell."""
+        return self.finish(self.begin_hidden(source), timeout_s)
+
+    def begin_hidden(self, source: str, subshell: str | None = None) -> str:
+        """Begins code of a front end's own, in a subshell where one is named; give what it returns to `finish`."""
+        return self._execute(source, store_history=False, header={"subshell_id": subshell} if subshell else {})
+
+    def _execute(
+        self,
+        source: str,
+        *,
+        store_history: bool,
+        metadata: Mapping[str, Any] | None = None,
+        header: Mapping[str, Any] | None = None,
+    ) -> str:
+        content = {"code": source, "silent": False, "store_history": store_history, "user_expressions": {}}
+        content |= {"allow_stdin": True, "stop_on_error": False}
+        message = self.client.session.msg("execute_request", content, metadata=dict(metadata or {}))
+        message["header"].update(header or {})
         self._begin_s = time.monotonic()
-        return self.client.execute(source, stop_on_error=False)
+        self.client.shell_channel.send(message)
+        return message["header"]["msg_id"]
+
+    def control(self, kind: str, content: Mapping[str, Any], timeout_s: float = 30.0) -> dict[str, Any]:
+        """Sends a request that a kernel takes while a cell runs, and returns the reply's content."""
+        message = self.client.session.msg(kind, dict(content))
+        self.client.control_channel.send(message)
+        return self._next(self.client.get_control_msg, message["header"]["msg_id"], time.monotonic() + timeout_s, [])[1]
 
     def finish(self, message_id: str, timeout_s: float = 60.0) -> CellResult:
         """Waits for the end of a cell. One that does not come is a failure, and not a hang of the test."""
@@ -116,7 +150,26 @@ class NotebookRun:
             outputs=tuple(outputs),
         )
 
+    def reply(self, message_id: str, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Waits for the reply to a request that is no code, such as one for completions."""
+        return self._next(self.client.get_shell_msg, message_id, time.monotonic() + timeout_s, [])[1]
+
+    def wait_for_event(self, name: str, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Waits for an event of the debugger, and returns what it says."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            with suppress(queue.Empty):
+                message = self.client.get_iopub_msg(timeout=_LOOK_S)
+                if message["msg_type"] == "debug_event" and message["content"]["event"] == name:
+                    return message["content"].get("body", {})
+                self._kept.append((self.client.get_iopub_msg, message))
+        raise AssertionError(f"no event {name!r} within {timeout_s:g} s")
+
     def _next(self, get: Any, message_id: str, deadline_s: float, outputs: list[Any]) -> tuple[str, dict[str, Any]]:
+        for place, (channel, message) in enumerate(self._kept):
+            if channel == get and message["parent_header"].get("msg_id") == message_id:
+                del self._kept[place]
+                return message["msg_type"], message["content"]
         while True:
             try:
                 message = get(timeout=_LOOK_S)
@@ -126,6 +179,7 @@ class NotebookRun:
                 continue
             if message["parent_header"].get("msg_id") == message_id:
                 return message["msg_type"], message["content"]
+            self._kept.append((get, message))
 
     def wait_for_text(self, text: str, timeout_s: float = 60.0) -> None:
         """Waits until a cell that runs has printed `text`. What it printed so far is not in its result then."""

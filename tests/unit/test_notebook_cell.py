@@ -97,6 +97,7 @@ def test_a_line_in_a_loop_is_refused(loop: str) -> None:
         ("line", "timeit", "f()", "IPython.core.magics.execution", True),
         ("line", "store", "x", "IPython.extensions.storemagic", True),
         ("line", "store", "-r x", "IPython.extensions.storemagic", False),
+        ("line", "named_by_the_user", "", "IPython.core.alias", True),
         ("cell", "bash", "", "IPython.core.magics.script", True),
         ("cell", "capture", "", "IPython.core.magics.execution", False),
         ("cell", "writefile", "a.py", "IPython.core.magics.osm", True),

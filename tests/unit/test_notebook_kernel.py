@@ -93,7 +93,7 @@ import os, socket, struct, json, sys, time
 sys.path[:0] = [{root!r}]
 from unsloth_multigpu.notebook.channel import Channel
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-channel.send("ready", stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
+channel.send("ready", failures=[], stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
 print("hello from the worker", flush=True)
 while True:
     for message in channel.receive() or sys.exit(3):
@@ -167,7 +167,7 @@ def test_worker_that_reads_nothing_is_killed_and_said_so(start_worker, monkeypat
 
 
 def test_worker_that_cannot_be_started_leaves_nothing_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/python")
+    monkeypatch.setattr("unsloth_multigpu.launch.child._BY_SHELL", ("/no/shell",))
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
         process.Worker(1, tmp_path / "log", {})

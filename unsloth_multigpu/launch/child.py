@@ -18,6 +18,9 @@ from unsloth_multigpu.launch.process import kill_rank
 # From SIGKILL until the process is gone; a driver may hold it longer.
 _KILL_LIMIT_S = 5.0
 _TAIL_LINES = 25
+# It becomes the program. A debugger that is attached to this process goes into each Python that it sees being started,
+# and lets it wait for a client of its own, which VS Code and JupyterLab never send; a shell it leaves alone.
+_BY_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
 
 
 class Child:
@@ -51,7 +54,7 @@ class Child:
                 make_log(log)
             with log.open("ab") as output, theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-u", "-c", program, str(theirs.fileno()), *arguments],
+                    [*_BY_SHELL, sys.executable, "-u", "-c", program, str(theirs.fileno()), *arguments],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -28,7 +28,9 @@ MEASURING_MAGICS = frozenset({"timeit", "memit", "mprun", "debug", "pdb"})
 # They read the history of the shell, which ranks above 0 do not keep.
 HISTORY_MAGICS = frozenset({"macro", "rerun"})
 # A front end's own magics, which a worker does not have.
-_FRONT_ENDS = ("ipykernel.", "google.colab.")
+FRONT_ENDS = ("ipykernel.", "google.colab.")
+# Commands of the system by a name that the user has given them.
+_ALIASES = "IPython.core.alias."
 # What torch and gloo say when another rank is gone, or when the group was aborted.
 _BROKEN = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "ProcessGroup", "process group")
 # Values that rank 0 alone has, by how their call ends in the source.
@@ -48,7 +50,7 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
         line: What follows it.
         module: Where its function is defined; None = this shell does not know it.
     """
-    if module is None or f"{module}.".startswith(_FRONT_ENDS):
+    if module is None or f"{module}.".startswith((*FRONT_ENDS, _ALIASES)):
         return True
     if name == "store" and "-r" in line.split():
         return False  # It reads: every rank needs what it reads.
@@ -166,11 +168,29 @@ class _Replay(ast.NodeTransformer):
         name = target.id if len(node.targets) == 1 and isinstance(target, ast.Name) else None
         if name is None or name not in self._values or self._changes[name] != {ast.dump(node)}:
             raise _unknown(node, "and which was changed or lost since")
-        literal = _literal(self._values[name])
+        literal = as_literal(self._values[name])
         if literal is None:
             raise _unknown(node, f"and which is no plain data but {type(self._values[name]).__name__}")
         node.value = ast.parse(literal, mode="eval").body
         return node
+
+
+def bound_names(sources: Iterable[str]) -> set[str]:
+    """Names that cells bind, in whatever scope, as far as their text tells it.
+
+    Args:
+        sources: Transformed cells.
+    """
+    found: set[str] = set()
+    for tree in filter(None, map(_parse, sources)):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                found.add(node.id)
+            elif isinstance(node, ast.alias):
+                found.add(node.asname or node.name.partition(".")[0])
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+    return found
 
 
 def _unknown(node: ast.Assign, why: str) -> SetupError:
@@ -218,12 +238,12 @@ def _is_value_of_rank_0(node: ast.AST) -> bool:
     return any(called == name or called.endswith(f".{name}") for name in _VALUE_CALLS)
 
 
-def _literal(value: Any) -> str | None:
+def as_literal(value: Any) -> str | None:
     """Python that makes a value of plain data; None for other values."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return repr(value)
     if isinstance(value, list | tuple):
-        parts = [_literal(part) for part in value]
+        parts = [as_literal(part) for part in value]
         if None in parts:
             return None
         plain = f"[{', '.join(map(str, parts))}]"
@@ -231,7 +251,7 @@ def _literal(value: Any) -> str | None:
             return f"__import__('IPython.utils.text', fromlist=['SList']).SList({plain})"
         return plain if type(value) is list else f"tuple({plain})" if type(value) is tuple else None
     if type(value) is dict:
-        pairs = [(_literal(key), _literal(part)) for key, part in value.items()]
+        pairs = [(as_literal(key), as_literal(part)) for key, part in value.items()]
         is_plain = all(key is not None and part is not None for key, part in pairs)
         return f"{{{', '.join(f'{key}: {part}' for key, part in pairs)}}}" if is_plain else None
     return None

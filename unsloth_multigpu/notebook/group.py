@@ -106,13 +106,10 @@ def _shut(descriptor: int, inode: str) -> None:
 def _abort_backends() -> None:
     """NCCL's and XCCL's, together: one after the other they can wait for each other (pytorch#119797)."""
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return
     backends = []
     for group, (name, _) in list(c10d._world.pg_map.items()):
         if "nccl" in name or "xccl" in name:
-            backends.append(group._get_backend(accelerator))
+            backends.append(group._get_backend(torch.device("cuda" if "nccl" in name else "xpu")))
     grouped = [backend for backend in backends[:1] if hasattr(backend, "_group_start")]
     for backend in grouped:
         backend._group_start()

@@ -184,7 +184,7 @@ class Monitor:
     def _take(self, worker: Worker, message: Mapping[str, Any]) -> None:
         kind, cell = message["kind"], self._kernel.cell
         if kind == "ready":
-            worker.is_ready = True
+            worker.start_failures, worker.is_ready = message["failures"], True
         elif kind == "waits":
             if cell is not None and cell.number == message["number"]:
                 worker.waits = message["collective"]
@@ -286,9 +286,11 @@ class Monitor:
 
 
 def _raised(worker: Worker, message: Mapping[str, Any]) -> DistributedError:
+    is_name = message["error"].startswith("NameError")
+    why = "If rank 0 has that name, it was made where only rank 0 runs: make it in a cell. " if is_name else ""
     return DistributedError(
         f"rank {worker.rank} raised {message['error']}\n\nTraceback of rank {worker.rank}:\n{message['traceback']}",
-        hint=f"All output of rank {worker.rank}: {worker.shown_log()}",
+        hint=f"{why}All output of rank {worker.rank}: {worker.shown_log()}",
     )
 
 

@@ -27,6 +27,7 @@ class Worker(Child):
 
     Attributes:
         is_ready: It waits for cells.
+        start_failures: What it could not do of what the kernel did before its first cell.
         ended: The message by which it ended a cell, by the cell's number. The last ones.
         waits: The last collective before what it waits for rank 0 to make, in this cell; None = it does not wait.
     """
@@ -34,6 +35,7 @@ class Worker(Child):
     def __init__(self, rank: int, log: Path, environment: Mapping[str, str]) -> None:
         self.rank = rank
         self.is_ready = False
+        self.start_failures: list[str] = []
         self.ended: dict[int, dict[str, Any]] = {}
         self.waits: int | None = None
         super().__init__(f"rank {rank}", _PROGRAM, log, environment)

@@ -10,12 +10,13 @@ import getpass
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import FrameType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, is_rank_0_magic, parse_ranks
+from unsloth_multigpu.notebook.expand import attribute, expander, expands_in
 from unsloth_multigpu.notebook.value import Publisher, Receiver, like_ipython, plain_output
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import PatchRegistry
@@ -38,18 +39,18 @@ def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
 
     def shared_system(command: str) -> Any:
-        with expands_in(shell, sys._getframe(1)), variables.without():
-            return make(f"!{command}", lambda: system(command), lambda _: shell.user_ns.get("_exit_code"))
+        with expands_in(sys._getframe(1)), variables.without() as begin:
+            return make(f"!{command}", lambda: system(begin + command), lambda _: shell.user_ns.get("_exit_code"))
 
     def shared_getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
-        with expands_in(shell, sys._getframe(depth + 1)), variables.without():
-            return make(f"x = !{command}", lambda: getoutput(command, split=split), plain_output)
+        with expands_in(sys._getframe(depth + 1)), variables.without() as begin:
+            return make(f"x = !{command}", lambda: getoutput(begin + command, split=split), plain_output)
 
     def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
         refuse_history(name)
         if not is_rank_0_magic("line", name, line, _module_of(shell.find_line_magic(name))):
             return line_magic(name, line, _stack_depth=_stack_depth + 1)
-        with expands_in(shell, sys._getframe(_stack_depth)), _environment(name, variables):
+        with expands_in(sys._getframe(_stack_depth)), _environment(name, variables):
             # The magic looks for the user's variables as many frames up.
             return make(
                 _magic("%", name, line), lambda: line_magic(name, line, _stack_depth=_stack_depth + 4), plain_output
@@ -58,10 +59,11 @@ def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -
     def shared_cell_magic(name: str, line: str, cell: str) -> Any:
         if not is_rank_0_magic("cell", name, line, _module_of(shell.find_cell_magic(name))):
             return cell_magic(name, line, cell)
-        with expands_in(shell, sys._getframe(1)), _environment(name, variables):
+        with expands_in(sys._getframe(1)), _environment(name, variables):
             return make(_magic("%%", name, line), lambda: cell_magic(name, line, cell), plain_output)
 
     with ExitStack() as stack:
+        stack.enter_context(attribute(shell, "var_expand", expander(shell)))
         stack.enter_context(attribute(shell, "system", shared_system))
         stack.enter_context(attribute(shell, "getoutput", shared_getoutput))
         stack.enter_context(attribute(shell, "run_line_magic", shared_line_magic))
@@ -106,26 +108,20 @@ class SharedInput:
         return self._publisher.make(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
 
 
-def prepare_worker(worker: Worker, variables: RankVariables) -> None:
+def prepare_worker(worker: Worker, variables: RankVariables, kernel_shell: Mapping[str, Any]) -> None:
     """Makes the worker's shell: what rank 0 does for all is waited for.
 
     Args:
         worker: Gets the shell.
         variables: Kept from programs that a cell of `%%rank N` starts here.
+        kernel_shell: What `describe_shell` gave.
     """
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
-
     from unsloth_multigpu.hooks.notebook import VALUE_KINDS, notebook_patches
+    from unsloth_multigpu.notebook.profile import make_shell, start_alike
 
     # Plots are drawn and shown by rank 0; of a log of one run there is one.
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
-    settings = Config()
-    settings.HistoryManager.enabled = False
-    # IPython keeps each traceback as text; other modes take seconds for one.
-    settings.InteractiveShell.xmode = "Minimal"
-    shell: Any = InteractiveShell.instance(config=settings, user_module=sys.modules["__main__"])
-    worker.shell = shell
+    shell = worker.shell = make_shell(kernel_shell)
     receiver = Receiver(worker)
     _wait_for_rank_0(shell, receiver, variables)
     _keep_quiet(shell, worker)
@@ -148,6 +144,7 @@ def prepare_worker(worker: Worker, variables: RankVariables) -> None:
     object.__setattr__(shell, "is_apart", lambda: receiver.is_apart)
     object.__setattr__(shell, "is_replay", lambda: worker.is_replay)
     object.__setattr__(shell, "has_rank_0_left", lambda: worker.left >= worker.number > 0)
+    worker.start_failures = start_alike(shell, kernel_shell)
 
 
 def _wait_for_rank_0(shell: Any, receiver: Receiver, variables: RankVariables) -> None:
@@ -157,7 +154,7 @@ def _wait_for_rank_0(shell: Any, receiver: Receiver, variables: RankVariables) -
 
     def system(command: str) -> None:
         if receiver.is_alone:
-            with expands_in(shell, sys._getframe(1)), variables.without():
+            with expands_in(sys._getframe(1)), variables.without():
                 original["system"](command)
             return
         exit_code = wait_for(f"!{command}", is_value=False)
@@ -166,7 +163,7 @@ def _wait_for_rank_0(shell: Any, receiver: Receiver, variables: RankVariables) -
 
     def getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
         if receiver.is_alone:
-            with expands_in(shell, sys._getframe(depth + 1)), variables.without():
+            with expands_in(sys._getframe(depth + 1)), variables.without():
                 return original["getoutput"](command, split=split)
         return like_ipython(wait_for(f"x = !{command}"))
 
@@ -182,7 +179,7 @@ def _wait_for_rank_0(shell: Any, receiver: Receiver, variables: RankVariables) -
         with variables.without() if receiver.is_alone else nullcontext():
             return original["run_cell_magic"](name, line, cell)
 
-    for function in (system, getoutput, run_line_magic, run_cell_magic):
+    for function in (expander(shell), system, getoutput, run_line_magic, run_cell_magic):
         object.__setattr__(shell, function.__name__, function)
     builtins.input = lambda *args: ask(*args) if receiver.is_alone else wait_for(_question("input", args))
     getpass.getpass = lambda *a, **k: ask_secret(*a, **k) if receiver.is_alone else wait_for(_question("getpass", a))
@@ -244,39 +241,6 @@ def refuse_history(name: str) -> None:
 
     if name in HISTORY_MAGICS:
         raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
-
-
-@contextmanager
-def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Puts an attribute on one object for a time."""
-    is_own = name in vars(owner)
-    before = vars(owner).get(name)
-    object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            object.__setattr__(owner, name, before)
-        else:
-            object.__delattr__(owner, name)
-
-
-@contextmanager
-def expands_in(shell: Any, frame: FrameType) -> Iterator[None]:
-    """For a time `{name}` and `$name` of commands are looked up in a frame of the user's code.
-
-    IPython counts frames, and ours are between.
-    """
-    expand = type(shell).var_expand
-
-    def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
-        depth, above = 0, sys._getframe()
-        while above is not frame and above.f_back is not None:
-            depth, above = depth + 1, above.f_back
-        return expand(shell, cmd, depth, *args, **kwargs)
-
-    with attribute(shell, "var_expand", var_expand):
-        yield
 
 
 def _question(name: str, args: tuple[Any, ...]) -> str:

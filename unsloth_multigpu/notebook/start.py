@@ -19,13 +19,14 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUE
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
-from unsloth_multigpu.notebook.cell import replay_sources, split_at
+from unsloth_multigpu.notebook.cell import bound_names, replay_sources, split_at
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.process import Worker
+from unsloth_multigpu.notebook.profile import describe_shell
 from unsloth_multigpu.notebook.refusal import check_kernel, line_of_cell, note_enabled
 from unsloth_multigpu.notebook.shell import KernelShell
-from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session
@@ -35,7 +36,6 @@ logger = get_logger(__name__)
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
 # A group that ends by an error must not end the process, which is the kernel (PyTorch's ProcessGroupNCCL).
-_DEVICE_VARIABLES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP")
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
@@ -94,14 +94,16 @@ class Notebook:
         # Nobody asks the ranks by it to stop: Stop ends a cell.
         stack.callback(ControlPage(self.run_dir, num_ranks).close)
         values = self._variables_of_ranks(num_ranks)
-        before = {name: os.environ.get(name) for name in (*values, *_DEVICE_VARIABLES)}
+        before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         variables = RankVariables(values, before)
         stack.enter_context(variables.in_effect())
+        cells = shell.history_manager.input_hist_parsed
+        told = {"path": sys.path, "before": before, "shell": describe_shell(shell, bound_names(cells))}
         workers: list[Worker] = []
         self.kernel = Kernel(workers, last_collective)
         for rank in range(1, num_ranks):
-            told = {ENV_NOTEBOOK: json.dumps({"path": sys.path, "before": variables.before})}
-            environment = {**os.environ, **_identity(rank, num_ranks).variables(), **told}
+            own = {**_identity(rank, num_ranks).variables(), ENV_NOTEBOOK: json.dumps(told)}
+            environment = {**os.environ, **own}
             workers.append(Worker(rank, self.log_dir / f"rank_{rank}.log", environment))
             stack.callback(workers[-1].close)
             stack.callback(workers[-1].end, _END_LIMIT_S)
@@ -117,6 +119,10 @@ class Notebook:
     def replay(self) -> None:
         """Lets the workers do what this kernel did before the line. Without a group: rank 0 would not be there."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
+        for worker in self.kernel.workers:
+            for failure in worker.start_failures:
+                # In a kernel it stops nothing either, and may have failed there as well.
+                logger.warning("before the first cell rank %d failed in: %s (see %s)", worker.rank, failure, worker.log)
         cells = self._shell.history_manager.input_hist_parsed
         before, self._rest = split_at(cells[-1], self._line, self._shell.transform_cell)
         for number, source in enumerate(replay_sources([*cells[1:-1], before], self._shell.user_ns), 1):

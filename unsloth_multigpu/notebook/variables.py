@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+# By which a rank tells accelerate its device.
+DEVICE_VARIABLES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP")
 
 
 class RankVariables:
@@ -31,12 +36,23 @@ class RankVariables:
             _write(self.before)
 
     @contextmanager
-    def without(self) -> Iterator[None]:
-        """Takes the variables away for a time."""
+    def without(self) -> Iterator[str]:
+        """Takes the variables away for a time.
+
+        Yields:
+            What a command begins with instead in other threads, those of subshells: the cell that the main thread runs
+            needs the variables meanwhile.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield "".join(
+                f"unset {name}; " if value is None else f"export {name}={shlex.quote(value)}; "
+                for name, value in self.before.items()
+            )
+            return
         now = {name: os.environ.get(name) for name in self.before}
         _write(self.before)
         try:
-            yield
+            yield ""
         finally:
             _write(now)
 

@@ -41,7 +41,8 @@ class Worker:
     Attributes:
         number: Of the cell that runs; 0 = none.
         left: The last cell that rank 0 has left.
-        is_replay: The cell is one that rank 0 ran before it had other ranks.
+        is_replay: The cell is one that rank 0 ran before it had other ranks; so is what its shell began with.
+        start_failures: What has failed of that, see `start_alike`.
         shown_error: What the shell has shown of an error that its result does not tell.
     """
 
@@ -49,7 +50,8 @@ class Worker:
         self.channel = channel
         self.number = 0
         self.left = 0
-        self.is_replay = False
+        self.is_replay = True
+        self.start_failures: list[str] = []
         self.shown_error: BaseException | None = None
         self.values: dict[str, dict[str, Any]] = {}
         self.has_value = threading.Condition()
@@ -70,7 +72,7 @@ class Worker:
         asyncio.set_event_loop(self._loop)
         self.shell.loop_runner = self._run_coroutine
         threading.Thread(target=self._listen, name="unsloth_multigpu-channel", daemon=True).start()
-        self.channel.send("ready")
+        self.channel.send("ready", failures=self.start_failures)
         while True:
             self._obey(self._orders.get())
 
@@ -219,9 +221,13 @@ def main() -> None:
     die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
     os.set_inheritable(descriptor, False)
     faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        # The log is read as UTF-8, and the kernel's own output takes any text, whatever the locale is.
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     worker = Worker(Channel(socket.socket(fileno=descriptor)))
     told = json.loads(os.environ[ENV_NOTEBOOK])
+    os.environ[ENV_NOTEBOOK] = "read"  # It holds values of the user's, which programs need not see.
     sys.path[:] = told["path"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    prepare_worker(worker, RankVariables({}, told["before"]))
+    prepare_worker(worker, RankVariables({}, told["before"]), told["shell"])
     worker.run()

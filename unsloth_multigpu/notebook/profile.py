@@ -1,0 +1,216 @@
+"""What a kernel has beside its cells: its profile's files, lines and extensions, and what a front end has put there.
+
+A front end runs code of its own and of the user's settings without writing it down: VS Code names the notebook in
+`__vsc_ipynb_file__` and runs `jupyter.runStartupCommands`. Without it a cell that works on rank 0 fails on a worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import keyword
+import logging
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from unsloth_multigpu.notebook.cell import FRONT_ENDS, as_literal, error_text
+from unsloth_multigpu.notebook.expand import attribute
+
+# IPython's own, which each shell has; and what starting the debugger leaves.
+_NOT_SENT = re.compile(r"_i*\d*|_+|_[iod]h|In|Out|debugpy")
+# All of it goes into one variable of the environment, of which Linux takes 128 KiB.
+_NAME_CHARACTERS = 2_000
+_ALL_CHARACTERS = 60_000
+
+
+def describe_shell(shell: Any, bound: Collection[str]) -> dict[str, Any]:
+    """What a worker's shell begins with so that it is like this one, as JSON can say it.
+
+    Args:
+        shell: `get_ipython()`.
+        bound: Names that the cells so far have bound, which a worker runs again.
+    """
+    from IPython.core.shellapp import InteractiveShellApp
+
+    app = getattr(shell.kernel, "parent", None)  # Other kernels than ipykernel have none.
+    options: dict[str, Any] = {}
+    if isinstance(app, InteractiveShellApp):
+        options = {name: getattr(app, name) for name in InteractiveShellApp.class_trait_names(config=True)}
+    # What rank 0 could not load is none of a worker's either; what speaks to a front end needs its kernel.
+    loaded = sorted(name for name in shell.extension_manager.loaded if not f"{name}.".startswith(FRONT_ENDS))
+    return {
+        "ipython_dir": shell.ipython_dir,
+        "profile_dir": shell.profile_dir.location,
+        "config": _plain_config(shell.config),
+        "options": {**options, "extensions": loaded, "extra_extensions": []},
+        "magics": _autoreload_magics(shell),
+        "names": _names_to_send(shell.user_ns, bound),
+    }
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    """The sections of a configuration as far as JSON can say them."""
+    from traitlets.config import Config, LazyConfigValue
+
+    plain: dict[str, dict[str, Any]] = {}
+    for section, values in copy.deepcopy(config).items():
+        for name, value in values.items() if isinstance(values, Config) else ():
+            # `c.AliasManager.user_aliases.append(...)`
+            known = value.get_value([]) if isinstance(value, LazyConfigValue) else value
+            try:
+                text = json.dumps(known)
+            except (TypeError, ValueError):
+                continue  # Functions and classes are of the front end.
+            plain.setdefault(section, {})[name] = json.loads(text)
+    return plain
+
+
+def _autoreload_magics(shell: Any) -> list[str]:
+    """Magics by which another shell reloads changed modules as this one does: else ranks would run different code."""
+    magics = shell.magics_manager.registry.get("AutoreloadMagics")
+    found = [] if magics is None else [v for v in vars(magics).values() if type(v).__name__ == "ModuleReloader"]
+    if not found:
+        return []
+    reloader = found[0]
+    mode = 0 if not reloader.enabled else 1 if not reloader.check_all else 2 + getattr(reloader, "autoload_obj", False)
+    skipped = [f"%aimport -{name}" for name in reloader.skip_modules]
+    chosen = [f"%aimport {name}" for name in reloader.modules if mode == 1 and name in _early_modules()]
+    return [*skipped, *chosen, f"%autoreload {mode}"]
+
+
+def _names_to_send(values: Mapping[str, Any], bound: Collection[str]) -> dict[str, str]:
+    """By name the line that binds it in another process, of what no cell has bound."""
+    names: dict[str, str] = {}
+    num_characters, early = 0, _early_modules()
+    for name, value in values.items():
+        if name in bound or _NOT_SENT.fullmatch(name) or not name.isidentifier() or keyword.iskeyword(name):
+            continue
+        line = _binding(name, value, early)
+        size = len(json.dumps([name, line]))  # It writes a Chinese character as six.
+        if line and size <= min(_NAME_CHARACTERS, _ALL_CHARACTERS - num_characters):
+            names[name] = line
+            num_characters += size
+    return names
+
+
+def _binding(name: str, value: Any, early: Collection[str]) -> str:
+    """Python that binds it; "" where another process cannot make it."""
+    if isinstance(value, ModuleType):
+        module = value.__name__
+        return f"import {module} as {name}" if module in early and sys.modules[module] is value else ""
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        module, own = value.__module__, value.__qualname__
+        is_found = module in early and own.isidentifier() and getattr(sys.modules[module], own, None) is value
+        return f"from {module} import {own} as {name}" if is_found else ""
+    literal = as_literal(value)
+    return "" if literal is None else f"{name} = {literal}"
+
+
+def _early_modules() -> Collection[str]:
+    """Those that this process had before Unsloth: a worker, too, imports Unsloth before what Unsloth changes."""
+    return {*itertools.takewhile(lambda name: name != "unsloth", list(sys.modules))} - {"__main__"}
+
+
+def make_shell(told: Mapping[str, Any]) -> Any:
+    """Makes a worker's shell, with the configuration and the profile of the kernel's.
+
+    Args:
+        told: What `describe_shell` gave.
+    """
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.profiledir import ProfileDir
+    from traitlets.config import Config
+
+    settings = Config(told["config"])
+    settings.HistoryManager.enabled = False
+    # IPython keeps each traceback as text; other modes take seconds for one.
+    settings.InteractiveShell.xmode = "Minimal"
+    # Its log file is rank 0's, and nobody sits before a worker to debug.
+    settings.InteractiveShell.update(logstart=False, logfile="", logappend="", pdb=False)
+    return InteractiveShell.instance(
+        config=settings,
+        ipython_dir=told["ipython_dir"],
+        profile_dir=ProfileDir.find_profile_dir(told["profile_dir"]),
+        user_module=sys.modules["__main__"],
+    )
+
+
+def start_alike(shell: Any, told: Mapping[str, Any]) -> list[str]:
+    """Does in a worker's shell what the kernel did before its first cell.
+
+    Args:
+        shell: What `make_shell` gave.
+        told: What `describe_shell` gave.
+
+    Returns:
+        What has failed, an entry for each. As in a kernel, it keeps nothing else from being done.
+    """
+    from IPython.core.shellapp import InteractiveShellApp
+
+    notes = _Notes()
+
+    class StartUp(InteractiveShellApp):  # type: ignore[misc, unused-ignore]
+        """IPython's own way from a profile to a shell."""
+
+        log = notes.log
+        profile_dir = shell.profile_dir
+        ipython_dir = shell.ipython_dir
+        extra_args: list[str] = []  # noqa: RUF012
+
+    with notes.of_errors_in(shell):
+        start_up = StartUp(**told["options"])
+        start_up.shell = shell
+        start_up.init_gui_pylab()
+        start_up.init_extensions()
+        start_up.init_code()
+        # What those have bound is there already.
+        lines = [line for name, line in told["names"].items() if name not in shell.user_ns]
+        for line in [*told["magics"], *lines]:
+            notes.log.info(line)
+            shell.run_cell(line, store_history=False)
+    return notes.failures
+
+
+class _Notes(logging.Handler):
+    """Reads what IPython says of its start, which passes over all that fails.
+
+    Attributes:
+        failures: What has failed, and in which step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[str] = []
+        self._step = ""
+        self.log = logging.Logger(__name__, logging.INFO)
+        self.log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes one message."""
+        if record.levelno == logging.INFO:
+            self._step = record.getMessage()
+        elif record.exc_info:
+            self._fail(record.exc_info[1])
+
+    @contextmanager
+    def of_errors_in(self, shell: Any) -> Iterator[None]:
+        """Notes what the shell shows of errors."""
+        with ExitStack() as stack:
+            for name in ("showtraceback", "showsyntaxerror", "showindentationerror"):
+                stack.enter_context(attribute(shell, name, self._noted(getattr(shell, name))))
+            yield
+
+    def _noted(self, show: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> None:
+            self._fail(sys.exc_info()[1])
+            show(*args, **kwargs)
+
+        return noted
+
+    def _fail(self, error: BaseException | None) -> None:
+        self.failures.append(f"{self._step}: {error_text(error)}")
