@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.option import check_options, companions
+from unsloth_multigpu.option import check_options, companions, did_you_mean
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 # Variables that the launcher hands to its ranks; they are no options.
@@ -195,9 +195,10 @@ def translate_legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         if name not in replacements:
             older = {new_name for new_name, _ in replacements.values()}
-            known = ", ".join(f.name for f in dataclasses.fields(MultiGPUConfig) if f.name not in older)
+            known = [f.name for f in dataclasses.fields(MultiGPUConfig) if f.name not in older]
             raise ConfigError(
-                f"enable_multi_gpu() got {name}={value!r}, which it does not know.", hint=f"Options: {known}."
+                f"enable_multi_gpu() got {name}={value!r}, which it does not know.",
+                hint=f"{did_you_mean(name, [*known, *replacements])}Options: {', '.join(known)}.",
             )
         new_name, replacement = replacements[name]
         # The frames above are this function, enable_multi_gpu and the user's line.
@@ -217,7 +218,8 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         name = variable[len(ENV_PREFIX) :].lower()
         if name not in fields:
             known = ", ".join(sorted(ENV_PREFIX + n.upper() for n in fields))
-            raise ConfigError(f"{variable}={text!r} names no option.", hint=f"Unset it. Variables: {known}.")
+            meant = did_you_mean(name.upper(), [n.upper() for n in fields], ENV_PREFIX)
+            raise ConfigError(f"{variable}={text!r} names no option.", hint=f"{meant}Unset it. Variables: {known}.")
         if text.strip() and text.strip().lower() != "none":
             values[name] = _parse(variable, text.strip(), str(fields[name].type))
             _check_alone(name, values[name], shown=variable)

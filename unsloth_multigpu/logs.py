@@ -26,11 +26,11 @@ class RankFilter(logging.Filter):
 
 
 def tell(text: str) -> None:
-    """Writes what a supervisor has to say to stderr. A terminal or a pipe that is gone ends no run."""
+    """Writes what a supervisor or a rank has to say to stderr. One that is gone, or was never there, ends no run."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except OSError as gone:
+    except (OSError, ValueError, AttributeError) as gone:
         logging.getLogger(__name__).debug("nobody reads stderr: %s", gone)
 
 

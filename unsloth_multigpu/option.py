@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import ConfigError
@@ -48,6 +50,7 @@ _NOT_SERIAL: dict[str, Any] = {
     "resume": "off",
     "nnodes": "1",
 }
+_WHICH_GPUS = "Leave it out for all GPUs, or give their number; CUDA_VISIBLE_DEVICES chooses which."
 _MAY_BE_NONE = ("grad_compression", "ddp_backend", "gradient_aggregation")
 _MIN_HANG_TIMEOUT_S = 2.0
 # 31 years; torch counts in nanoseconds of 64 bits.
@@ -241,8 +244,14 @@ def _check_count(name: str, value: object, *, minimum: int, none_means: str | No
         otherwise = f", or None for {none_means}" if none_means else ""
         raise ConfigError(
             f"{name}={value!r}; expected a whole number of at least {minimum}{otherwise}.",
-            hint=f"Set {name}={max(minimum, 1)}.",
+            hint=_WHICH_GPUS if name == "num_gpus" else f"Set {name}={max(minimum, 1)}.",
         )
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The beginning of a hint about an unknown name; "" where none that is known, without the prefix, is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"Did you mean {prefix}{found[0]}? " if found else ""
 
 
 def _check_boolean(name: str, value: object) -> None:
@@ -274,4 +283,5 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """One of some words."""
     if value not in choices:
         expected = " or ".join(repr(c) for c in choices)
-        raise ConfigError(f"{name}={value!r}; expected {expected}.", hint=f"Set {name}={choices[0]!r}.")
+        hint = "Set resume='auto' to go on, resume='off' not to." if name == "resume" else f"Set {name}={choices[0]!r}."
+        raise ConfigError(f"{name}={value!r}; expected {expected}.", hint=hint)

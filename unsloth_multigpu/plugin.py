@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import numbers
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.patching import PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
-from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command
+from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def enable_multi_gpu(
     seed_per_rank: bool | None = None,
     timeout_s: float | None = None,
     max_restarts: int | None = None,
-    log_dir: str | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
     max_tokens_per_micro_batch: int | None = None,
     micro_batch_overhead_tokens: float | None = None,
     micro_batch_floor_tokens: float | None = None,
@@ -170,6 +171,8 @@ def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: 
 
     identity = read_identity(os.environ)
     if identity is None:
+        if shell is None and needs_supervisor(config, config.num_gpus or 1):
+            this_command()  # A refusal comes before devices are counted and warned of.
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             if shell is not None:
@@ -225,12 +228,17 @@ def get_multi_gpu_status() -> MultiGPUStatus:
 
 
 def _in_config_types(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that may be given in a second type: a list of speeds, a number of nodes."""
-    speeds, nodes = arguments["rank_speeds"], arguments["nnodes"]
+    """Arguments that may be given in a second type: numpy's integers, a path, a list of speeds, a number of nodes."""
+    given = {
+        name: int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+        for name, value in arguments.items()
+    }
+    speeds, nodes, log_dir = given["rank_speeds"], given["nnodes"], given["log_dir"]
     return {
-        **arguments,
+        **given,
         "rank_speeds": tuple(speeds) if isinstance(speeds, list) else speeds,
         "nnodes": str(nodes) if isinstance(nodes, int) and not isinstance(nodes, bool) else nodes,
+        "log_dir": os.fspath(log_dir) if isinstance(log_dir, os.PathLike) else log_dir,
     }
 
 
@@ -262,7 +270,9 @@ def _is_worker() -> bool:
 
 def _check_same_call(active: MultiGPUConfig, wanted: MultiGPUConfig) -> None:
     if active != wanted:
+        differing = [n for n, value in vars(active).items() if value != getattr(wanted, n)]
+        before, now = (", ".join(f"{n}={getattr(c, n)!r}" for n in differing) for c in (active, wanted))
         raise ConfigError(
-            f"enable_multi_gpu() is in effect with {active}; this call asks for {wanted}.",
+            f"enable_multi_gpu() is in effect with {before}; this call asks for {now}.",
             hint="Call it once, or disable_multi_gpu() first.",
         )

@@ -60,7 +60,8 @@ class RunReport:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank says of itself: started, training, trained, stopping, stopped, exception or exiting.
+    """Something that a rank says of itself: started, training, trained, stopping, stopped, interrupted, exception or
+    exiting.
 
     Args:
         time_s: When, on the clock of `time.monotonic`, which all processes of a machine share and nobody sets.
@@ -92,10 +93,14 @@ class EventWriter:
         self._beat = beat
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Adds an event; raises OSError where the folder is gone or the disk is full."""
+        """Adds an event; raises OSError, with the file's name, where the folder is gone or the disk is full."""
         line = json.dumps([kind, self._rank, self._attempt, time.monotonic(), self._beat.step, facts])
-        with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
-            file.write(line + "\n")
+        try:
+            with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
+                file.write(line + "\n")
+        except OSError as error:
+            error.filename = str(self._path)  # A write that fails does not say where.
+            raise
 
 
 def read_events(run_dir: str | os.PathLike[str], attempt: int) -> list[Event]:

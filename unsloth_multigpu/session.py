@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _OTHER_PARALLELISM = ("UNSLOTH_FSDP2", "UNSLOTH_TP_SIZE")
-# What `_claim_device` tells accelerate.
-_DEVICE_VARIABLES = ("ACCELERATE_BYPASS_DEVICE_MAP", "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
 
 
 @dataclass
@@ -183,17 +181,23 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
     if identity.launcher == "notebook":
         from unsloth_multigpu.launch.rank import enter_notebook
         from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+        from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 
         session.trainings = Trainings()
         session.on_close.callback(become_one_process)
         session.on_close.callback(session.trainings.end, keeps_global_batch=config.keeps_global_batch)
-        session.on_close.enter_context(_kept_variables(*_DEVICE_VARIABLES))
+        before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
+        session.on_close.enter_context(RankVariables({}, before).in_effect())
         session.beat, end_pulse = enter_notebook(identity, config.hang_timeout_s)
         session.on_close.callback(end_pulse)
     elif identity.launcher != "none":
         from unsloth_multigpu.launch.rank import enter_rank
 
         session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
+        if identity.rank == 0 and identity.world_size > 1 and ENV_RECEIPT not in os.environ:
+            from unsloth_multigpu.core.wrap import warn_of_lone_steps
+
+            session.on_close.callback(warn_of_lone_steps().remove)
     if ENV_RECEIPT in os.environ or ENV_CHAOS in os.environ:
         from unsloth_multigpu.proof.receipt import same_random_choices
 
@@ -275,16 +279,3 @@ def _claim_device(session: Session) -> str:
         # accelerate would call the device "cpu:0", a place to which torch.load cannot restore a checkpoint.
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     return device.type
-
-
-@contextmanager
-def _kept_variables(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from unsloth_multigpu.config import MultiGPUConfig
@@ -16,6 +17,8 @@ logger = get_logger(__name__)
 
 # Work before the line that is worth a warning, in seconds; importing this package and torch takes about 3.
 _EARLY_WORK_S = 10.0
+# Nobody means more of them, where there are fewer cores: each is a process with a torch of its own.
+_MANY_CPU_RANKS = 64
 
 
 def ranks_to_start(config: MultiGPUConfig) -> int:
@@ -45,12 +48,18 @@ def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
 def _devices_to_use(config: MultiGPUConfig) -> int:
     kind, available = visible_accelerators()
     if config.device in ("cuda", "xpu") and kind != config.device:
+        found = f"this machine has {available} {kind} accelerator(s)" if available else "no such device is visible"
         raise SetupError(
-            f"device={config.device!r}, but this machine has {available} {kind} accelerator(s).",
+            f"device={config.device!r}, but {found}.",
             hint="Set device='auto', or check the driver and the installed torch.",
         )
     if config.device == "cpu" or available == 0:
         num_devices = config.num_gpus or 1
+        num_cores = os.cpu_count() or 1
+        if num_devices > max(_MANY_CPU_RANKS, 4 * num_cores):
+            raise SetupError(
+                f"num_gpus={num_devices}: CPU ranks share {num_cores} core(s).", hint=f"Set num_gpus={num_cores}, say."
+            )
         if num_devices > 1:
             reason = "device='cpu'" if config.device == "cpu" else "no accelerator is visible"
             what = "CPU ranks over gloo" if config.enable_ddp else "replicas on the CPU, one after the other"
@@ -71,11 +80,13 @@ def visible_accelerators() -> tuple[str, int]:
     """Kind and number of the accelerators that this process sees: ("cuda", 2), or ("cpu", 0). Opens none."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # Apple's is one device that has no process group.
-    if accelerator is None or accelerator.type == "mps":
+    from unsloth_multigpu.core.manager import find_accelerator
+
+    accelerator = find_accelerator()
+    if accelerator is None:
         return "cpu", 0
-    return accelerator.type, torch.accelerator.device_count()
+    # torch 2.6's torch.accelerator would open it to count.
+    return accelerator.type, torch.get_device_module(accelerator).device_count()
 
 
 def supervise(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> None:
@@ -85,11 +96,32 @@ def supervise(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) ->
     exit_like(DDPLauncher(command, num_ranks, config).run())
 
 
-def start_this_command(config: MultiGPUConfig, num_ranks: int) -> None:
-    """Starts ranks of the command that this process runs. Does not return."""
+def this_command() -> list[str]:
+    """The command that starts the program of this process again.
+
+    Raises:
+        SetupError: It cannot be started again, or should not be.
+    """
     from unsloth_multigpu.launch.script import relaunch_command
 
-    command = relaunch_command(sys.orig_argv, sys.modules["__main__"], sys.executable)
+    if is_called_by_pytest():
+        # Its own process would become the supervisor, and end with what it has captured.
+        raise SetupError(
+            "enable_multi_gpu() cannot start ranks from a test: each rank would run all tests again.",
+            hint="Start the script with subprocess.run([sys.executable, 'train.py']), or set num_gpus=1.",
+        )
+    return relaunch_command(sys.orig_argv, sys.modules["__main__"], sys.executable)
+
+
+def is_called_by_pytest() -> bool:
+    """True inside a test, and while pytest imports one. Not in a script that a test has started."""
+    frames = traceback.walk_stack(None)
+    return any(str(frame.f_globals.get("__name__")).startswith("_pytest.") for frame, _ in frames)
+
+
+def start_this_command(config: MultiGPUConfig, num_ranks: int) -> None:
+    """Starts ranks of the command that this process runs. Does not return."""
+    command = this_command()
     _warn_of_early_work(num_ranks)
     supervise(command, config, num_ranks)
 

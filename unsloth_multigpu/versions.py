@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 SUPPORTED: Mapping[str, str] = {
     "torch": ">=2.6,<2.15",
     "transformers": ">=4.57,<6",
-    "accelerate": ">=1.0",
+    "accelerate": ">=1.3",
     "peft": ">=0.18",
     "datasets": ">=3.4.1,<5",
     "trl": ">=0.24,<2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from unsloth_multigpu.core.loss import find_loss_scale
-from unsloth_multigpu.core.steps import _few_samples
+from unsloth_multigpu.core.loss import WEIGHINGS, count_weights, find_loss_scale
+from unsloth_multigpu.core.steps import few_samples
 from unsloth_multigpu.errors import SetupError
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
@@ -88,7 +89,7 @@ def scale_of(tmp_path, model, label_of=None, rows=None):
     torch.manual_seed(0)
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
     trainer = Trainer(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collate)
-    return find_loss_scale(trainer, functools.partial(_few_samples, trainer, trainer.get_train_dataloader()))
+    return find_loss_scale(trainer, functools.partial(few_samples, trainer, trainer.get_train_dataloader()))
 
 
 def test_language_model_is_a_sum_over_the_steps_tokens(tmp_path):
@@ -102,6 +103,38 @@ def test_classifier_is_a_mean_over_rows_that_count_alone(tmp_path, labels, is_pr
     scale = scale_of(tmp_path, BertForSequenceClassification(config), ONE_LABEL[labels])
     assert (scale.is_token_normalised, scale.weighing) == (False, "rows")
     assert scale.rows_are_independent is is_proven
+
+
+@pytest.mark.parametrize("mix", ["batch norm", "router"])
+def test_rows_that_meet_each_other_do_not_count_alone(tmp_path, mix):
+    model = BertForSequenceClassification(BertConfig(num_labels=3, output_router_logits=mix == "router", **SIZES))
+    if mix == "batch norm":
+        model.classifier = torch.nn.Sequential(torch.nn.BatchNorm1d(16), model.classifier)
+    assert not scale_of(tmp_path, model, ONE_LABEL["classes"]).rows_are_independent
+
+
+@pytest.mark.parametrize(
+    ("losses", "has_router", "is_proven"),
+    [(["sigmoid"], False, True), (["sigmoid", "sft"], False, False), (["sigmoid"], True, False)],
+)
+def test_pairs_of_dpo_count_alone_unless_a_part_of_the_loss_mixes_them(losses, has_router, is_proven, caplog):
+    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer", "compute_loss": None})()
+    trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.label_smoother = False, None, None
+    trainer.args = SimpleNamespace(loss_type=losses, gradient_accumulation_steps=3)
+    trainer.accelerator = SimpleNamespace(num_processes=2)
+    trainer.model = SimpleNamespace(config=SimpleNamespace(output_router_logits=has_router))
+    assert find_loss_scale(trainer, list).rows_are_independent is is_proven
+    assert ["partly a mean over tokens" in line for line in caplog.messages] == [True] * ("sft" in losses)
+    trainer.args.gradient_accumulation_steps = 4
+    caplog.clear()
+    find_loss_scale(trainer, list)
+    assert not caplog.messages
+
+
+def test_weights_of_a_micro_batch_are_its_rows_or_its_labels():
+    labels = torch.tensor([[1, 2, -100, 4], [-100, 2, 3, -100]])
+    weights = {w: count_weights({"labels": labels}, w) for w in WEIGHINGS if w != "sum"}
+    assert weights == {"rows": 2, "next tokens": 4, "tokens": 5}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -138,11 +171,13 @@ def test_undivided_part_is_refused_however_small(tmp_path, coefficient):
         scale_of(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **router)), list)
 
 
-def test_trial_leaves_no_trace_in_what_is_logged(tmp_path):
+def test_trial_leaves_no_trace(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
-    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
+    own = {"use_cpu": True, "report_to": [], "average_tokens_across_devices": False}
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, **own)
     trainer = Counting(model=model, args=args, train_dataset=rows_with(list), data_collator=collate)
     trainer._metrics = {"train": []}
-    calls = functools.partial(_few_samples, trainer, trainer.get_train_dataloader())
+    calls = functools.partial(few_samples, trainer, trainer.get_train_dataloader())
     assert find_loss_scale(trainer, calls).is_token_normalised
     assert trainer._metrics == {"train": []}
+    assert args.average_tokens_across_devices is False

@@ -7,9 +7,10 @@ import signal
 
 import pytest
 
-from tests.helpers.run import LIGHT, finish, orphans, run_python, start, wait_until
+from tests.helpers.run import finish, light, orphans, run_python, start, wait_until
 
 BENCH = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cpu", "--model-size", "tiny"]
+LIBRARIES = light("rich", "triton")
 QUICK = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--batch-size", "4"]
 
 
@@ -19,7 +20,7 @@ def test_bench_compares_the_arms(tmp_path):
     home.mkdir()
     arms = "one_process,ours,torchrun,group,accelerate,ours_one,unguarded"
     outputs = ["--save-steps", "2", "--json", "out/bench.json", "--report", "report"]
-    run = run_python([*BENCH, *QUICK, "--arms", arms, *outputs], tmp_path, {**LIGHT, "TMPDIR": str(home)})
+    run = run_python([*BENCH, *QUICK, "--arms", arms, *outputs], tmp_path, {**LIBRARIES, "TMPDIR": str(home)})
     assert run.code == 0, run.err
     results = {r["name"]: r for r in json.loads((tmp_path / "out" / "bench.json").read_text())["results"]}
     assert list(results) == arms.split(",")
@@ -52,7 +53,8 @@ def test_bench_compares_the_arms(tmp_path):
 @pytest.mark.slow
 def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     options = ["--arms", "one_process,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
-    run = run_python([*BENCH, *QUICK, *options, "--steps", "1", "--warmup", "1", "--json", "b.json"], tmp_path, LIGHT)
+    options += ["--steps", "1", "--warmup", "1", "--json", "b.json"]
+    run = run_python([*BENCH, *QUICK, *options], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
     outcome = json.loads((tmp_path / "b.json").read_text())
     for result in outcome["results"][1:]:
@@ -83,7 +85,7 @@ def test_slow_rank_is_waited_for(tmp_path):
         "--json",
         "b.json",
     ]
-    run = run_python([*BENCH, *QUICK, *options], tmp_path, LIGHT)
+    run = run_python([*BENCH, *QUICK, *options], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
     (result,) = json.loads((tmp_path / "b.json").read_text())["results"]
     # The other rank waits nine tenths of the time, which is 45 % of what both have; less where the machine is busy.
@@ -94,7 +96,7 @@ def test_slow_rank_is_waited_for(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_bench_leaves_nothing(tmp_path, number, code):
-    process = start([*BENCH, *QUICK, "--arms", "torchrun"], tmp_path, {**LIGHT, "TMPDIR": str(tmp_path)})
+    process = start([*BENCH, *QUICK, "--arms", "torchrun"], tmp_path, {**LIBRARIES, "TMPDIR": str(tmp_path)})
     # torchrun and its two ranks, in whose command the settings file stands.
     wait_until(lambda: len(orphans(f"{tmp_path}/unsloth_multigpu_bench_")) >= 3, 60, "ranks")
     process.send_signal(number)
@@ -111,7 +113,7 @@ def test_bench_compares_strategies(tmp_path):
     # Ragged rows, and more micro-batches than ranks.
     options += ["--lengths", "text:60", "--accumulation", "2", "--warmup", "1"]
     options += ["--num-layers", "1", "--vocab-size", "256", "--json", "b.json", "--report", "report"]
-    run = run_python([*BENCH, *options], tmp_path, LIGHT)
+    run = run_python([*BENCH, *options], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
     outcome = json.loads((tmp_path / "b.json").read_text())
     legacy, allreduce = (outcome["runs"][name][0] for name in ("legacy", "allreduce"))
@@ -148,7 +150,7 @@ def test_bench_trains_the_same_clients_in_processes_and_in_threads(tmp_path):
     # Three clients in two slots: who waits for whom changes nothing.
     options = ["--federated", "slots:2,threads:2", "--clients", "3", "--rounds", "2", "--warmup", "0", "--repeats", "1"]
     options += ["--steps", "2", "--batch-size", "4", "--lengths", "text:40", "--json", "b.json"]
-    run = run_python([*BENCH, *options], tmp_path, {**LIGHT, "TMPDIR": str(home)})
+    run = run_python([*BENCH, *options], tmp_path, {**light("triton"), "TMPDIR": str(home)})
     assert run.code == 0, run.err
     outcome = json.loads((tmp_path / "b.json").read_text())
     slots, threads = (outcome["runs"][name][0] for name in ("slots:2", "threads:2"))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import hide, run_python
+from tests.helpers.run import light, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "data.py"
-LIBRARIES = hide("bitsandbytes", "peft", "scipy", "sklearn", "torchao")
+LIBRARIES = light("peft", "rich", "triton")
 SOURCES = [
     "plain",
     "seeded",
@@ -21,6 +21,11 @@ SOURCES = [
     "mean_loss",
     "sum_over_count",
     "mean_function",
+    "summed",
+    "old_step",
+    "old_mean_step",
+    "plain_loader",
+    "evaluated",
     "smoothed",
     "masked_lm",
     "wrapper",
@@ -74,6 +79,15 @@ def test_source_gives_the_steps_of_one_process(folder, name, num_ranks):
     assert many[0]["weights"] == pytest.approx(one[0]["weights"], rel=1e-4, abs=1e-4)
 
 
+def test_evaluation_is_that_of_one_process_and_rank_0_decides(folder):
+    one, (mine, other) = ranks(folder, 1, "evaluated")[0], ranks(folder, 2, "evaluated")
+    assert mine["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    # The last one is made after the training, where nobody decides by it.
+    assert mine["heard"] == [0, 0, 0]
+    assert other["heard"] == [0, 0, 1]
+    assert mine["dir"] == other["dir"]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_run_resumed_in_an_epoch_sees_the_rest_and_ends_equal(folder, num_ranks):
     whole, resumed = ranks(folder, num_ranks, "whole"), ranks(folder, num_ranks, "resumed")
@@ -120,7 +134,7 @@ def test_one_line_says_how_samples_are_dealt(folder):
     lines = (folder / "2" / "stderr.txt").read_text().splitlines()
     for reason, count in {
         "a streaming data set does not say what comes": 4,
-        "Silent does not say how long its rows are": 1,
+        "Silent does not say how long its rows are (in an attribute `lengths`)": 1,
         "the collator makes 32 tokens of a row of 2 and 32 of one of 14": 1,
     }.items():
         assert sum(line.endswith(f"samples are dealt in order: {reason}") for line in lines) == count, reason

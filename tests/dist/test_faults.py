@@ -86,7 +86,7 @@ def test_failed_training_says_why(tmp_path, small_disk):
     assert [code for _, code in (raised, left, full)] == [1, 1, 1]
 
     assert "The ranks are about to train different runs. sampled rows: rank 0 has" in last
-    assert "Hint: Give shuffles and splits a seed" in last
+    assert "Hint: Give shuffles, splits and generators of your own" in last
     assert "[exit code 77]" in last
     assert "An optimizer step of 1 sample(s) cannot be shared by 2 ranks." in last
     assert "Hint: Raise per_device_train_batch_size" in last

@@ -81,6 +81,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "1")
         patch.setenv("OMP_NUM_THREADS", "")
+        patch.setenv("PYTHONIOENCODING", "ascii")  # As a slot's streams are where no locale is set.
         patch.setenv("MARKER", str(path / "others"))
         yield path
 
@@ -125,7 +126,10 @@ def rounds(folder, told):
         wait_until(lambda: replies.extend(grid.pull_messages(ids)) or replies, 60.0, "a reply")
         found["pulled"] = Round(replies + grid.pull_messages(ids), grid.take_records(), told.take(), 0.0)
         log = grid.log_dir / "slot_0.log"
-        found["logs"] = log.read_text(), {stat.S_IMODE(p.stat().st_mode) for p in grid.log_dir.glob("slot_*.log")}
+        found["logs"] = (
+            log.read_text(encoding="utf-8"),
+            {stat.S_IMODE(p.stat().st_mode) for p in grid.log_dir.glob("slot_*.log")},
+        )
     found["orphans"] += orphans(marker("others"))
     found["grid"] = grid
     return found
@@ -229,7 +233,7 @@ def test_removed_logs_end_nothing(rounds):
     """The slot that hung has to start again, where its log was."""
     assert [r.has_content() for r in rounds["without_logs"].replies] == [True, True]
     text, modes = rounds["logs"]
-    assert "client 2 prints" in text
+    assert "client 2 prints \u00e4" in text
     assert modes == {0o600}
 
 

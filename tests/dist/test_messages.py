@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.run import LIGHT, run_python
+from tests.helpers.run import PLAIN, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "messages.py"
 
@@ -16,7 +16,7 @@ def trainings(tmp_path_factory):
     """Several in one process group. The last one ends the run."""
     folder = tmp_path_factory.mktemp("messages")
     jobs = ("raise", "skip", "without", "gradient", "version", "same_stream", "alone", "memory")
-    run = run_python([SCRIPT, *jobs], folder, LIGHT)
+    run = run_python([SCRIPT, *jobs], folder, PLAIN)
     return folder, run
 
 
@@ -90,7 +90,7 @@ def test_out_of_memory_on_a_rank_says_how_much_and_what_to_set(trainings):
 
 
 def test_stream_that_ends_earlier_on_a_rank_is_named(tmp_path):
-    run = run_python([SCRIPT, "stream"], tmp_path, LIGHT)
+    run = run_python([SCRIPT, "stream"], tmp_path, PLAIN)
     assert (
         "unsloth_multigpu: rank 1 failed after step 5: DivergenceError: rank 1 has no more batches in step 6, rank 0 "
         "has: rank 1 got 5 in this epoch, rank 0 6 or more."

@@ -69,6 +69,7 @@ def test_status_tells_rank_and_samples(ranks):
 
 def test_tracker_is_off_above_rank_0(ranks):
     assert [r["wandb_mode"] for r in ranks] == [None, "disabled"]
+    assert [r["breakpoint"] for r in ranks] == [None, "0"]
 
 
 def test_disable_puts_the_originals_back(ranks):

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import hide, run_python
+from tests.helpers.run import PLAIN, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "resume.py"
-LIBRARIES = hide("bitsandbytes", "datasets", "scipy", "sklearn", "torchao")
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"resume": "auto", "max_restarts": 1, "balance": "off"}
@@ -37,7 +36,7 @@ RUNS = {
 
 def train(folder, num_gpus, lines):
     configurations = [f"{name}={json.dumps(line)}" for name, line in lines.items()]
-    run = run_python([SCRIPT, str(num_gpus), json.dumps(OPTIONS), *configurations], folder, LIBRARIES)
+    run = run_python([SCRIPT, str(num_gpus), json.dumps(OPTIONS), *configurations], folder, PLAIN)
     assert run.code == 0, run.err
     return run.err
 

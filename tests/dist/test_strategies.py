@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers.run import hide, run_python
+from tests.helpers.run import light, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "strategies.py"
-LIBRARIES = hide("bitsandbytes", "datasets", "scipy", "sklearn", "torchao")
+LIBRARIES = light("datasets", "rich", "triton")
 pytestmark = pytest.mark.slow
 
 # One row length: a rank's own mean is then its part of the step's. SGD: the mean of steps is the step of the mean.
@@ -76,7 +76,7 @@ def test_strategy_that_meets_in_every_step_equals_ddp(folder, name):
     assert mine["hashes"] == other["hashes"]
     assert mine["rates"] == facts(folder, "ddp")[0]["rates"]
     assert (facts(folder, "ddp")[0]["wrapper"], mine["wrapper"]) == (
-        "DistributedDataParallel",
+        "ReadableDDP",
         "PeftModel",
     )
 
@@ -157,9 +157,9 @@ def test_rank_that_steps_by_itself_averages_over_its_own_tokens(ended):
         assert max(rank["by_hand"]) < 1e-7
 
 
-def test_model_of_another_strategy_is_refused(ended):
+def test_model_of_another_strategy_is_wrapped_anew_or_refused(ended):
     for rank in ended[1]:
-        assert "accelerate did not wrap the model in DDP: it was prepared before" in rank["ddp_after_diloco"]
+        assert rank["ddp_after_diloco"] == ""
         assert "sync='diloco', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
 
 

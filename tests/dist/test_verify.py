@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, ROOT, finish, orphans, run_python, start, wait_until
+from tests.helpers.run import BARE, LIGHT, ROOT, finish, orphans, run_python, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "verify_me.py"
 VERIFY = ["-m", "unsloth_multigpu.cli.main", "verify"]
@@ -171,13 +171,13 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
 def test_examples_with_the_line_agree(tmp_path):
     for name in ("plain_transformers.py", "ddp_quick_start.py", "tiny_model.py"):
         shutil.copy(ROOT / "examples" / name, tmp_path)
-    # As users run them: with all libraries.
-    plain = verify(tmp_path, "--steps", 3, "plain_transformers.py", script="plain_transformers.py", env={})
+    plain = verify(tmp_path, "--steps", 3, "plain_transformers.py", script="plain_transformers.py", env=LIGHT)
     assert plain.code == 0, plain.out + plain.err
     assert not (tmp_path / "outputs/plain_transformers/adapter").exists()
     shutil.rmtree(tmp_path / "scratch")
-    arguments = ["--num-gpus", 3, "--steps", 2, "--", "ddp_quick_start.py", "--steps", 4, "--no-compare"]
-    unsloth = verify(tmp_path, *arguments, script="ddp_quick_start.py", env={})
+    options = ["--num-gpus", 2, "--steps", 2, "--"]
+    script = ["ddp_quick_start.py", "--steps", 4, "--batch-size", 5, "--no-compare"]
+    unsloth = verify(tmp_path, *options, *script, script="ddp_quick_start.py", env=LIGHT)
     assert unsloth.code == 0, unsloth.out + unsloth.err
     assert "SFTTrainer" in receipt(tmp_path)["runs"]["many"]["trainer"]
     assert not list(tmp_path.rglob("adapter_model*"))

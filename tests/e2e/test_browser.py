@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.browser import LabNotebook, find_browser, open_browser, serve_lab
-from tests.helpers.run import ROOT
+from tests.helpers.run import LIGHT, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -42,7 +42,7 @@ def test_notebook_trains_fails_stops_and_goes_on_in_a_browser(tmp_path: Path) ->
         pytest.skip("no browser: `make browser` or `apt-get install chromium`, or set CHROMIUM to the path of one")
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     cells = write_notebook(tmp_path)
-    env = {"PYTHONPATH": str(ROOT), "UNSLOTH_MULTIGPU_NUM_GPUS": "2"}
+    env = {"PYTHONPATH": str(ROOT), "UNSLOTH_MULTIGPU_NUM_GPUS": "2", **LIGHT}
     with open_browser(browser, tmp_path) as page, serve_lab(tmp_path, env) as address:
         notebook = LabNotebook(page, address("notebook.ipynb"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, run_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -17,7 +17,7 @@ if sys.version_info < (3, 11):
     pytest.skip("Flower 1.41 needs Python 3.11 or newer", allow_module_level=True)
 
 EXAMPLE = ROOT / "examples" / "federated_lora.py"
-ENV = {"PYTHONPATH": str(ROOT)}
+ENV = {"PYTHONPATH": str(ROOT), **LIGHT}
 # Four of the ten clients' topics are enough here.
 OPTIONS = ["--num-gpus", "2", "--clients", "4", "--rounds", "2", "--batch-size", "16", "--max-workers", "2"]
 

@@ -81,7 +81,7 @@ def test_sft_steps_are_planned(runs: tuple[Run, Run]) -> None:
 def test_sft_ranks_share_the_samples_of_each_step(runs: tuple[Run, Run]) -> None:
     one, two = runs
     of_ranks = [first + second for first, second in zip(*(rank["samples"] for rank in two.ranks), strict=True)]
-    assert [len(step) for step in one.ranks[0]["samples"]] == [4, 3, 4, 3]  # Odd steps do not divide by two.
+    assert [len(step) for step in one.ranks[0]["samples"]] == [3, 2, 3, 2]  # Odd steps do not divide by two.
     assert [sorted(step) for step in of_ranks] == [sorted(step) for step in one.ranks[0]["samples"]]
 
 

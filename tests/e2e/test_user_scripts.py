@@ -76,9 +76,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         put_model_and_data(folder)
     # Without a GPU on every machine: Unsloth would train in bf16 there, and one GPU cannot hold two ranks.
     script, env = SCRIPTS / case.script, {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    # What it is compared with needs no library that is only installed.
+    # Libraries that are only installed are in the ranks of one case.
     one = start([script, "--plain"], cwd=folders[0], env={**env, **LIGHT})
-    two = start([script], cwd=folders[1], env=env)
+    two = start([script], cwd=folders[1], env={**env, **({} if case is ALPACA else LIGHT)})
     return Runs(case, *folders, finish(one), finish(two))
 
 

@@ -42,7 +42,7 @@ def train(message, context):
     client_id = context.node_config["partition-id"]
     calls = context.state.config_records.get("calls", ConfigRecord({"n": 0}))["n"]
     context.state["calls"] = ConfigRecord({"n": calls + 1})
-    print(f"client {client_id} prints")
+    print(f"client {client_id} prints \u00e4")
     facts = {name: os.environ.get(name, "-") for name in NAMES}
     content = {
         "arrays": arrays(np.full(size or 4, client_id)),

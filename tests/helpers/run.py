@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # CPU ranks everywhere: tests/gpu asks for cards itself.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# Its sitecustomize.py takes a quarter of the time off a start, and does not change what a script does.
+# Its sitecustomize.py takes a third of the time off a start, and does not change what a script does.
 SITE = str(ROOT / "tests" / "helpers" / "light")
 
 
@@ -24,10 +24,16 @@ def hide(*modules: str) -> dict[str, str]:
     return {"HIDDEN_MODULES": ",".join(modules)}
 
 
-# A third of the time that importing transformers' Trainer takes.
-LIGHT = hide("bitsandbytes", "scipy", "sklearn", "torchao")
-# A fifth of what is left, for a script that needs no library beside transformers.
-BARE = hide("bitsandbytes", "datasets", "peft", "scipy", "sklearn", "torchao")
+def light(*modules: str) -> dict[str, str]:
+    """Without what no test needs, a third of the time that importing transformers' Trainer takes, and `modules`."""
+    return hide("bitsandbytes", "scipy", "sklearn", "torchao", *modules)
+
+
+LIGHT = light()
+# For a script that trains a model of transformers, and an adapter of PEFT.
+PLAIN = light("datasets", "rich", "triton")
+# A quarter of what is left, for a script that needs no library beside transformers.
+BARE = light("datasets", "peft", "rich", "triton")
 
 
 def environment_with(env: Mapping[str, str] | None = None) -> dict[str, str]:

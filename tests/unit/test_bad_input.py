@@ -27,7 +27,7 @@ ump.enable_multi_gpu({arguments})
             [
                 "unsloth_multigpu.errors.ConfigError: num_gpus=0; expected a whole number of at least 1, or None for "
                 "all visible accelerators.",
-                "Hint: Set num_gpus=1.",
+                "Hint: Leave it out for all GPUs, or give their number; CUDA_VISIBLE_DEVICES chooses which.",
             ],
         ),
         (
@@ -51,7 +51,7 @@ ump.enable_multi_gpu({arguments})
             {},
             [
                 "unsloth_multigpu.errors.ConfigError: enable_multi_gpu() got num_gpu=2, which it does not know.",
-                "Hint: Options: num_gpus, batch_size_per_gpu, enable_ddp, global_batch,",
+                "Hint: Did you mean num_gpus? Options: num_gpus, batch_size_per_gpu, enable_ddp, global_batch,",
             ],
         ),
         (

@@ -14,6 +14,7 @@ from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.loss import LossScale
 from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS
 
@@ -186,6 +187,36 @@ def test_costs_are_measured_in_the_first_steps() -> None:
     assert ours.balance is not None
     assert ours.balance.cost.overhead_tokens == 16
     assert ours.balance.cost.floor_tokens == 0
+
+
+def small_and_slow(mine: list[float]) -> list[list[float]]:
+    """Another rank, with a tenth of the work in each micro-batch and half the speed."""
+    its = [value for work in mine[1::2] for value in (work / 10, 2 * (work / 10 + 20) * 1e-5)]
+    return [mine, [mine[0], *its]]
+
+
+def test_costs_of_unequal_ranks_are_those_of_one() -> None:
+    ours = prepared(loader())
+    ours._manager = Exchange(MultiGPUConfig(), small_and_slow)
+    ours._last_speeds = (1.0, 1.0)
+    measured_steps(ours, 16)
+    assert ours.balance is not None
+    assert ours.balance.cost.overhead_tokens == 16
+    assert ours.balance.cost.floor_tokens == 0
+
+
+@pytest.mark.parametrize("num_resumed", [0, 40])
+def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured(num_resumed: int) -> None:
+    ours = prepared(loader())
+    ours._num_steps = ours._num_resumed = num_resumed
+    ours.stopwatch = SimpleNamespace(lap=lambda: Lap(1.0))  # type: ignore[assignment]
+    num_laps = []
+    for _ in range(3):
+        ours.note(Piece((0,), work=5.0))
+        ours.note(Piece((0,)))
+        num_laps.append(len(ours._laps))
+        ours.end_step()
+    assert num_laps == [0, 0, 1]
 
 
 def test_what_is_given_is_not_measured() -> None:

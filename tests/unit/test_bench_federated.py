@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from unsloth_multigpu.cli import bench_federated, main
+from unsloth_multigpu.cli import bench_federated, federated_arm, main
 from unsloth_multigpu.cli.bench_federated import COLUMNS, ArmRun
 from unsloth_multigpu.cli.federated_option import FederatedArm, parse_arms
 from unsloth_multigpu.errors import ConfigError, DivergenceError, LaunchError, SetupError
@@ -26,7 +27,7 @@ def planted(monkeypatch):
             raise error
         slots = [300 * MIB] * arm.num_at_once if arm.kind == "slots" else []
         seconds = {"slots:2": 2.0, "slots:1": 4.0, "threads:2": 8.0}[arm.name] + 0.1 * (folder.name[0] == "2")
-        weights = {"a": torch.tensor([1.0, 2.0 + spoiled.get(arm.name, 0.0)])}
+        weights = {"a": torch.tensor([1.0]), "b": torch.tensor([1.0, 2.0 + spoiled.get(arm.name, 0.0)])}
         return ArmRun((seconds,) * options.num_rounds, 5.0, "cpu", (200 * MIB, *slots), (2.0, 1.0), weights)
 
     monkeypatch.setattr(bench_federated, "_run_arm", run)
@@ -54,6 +55,15 @@ def test_arm_that_trains_other_weights_is_an_error(planted, capsys) -> None:
     assert "threads:2 and slots:2 trained other weights: they differ by 1.0e-04" in capsys.readouterr().err
     planted["threads:2"] = float("nan")
     assert main.main(BENCH) == DivergenceError.exit_code
+
+
+def test_threads_have_a_model_for_each_client_that_trains_at_once(monkeypatch) -> None:
+    options = SimpleNamespace(num_clients=5, num_warmup=0, num_rounds=2, llama=SimpleNamespace(device="cpu"))
+    built = []
+    monkeypatch.setattr(federated_arm, "build_model", lambda _: built.append(torch.nn.Linear(2, 1)) or built[-1])
+    monkeypatch.setattr(federated_arm, "train_client", lambda *_: (1, {"loss": 1.0}))
+    record, weights = federated_arm._train_in_threads(FederatedArm("threads", 2), options)
+    assert (len(built), len(record.rounds_s), len(weights)) == (2, 2, 2)
 
 
 def test_arm_that_fails_ends_the_bench(planted, capsys) -> None:

@@ -65,6 +65,35 @@ def test_exception_before_training_has_no_step() -> None:
     assert cause.message == "rank 0 failed before the first step: KeyError: 'text'"
 
 
+def test_interrupt_that_a_rank_raised_itself_is_the_cause() -> None:
+    run = Run().training(0, 1)
+    run.add("interrupted", 1, 2, error="KeyboardInterrupt: ", traceback="T\n", exit_code=130).add("exiting", 1, 2)
+    cause = find_cause(run.events, {0: -signal.SIGTERM, 1: -signal.SIGINT}, gone={0, 1})
+    assert (cause.rank, cause.exit_code, cause.traceback) == (1, 130, "T\n")
+    assert cause.message == "rank 1 failed after step 2: KeyboardInterrupt"
+
+
+def test_error_without_a_text_has_no_stray_colon() -> None:
+    cause = find_cause(Run().fails(0, "AssertionError: ").events, {0: 1})
+    assert cause.message == "rank 0 failed before the first step: AssertionError"
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "step", "hint"),
+    [
+        (1, "EOFError: EOF when reading a line", 4, "Hint: Ranks above 0 have no input; pass the value as an arg"),
+        (0, "EOFError: EOF when reading a line", 4, ""),
+        (1, "EOFError: Ran out of input", 4, ""),
+        (0, CONNECTION_ERRORS[1], -1, "Hint: A program that the script has started may have taken this rank's place"),
+        (0, CONNECTION_ERRORS[1], 4, ""),
+    ],
+)
+def test_error_that_comes_of_being_a_rank_has_a_hint(rank: int, error: str, step: int, hint: str) -> None:
+    shown = find_cause(Run().fails(rank, error, step).events, {rank: 1}).traceback
+    assert shown.startswith(f"Traceback of rank {rank}\n{hint}")
+    assert ("Hint: " in shown) == bool(hint)
+
+
 def test_exit_code_of_an_error_of_ours_is_kept() -> None:
     run = Run().training(0, 1).fails(0, "ConfigError: too few samples", exit_code=64)
     assert find_cause(run.events, {0: 1}).exit_code == 64

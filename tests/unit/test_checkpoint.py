@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -17,13 +18,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID, MultiGPUConfig
 from unsloth_multigpu.core.balance import Balancer
+from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.resume import Resume
 from unsloth_multigpu.data.cost import CostModel
 from unsloth_multigpu.data.deal import Balance
 from unsloth_multigpu.data.draw import draw_seed, drawn_from, seeded_draws
-from unsloth_multigpu.errors import ResumeError
+from unsloth_multigpu.data.sampler import StepSampler
+from unsloth_multigpu.data.step import StepShape
+from unsloth_multigpu.data.stream import StepStream
+from unsloth_multigpu.errors import DistributedError, ResumeError
 from unsloth_multigpu.fault.checkpoint import (
     MANIFEST,
     PART_FOLDER,
@@ -128,6 +133,8 @@ def test_added_files_do_not_matter(tmp_path: Path) -> None:
     folder = make(tmp_path, 1)
     (folder / "notes.txt").write_text("mine")
     assert check(folder) is None
+    seal(folder, manifest())  # The older manifest is no file of it.
+    assert check(folder) is None
 
 
 def test_another_format_is_not_guessed(tmp_path: Path) -> None:
@@ -170,6 +177,41 @@ def test_oldest_goes_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
     rotate(tmp_path, 1, {3})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_checkpoint_that_is_half_removed_counts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [make(tmp_path, step) for step in (1, 2)]
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # Killed before it is done.
+    rotate(tmp_path, 1, {2})
+    assert [check(folder) for folder in folders] == [f"{MANIFEST} is missing", None]
+
+
+def test_all_is_on_the_disk_before_a_name_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(function: Any, place: int) -> Any:
+        def call(*args: Any) -> None:
+            path = args[place]
+            path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+            done.append(f"{function.__name__} {os.path.relpath(path, tmp_path)}")
+            function(*args)
+
+        return call
+
+    for function, place in ((os.fsync, 0), (os.replace, 1), (os.rename, 1)):
+        monkeypatch.setattr(os, function.__name__, noted(function, place))
+    put_in_place(make(tmp_path / "part", 1), tmp_path / "checkpoint-1")
+    part = "part/checkpoint-1"
+    assert sorted(done[:4]) == sorted(
+        f"fsync {part}{path}" for path in ("/adapter/weights.bin", "/optimizer.pt", "/adapter", "")
+    )
+    assert done[4:] == [
+        f"fsync {part}/.{MANIFEST}",
+        f"replace {part}/{MANIFEST}",
+        f"fsync {part}",
+        "rename checkpoint-1",
+        "fsync .",
+    ]
 
 
 def test_older_folder_is_replaced(tmp_path: Path) -> None:
@@ -231,6 +273,8 @@ def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
     assert "it has no unsloth_multigpu.json" in found.lines[0]
     # What the script asks for by resume_from_checkpoint=True is whatever is there.
     assert find_newest(tmp_path, WANTED).step == 4
+    make(tmp_path, 5, facts={**FACTS, "samples": 7})
+    assert find_newest(tmp_path, OURS).lines[0].endswith("samples was 7, now it is None")
 
 
 def test_checkpoint_without_manifest_is_used_when_asked_for(tmp_path: Path) -> None:
@@ -289,6 +333,158 @@ def test_nodes_with_disks_of_their_own_agree_on_the_newest_that_all_have(tmp_pat
     assert found == [4, 4, 4]
 
 
+class Rank:
+    """The manager of one of two ranks, whose exchanges are what a test says."""
+
+    def __init__(self, rank: int = 0, said: dict[str, str] | None = None, **options: Any) -> None:
+        self.identity = SimpleNamespace(rank=rank, world_size=2, local_world_size=2)
+        self.config = MultiGPUConfig(**options)
+        self.said = {} if said is None else said
+        self.attempts = [[0], [0]]
+        self.check_same = lambda facts: None
+        self.publish = self.said.__setitem__
+
+    def gather_texts(self, text: str) -> list[str]:
+        return [text, ""]
+
+    def gather_int64(self, values: list[int]) -> list[list[int]]:
+        return self.attempts
+
+    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
+        return self.said[key]
+
+
+def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
+    rank = Rank(**options)
+    return Resume(trainer, rank, SimpleNamespace(balancer=SimpleNamespace()), [0]), rank  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "trial", "step"),
+    # A node that has just joined counts from 0; the first attempt looks for nothing; trials are not told apart.
+    [([[1], [1]], None, 2), ([[0], [1]], None, 2), ([[0], [0]], None, None), ([[1], [1]], "trial", None)],
+)
+def test_restart_goes_on_from_what_the_run_itself_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: list[list[int]], trial: str | None, step: int | None
+) -> None:
+    make(tmp_path, 2)
+    make(tmp_path, 3, run_id="other")
+    monkeypatch.setenv(ENV_RUN_ID, "run")
+    monkeypatch.setenv(ENV_ATTEMPT, str(attempts[0][0]))
+    ours, rank = resume_of()
+    rank.attempts = attempts
+    arguments: dict[str, Any] = {"trial": trial}
+    ours.choose(str(tmp_path), arguments, FACTS)
+    found = None if step is None else str(tmp_path / f"checkpoint-{step}")
+    assert arguments.get("resume_from_checkpoint") == found
+
+
+@pytest.mark.parametrize(("per_rank", "num_different"), [(True, 2), (False, 1)])
+def test_rank_that_the_checkpoint_does_not_know_draws_as_the_seed_per_rank_says(
+    tmp_path: Path, per_rank: bool, num_different: int
+) -> None:
+    found = set()
+    for rank in (2, 3):
+        args = SimpleNamespace(process_index=rank, world_size=4, seed=5)
+        trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=6))
+        with seeded_draws(0):
+            resume_of(trainer, rank=rank, seed_per_rank=per_rank)[0]._load_random_state(pytest.fail, str(tmp_path))
+            found.add(str(draws()))
+    assert len(found) == num_different
+
+
+@pytest.mark.parametrize("is_skipped", [True, False])
+def test_stream_goes_on_unless_the_script_lets_it_begin_again(is_skipped: bool) -> None:
+    stream: Any = StepStream.__new__(StepStream)
+    went_on: list[Any] = []
+    stream.go_on = lambda cursor, num_skipped: went_on.append((cursor, num_skipped))
+    args = SimpleNamespace(ignore_data_skip=not is_skipped)
+    ours, _ = resume_of(SimpleNamespace(args=args, state=SimpleNamespace(global_step=6)))
+    ours._manifest, ours._folder = manifest(6), Path("none")
+    ours.place_cursor(SimpleNamespace(dataset=stream, batch_sampler=None))
+    assert went_on == [({"epoch": 0, "steps": 6}, 6)] * is_skipped
+
+
+class FakeTrainer:
+    """What is steered of a Trainer that saves after its third step."""
+
+    def __init__(self, folder: Path, *files: str) -> None:
+        self.folder, self.files, self.model = folder, files, None
+        self.state = SimpleNamespace(
+            global_step=3, epoch=0.5, best_model_checkpoint=None, best_global_step=None, save_to_json=lambda path: None
+        )
+        self.args = SimpleNamespace(should_save=True, save_total_limit=None)
+        self.callback_handler = SimpleNamespace(train_dataloader=None)
+        self.saved_draws: list[float] = []
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        return str(self.folder)
+
+    def _push_from_checkpoint(self, folder: str) -> None:
+        raise AssertionError
+
+    def save(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(), "checkpoint-3")
+        folder.mkdir(parents=True)
+        for name in self.files:
+            (folder / name).write_bytes(b"content")
+        self.saved_draws = draws()
+        if not self.files:
+            raise OSError(28, "No space left on device")
+
+
+def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
+    steps: Any = SimpleNamespace(balancer=SimpleNamespace(state_dict=dict), num_accumulated=1)
+    return Checkpoints(trainer, rank, steps, None)  # type: ignore[arg-type]
+
+
+NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
+
+
+@pytest.mark.parametrize("missing", ["", *NEEDED])
+def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_path: Path, missing: str) -> None:
+    files = {*NEEDED, "training_args.bin"} - {missing}
+    trainer = FakeTrainer(tmp_path, *files)
+    checkpoints(trainer, Rank())._save(trainer.save, None)
+    stored = read_manifest(tmp_path / "checkpoint-3")
+    assert stored is not None
+    assert stored.is_resumable == (not missing)
+    assert stored.files.keys() == files
+
+
+def test_evaluation_draws_for_itself_and_a_save_within_keeps_the_state_of_the_training(tmp_path: Path) -> None:
+    trainer = FakeTrainer(tmp_path, *NEEDED)
+    ours = checkpoints(trainer, Rank())
+    with seeded_draws(3):
+        expected = draws()
+
+    def evaluate(*, saves: bool) -> None:
+        draws()
+        if saves:  # A signal has come.
+            ours._save(trainer.save, None)
+
+    for saves in (False, True):
+        with seeded_draws(3):
+            ours._evaluate(evaluate, saves=saves)
+            assert (trainer.saved_draws if saves else draws()) == expected
+
+
+def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(tmp_path: Path) -> None:
+    trainer = FakeTrainer(tmp_path)
+    with pytest.raises(OSError, match=r"checkpoint-3 could not be saved, earlier .* No space left on device"):
+        checkpoints(trainer, Rank())._save(trainer.save, None)
+    assert not list(tmp_path.iterdir())
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    said: dict[str, str] = {}
+    with pytest.raises(OSError, match="No space"):
+        checkpoints(trainer, Rank(0, said))._in_writers("name", tmp_path, fail)
+    with pytest.raises(DistributedError, match="rank 0 failed to save"):
+        checkpoints(trainer, Rank(1, said))._in_writers("name", tmp_path, fail)
+
+
 def draws() -> list[float]:
     return [random.random(), float(numpy.random.rand()), float(torch.rand(())), float(numpy.random.randn())]
 
@@ -301,6 +497,48 @@ def test_draws_of_a_step_depend_on_its_place_alone() -> None:
         assert draws() == first
     with seeded_draws(draw_seed(42, 0, 4)):
         assert not set(draws()) & set(first)
+
+
+def shape(rank: int) -> StepShape:
+    return StepShape(rank, 2, 1, regroup=True, planner=lambda samples, sizes: None, seed=7, rank_seed=7 + rank)
+
+
+class Reference(torch.utils.data.DataLoader[Any]):
+    """A loader as accelerate prepares it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Its order does not depend on it."""
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_each_step_of_each_epoch_draws_for_itself_on_each_rank(is_stream: bool) -> None:
+    def drawn(rank: int, epoch: int) -> list[float]:
+        reference = Reference(range(6), batch_size=2, collate_fn=list)  # type: ignore[arg-type]
+        if is_stream:
+            stream = StepStream(reference, shape(rank), lambda rows: random.random())
+            stream.set_epoch(epoch)
+            return [step.micro_batches[0].inputs for step in stream]
+        sampler = StepSampler(reference, shape(rank), list)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        return [index.seed for (index,) in sampler]
+
+    places = [(rank, epoch) for rank in range(2) for epoch in range(2)]
+    found = [drawn(*place) for place in places]
+    assert [drawn(*place) for place in places] == found
+    assert len({number for numbers in found for number in numbers}) == 4 * 3
+
+
+def test_order_of_a_resumed_epoch_is_that_epochs_alone() -> None:
+    reference = Reference(range(40), batch_size=40, shuffle=True)  # type: ignore[arg-type]
+    sampler = StepSampler(reference, shape(0), list)  # type: ignore[arg-type]
+    orders = [str(list(sampler))]
+    state = sampler.order_state
+    orders += [str(list(sampler))]
+    sampler.resumed_order_state = state
+    orders += [str(list(sampler)), str(list(sampler))]
+    orders = [order.partition("seed=")[0] for order in orders]
+    assert orders[2] == orders[0]
+    assert len(set(orders)) == 3
 
 
 def test_draws_of_a_step_leave_the_generators_alone() -> None:

@@ -158,7 +158,8 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["run", "-m"], "run: no module was given.\nHint: "),
         (["run", "absent.py", "--num-gpus", "2"], "run: there is no file 'absent.py'.\nHint: "),
         (["run", "--num-gpus", "two", "train.py"], "argument --num-gpus: invalid int value: 'two'\nHint: "),
-        (["run", "--num-gpu", "2", "train.py"], "unrecognized arguments: --num-gpu"),
+        (["run", "--num-gpu", "2", "train.py"], "arguments: --num-gpu\nHint: unsloth-multigpu run --help lists"),
+        (["doctor", "--jsn"], "doctor: unrecognized arguments: --jsn\nHint: unsloth-multigpu doctor --help lists"),
         (["run", "--num-gpus", "0", "train.py"], "num_gpus=0; expected a whole number of at least 1"),
         (["run", "--global-batch", "some", "train.py"], "global_batch='some'; expected 'keep' or 'scale'.\nHint: "),
         (["verify"], "verify: no script was given.\nHint: "),
@@ -288,6 +289,14 @@ def test_command_ends_with_helpers_that_stay(is_alone):
     assert len(orphans(marker)) == 1
     end_command(process, marker, 20.0)
     assert orphans(marker) == []
+
+
+def test_process_that_a_driver_holds_is_waited_for_with_a_limit():
+    def wait(timeout=None):
+        raise subprocess.TimeoutExpired("train.py", timeout) if timeout else AssertionError("for ever")
+
+    ended = SimpleNamespace(pid=2**22, poll=lambda: 0, wait=wait)  # No process has this number.
+    end_command(ended, f"nobody_{os.getpid()}", 20.0)
 
 
 @pytest.mark.parametrize("error", [SetupError, LaunchError])
@@ -558,6 +567,12 @@ def test_seam_row_tells_whether_the_patch_lands(library, patch, state, text):
     assert bool(row.hint) == (state == "FAIL")
     # One bad patch does not hide the others.
     assert [other.state for other in others] == ["ok"] * len(neighbours)
+
+
+def test_function_that_is_patched_twice_has_two_reasons(library):
+    twice = [dataclasses.replace(planted(library + "good:save"), reason=reason) for reason in ("to look", "to write")]
+    rows = verdict.seam_rows(seam.try_seams(twice, libraries=()))
+    assert [row.text for row in rows] == ["landed (pytest>=8): to look", "landed (pytest>=8): to write"]
 
 
 def test_library_that_cannot_be_imported_fails(monkeypatch, library):

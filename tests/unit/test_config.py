@@ -186,12 +186,12 @@ WHOLE = "expected a whole number of at least"
 @pytest.mark.parametrize(
     ("option", "value", "message", "hint"),
     [
-        ("num_gpus", 0, f"num_gpus=0; {WHOLE} 1, or None for all visible accelerators", "num_gpus=1"),
-        ("num_gpus", -2, f"num_gpus=-2; {WHOLE} 1", "num_gpus=1"),
-        ("num_gpus", True, f"num_gpus=True; {WHOLE} 1", "num_gpus=1"),
-        ("num_gpus", 2.0, f"num_gpus=2.0; {WHOLE} 1", "num_gpus=1"),
-        ("num_gpus", "2", f"num_gpus='2'; {WHOLE} 1", "num_gpus=1"),
-        ("num_gpus", [0, 1], f"num_gpus=[0, 1]; {WHOLE} 1", "num_gpus=1"),
+        ("num_gpus", 0, f"num_gpus=0; {WHOLE} 1, or None for all visible accelerators", "Leave it out"),
+        ("num_gpus", -2, f"num_gpus=-2; {WHOLE} 1", "Leave it out for all GPUs"),
+        ("num_gpus", True, f"num_gpus=True; {WHOLE} 1", "Leave it out for all GPUs"),
+        ("num_gpus", 2.0, f"num_gpus=2.0; {WHOLE} 1", "Leave it out for all GPUs"),
+        ("num_gpus", "2", f"num_gpus='2'; {WHOLE} 1", "or give their number"),
+        ("num_gpus", [0, 1], f"num_gpus=[0, 1]; {WHOLE} 1", "CUDA_VISIBLE_DEVICES chooses which"),
         ("batch_size_per_gpu", 0, f"batch_size_per_gpu=0; {WHOLE} 1, or None for the script's", "batch_size_per_gpu=1"),
         ("batch_size_per_gpu", "auto", f"batch_size_per_gpu='auto'; {WHOLE} 1", "batch_size_per_gpu=1"),
         ("max_restarts", -1, f"max_restarts=-1; {WHOLE} 0", "max_restarts=1"),
@@ -224,7 +224,7 @@ WHOLE = "expected a whole number of at least"
         ("verify_every", 2.5, f"verify_every=2.5; {WHOLE} 0", "verify_every=1"),
         ("hang_timeout_s", -1, "hang_timeout_s=-1; expected seconds of at least 0", "Leave hang_timeout_s out"),
         ("hang_timeout_s", float("inf"), "hang_timeout_s=inf; expected seconds of at least 0", "hang_timeout_s out"),
-        ("resume", True, "resume=True; expected 'off' or 'auto'", "resume='off'"),
+        ("resume", True, "resume=True; expected 'off' or 'auto'", "resume='auto' to go on, resume='off' not to"),
         ("grace_s", 0, "grace_s=0; expected seconds above 0", "grace_s=30.0"),
         ("on_nan", "ignore", "on_nan='ignore'; expected 'raise' or 'skip' or 'off'", "on_nan='raise'"),
         ("nnodes", "0", "nnodes='0'; expected a number, or \"MIN:MAX\"", 'nnodes="1:4"'),
@@ -329,7 +329,12 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("NUM_GPUS", "two", "UNSLOTH_MULTIGPU_NUM_GPUS='two'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS=2"),
         ("NUM_GPUS", "2.0", "UNSLOTH_MULTIGPU_NUM_GPUS='2.0'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS=2"),
         ("NUM_GPUS", "true", "UNSLOTH_MULTIGPU_NUM_GPUS='true'; expected a whole number", "UNSLOTH_MULTIGPU_NUM_GPUS"),
-        ("NUM_GPUS", "0", "UNSLOTH_MULTIGPU_NUM_GPUS=0; expected a whole number of at least 1", "_NUM_GPUS=1"),
+        (
+            "NUM_GPUS",
+            "0",
+            "UNSLOTH_MULTIGPU_NUM_GPUS=0; expected a whole number of at least 1",
+            "Leave it out for all GPUs",
+        ),
         ("MAX_RESTARTS", "-1", "UNSLOTH_MULTIGPU_MAX_RESTARTS=-1; expected a whole number", "_MAX_RESTARTS=1"),
         ("TIMEOUT_S", "soon", "UNSLOTH_MULTIGPU_TIMEOUT_S='soon'; expected a number", "UNSLOTH_MULTIGPU_TIMEOUT_S=2"),
         ("TIMEOUT_S", "nan", "UNSLOTH_MULTIGPU_TIMEOUT_S=nan; expected seconds above 0", "_TIMEOUT_S=1800"),
@@ -343,6 +348,8 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("DEVICE", "gpu", "UNSLOTH_MULTIGPU_DEVICE='gpu'; expected 'auto' or 'cpu'", "_DEVICE='auto'"),
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Unset it"),
+        ("NUM_GPU", "2", "_NUM_GPU='2' names no option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS? Unset it. Var"),
+        ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Set UNSLOTH_MULTIGPU_RESUME='auto' to go on"),
     ],
 )
 def test_wrong_variable_is_named_with_a_hint(name: str, text: str, message: str, hint: str) -> None:
@@ -406,7 +413,9 @@ def test_unknown_argument_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError) as error:
         translate_legacy({"num_gpu": 2})
     assert_says(error, "enable_multi_gpu() got num_gpu=2, which it does not know", "num_gpus")
-    named = error.value.hint.removeprefix("Options: ").rstrip(".").split(", ")
+    meant, _, options = error.value.hint.partition("Options: ")
+    assert meant == "Did you mean num_gpus? "
+    named = options.rstrip(".").split(", ")
     parameters = inspect.signature(enable_multi_gpu).parameters
     assert named == [name for name in parameters if name not in ("replay", "legacy")]
 

@@ -40,11 +40,11 @@ def quiet_libraries() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def tiny(config: object = None, name: str = "TinyForCausalLM") -> nn.Module:
+def tiny(config: object = None, name: str = "TinyForCausalLM", module: str = "transformers.models.tiny") -> nn.Module:
     """A model of three layers; its class says what it is for."""
     from torch import nn
 
-    model: Any = type(name, (nn.ModuleDict,), {})(
+    model: Any = type(name, (nn.ModuleDict,), {"__module__": module})(
         {"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)}
     )
     if config is not None:
@@ -264,7 +264,7 @@ def wrap(
     args = SimpleNamespace(
         gradient_accumulation_steps=1, ddp_find_unused_parameters=find_unused_parameters, device="cpu"
     )
-    trainer = SimpleNamespace(model=model, args=args, accelerator=accelerator)
+    trainer = SimpleNamespace(model=model, model_wrapped=model, args=args, accelerator=accelerator)
     manager: Any = SimpleNamespace(config=config, identity=ONE_OF_TWO)
     steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))
     with steered._settings_of_ddp():
@@ -313,7 +313,7 @@ def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
 
     accelerator = Accelerator(SimpleNamespace(find_unused_parameters="untouched"))
     args = SimpleNamespace(gradient_accumulation_steps=1, ddp_find_unused_parameters=None, device="cpu")
-    trainer = SimpleNamespace(model=tiny(), args=args, accelerator=accelerator)
+    trainer = SimpleNamespace(model=tiny(), model_wrapped=None, args=args, accelerator=accelerator)
     manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
     with DDPTrainer(trainer, manager, None, BeatPage(None, 0))._settings_of_ddp():  # type: ignore[arg-type]
         accelerator.wrap_model(tiny(llama()))

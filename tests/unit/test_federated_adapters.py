@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 
@@ -18,6 +19,7 @@ from unsloth_multigpu.federated.adapters import (
     check_layout,
     frozen_layout,
     is_quantized,
+    look_at,
     to_array,
     to_arrays,
     to_tensor,
@@ -30,6 +32,7 @@ from unsloth_multigpu.federated.lora import (
     BaseWeights,
     describe_adapter,
     frozen_factors,
+    lora_layer,
     not_foldable,
     save_adapter,
     variants,
@@ -223,6 +226,28 @@ def test_folding_starts_from_the_original_bits_whatever_came_before(base) -> Non
     assert torch.equal(layer.weight, original)
     with pytest.raises(FederatedError, match="belongs to no LoRA layer"):
         weights.fold(ArrayRecord({"other.residual_A.default.weight": to_array(torch.ones(1, 1))}))
+
+
+def test_folding_is_as_precise_as_the_weights_whatever_a_client_has_set(base) -> None:
+    model = with_lora(base)
+    residual, (pair, *_) = residual_for(model), find_pairs(travelling_tensors(model)).items()
+    layer, adapter = lora_layer(model, pair[0])
+    weight = layer.get_base_layer().weight
+    a, b = (to_tensor(residual[name]).double() for name in residual_names(*pair))
+    expected = (weight.detach().double() + layer.scaling[adapter] * (b @ a)).float()
+    BaseWeights(model, travelling_tensors(model)).fold(residual)
+    assert torch.equal(weight, expected)
+
+
+def test_looks_tell_of_every_kind_of_write() -> None:
+    tensors = {"flat": torch.randn(1000), "turned": torch.randn(30, 20).T, "none": torch.full((3,), math.nan)}
+    tensors |= {"small": torch.zeros(2, dtype=torch.bool), "empty": torch.ones(0), "meta": torch.ones(3, device="meta")}
+    looks = look_at(tensors)
+    assert look_at(tensors) == looks
+    written = ["flat", "turned", "none", "small"]
+    for name in written:
+        tensors[name].data.fill_(1)
+    assert [name for name, look in look_at(tensors).items() if look != looks[name]] == written
 
 
 def test_client_with_a_residual_does_not_count_as_one_that_changed_the_base(base) -> None:

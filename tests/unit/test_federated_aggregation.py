@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated import aggregation
 from unsloth_multigpu.federated.adapters import to_tensor
 from unsloth_multigpu.federated.aggregation import (
     aggregate_lora,
@@ -128,6 +129,9 @@ def test_a_stays_near_the_mean_of_the_clients_a() -> None:
     pairs = [(start + 0.02 * torch.randn(4, 32), 1e-3 * torch.randn(16, 4)) for _ in range(6)]
     split, mean_a = mean_of_products(pairs, [1] * 6), sum(a for a, _ in pairs) / 6
     assert float((split.a - mean_a).norm() / mean_a.norm()) < 0.1
+    # One that has no data does not turn it.
+    split = mean_of_products([pairs[0], (torch.randn(4, 32), pairs[1][1])], [1, 0])
+    assert close(split.a, pairs[0][0].double())
 
 
 def test_b_is_bounded_where_the_mean_of_a_hides_a_direction() -> None:
@@ -178,10 +182,11 @@ def test_project_replaces_factors_alone() -> None:
     assert all(array.dtype == "float32" for array in result.arrays.values())
 
 
-def test_mean_of_very_many_clients_is_not_measured() -> None:
+def test_mean_of_very_many_clients_is_not_measured(monkeypatch) -> None:
     reply = record(a=torch.ones(2, 3), b=torch.ones(4, 2))
-    assert aggregate_lora([reply] * 256, [1] * 256, reply, mode="mean").relative_remainder == pytest.approx(0, abs=1e-6)
-    assert aggregate_lora([reply] * 257, [1] * 257, reply, mode="mean").relative_remainder is None
+    monkeypatch.setattr(aggregation, "_MAX_MULTIPLICATIONS", (5 * 2) ** 2 * (3 + 4))
+    assert aggregate_lora([reply] * 4, [1] * 4, reply, mode="mean").relative_remainder == pytest.approx(0, abs=1e-6)
+    assert aggregate_lora([reply] * 5, [1] * 5, reply, mode="mean").relative_remainder is None
 
 
 def test_frozen_a_needs_nothing_and_has_no_remainder() -> None:

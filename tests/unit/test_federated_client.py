@@ -161,6 +161,7 @@ class Smoothed(nn.Module):
         self.register_buffer("ema", torch.zeros(6))
         self.register_buffer("seen", torch.tensor(False))
         self.register_buffer("sum", torch.zeros(6), persistent=False)
+        self.register_buffer("scale", torch.ones(6), persistent=False)
         self.register_buffer("table", None, persistent=False)
         self.length, self.lengths = 0, []
 
@@ -173,7 +174,7 @@ class Smoothed(nn.Module):
             self.table = inputs.detach()[0] + 1
         self.length += 1
         self.lengths.append(self.length)
-        return self.linear(self.norm(inputs + self.ema + self.sum) * self.table)
+        return self.linear(self.norm(inputs + self.ema + self.sum) * self.table * self.scale)
 
 
 def train_smoothed(model, client):
@@ -189,6 +190,7 @@ def train_smoothed(model, client):
         model.norm.momentum = 0.9
         model.register_forward_hook(lambda module, args, result: result + 1)
         model.lengths = model.lengths[1:]
+        model.scale.data += 1  # Of which torch counts no version.
     if client.client_id == 1:
         model.double()
     return 12, {"met": [float(value) for value in met]}
@@ -260,12 +262,18 @@ def double(model, client):
     return train(model, client)
 
 
+def merge(model, client):
+    """As PEFT's merge_adapter() does, of which torch counts no version."""
+    model[0].weight.data += 1e-3 * torch.ones(8, 1) @ torch.ones(1, 6)
+    return train(model, client)
+
+
 def replace(model, client):
     model[3] = nn.Linear(8, 3)
     return train(model, client)
 
 
-@pytest.mark.parametrize(("careless", "name"), [(double, "0.weight"), (replace, "3.weight")])
+@pytest.mark.parametrize(("careless", "name"), [(double, "0.weight"), (merge, "0.weight"), (replace, "3.weight")])
 def test_weight_that_a_client_changed_is_named_and_gone(app, start, careless, name) -> None:
     expected = ask(app, "train", start, 1)
     careless_app = make_client_app(

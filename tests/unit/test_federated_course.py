@@ -400,6 +400,40 @@ def test_clipping_norm_that_adapts_goes_on(tmp_path: Path) -> None:
     assert_same_bits(run(strategy, 3, saved=saved, output_dir=tmp_path), whole)
 
 
+class RestsGrid(LocalGrid):
+    """Notes the rest of exact aggregation that each client gets."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda client_id, number, arrays: (moved(client_id, number, arrays), {"num-examples": 1}))
+        self.rests: list[Any] = []
+
+    def _answer(self, message: Message) -> Message:
+        self.rests.append(message.content.array_records.get("residual"))
+        return super()._answer(message)
+
+
+def moved(client_id: int, number: int, arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    draw = np.random.default_rng([client_id, number])
+    return {name: (value + draw.normal(size=value.shape)).astype(np.float32) for name, value in arrays.items()}
+
+
+def test_rest_of_exact_aggregation_goes_to_the_clients_and_on_from_a_saved_round(tmp_path: Path) -> None:
+    start = {"q.lora_A.default.weight": np.ones((1, 4), np.float32), "q.lora_B.default.weight": np.ones((3, 1), "f4")}
+
+    def train(num_rounds: int, saved: Any = None, folder: Path | None = None) -> tuple[Any, list[Any]]:
+        plan = CoursePlan("server", NUM_CLIENTS, evaluates=False, lora_aggregation="exact", output_dir=folder)
+        course, grid = Course(make_strategy("fedavg", {}), plan, saved), RestsGrid()
+        course.run(grid, ArrayRecord({name: Array(value) for name, value in start.items()}), num_rounds, timeout_s=5.0)
+        return course.residual, grid.rests
+
+    first, _ = train(1)
+    whole, rests = train(2)
+    assert rests == [None] * NUM_CLIENTS + [first] * NUM_CLIENTS
+    assert len(first) == 2
+    assert train(1, folder=tmp_path)[0] == first
+    assert train(2, saved_in(tmp_path)) == (whole, [first] * NUM_CLIENTS)
+
+
 def test_states_of_clients_are_kept(tmp_path: Path) -> None:
     run(make_strategy("fedavg", {}), 2, output_dir=tmp_path)
     assert saved_in(tmp_path).states == {

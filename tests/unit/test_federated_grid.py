@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -335,7 +336,7 @@ def test_dealing_asks_for_each_client_once(monkeypatch):
     assert len(asked) < 4 * num_clients
 
 
-def test_what_a_process_does_first_is_no_measure():
+def test_what_a_process_does_first_and_what_fails_is_no_measure():
     history = History()
     first = make_task(0)
     first.begin(0, ONE, is_first=True)
@@ -343,7 +344,12 @@ def test_what_a_process_does_first_is_no_measure():
     first.seconds = 100.0
     history.note(first)
     done(history, 1, ONE, 2.0, 0)
-    assert history.client("train", 0).cost == history.client("train", 1).cost == 2.0
+    failed = make_task(2)
+    failed.begin(0, ONE, is_first=False)
+    failed.fail(2, "ValueError: no")
+    failed.seconds = 100.0
+    history.note(failed)
+    assert [history.client("train", n).cost for n in range(3)] == [2.0] * 3
 
 
 def test_client_starts_beside_others_only_while_it_fits():
@@ -413,6 +419,12 @@ def test_other_version_of_flower_is_an_error(monkeypatch):
     monkeypatch.delattr(TaskIdentity, "_node_id")
     with pytest.raises(VersionError, match="TaskIdentity has no _node_id"):
         _task_identity(5).__enter__()
+    for module in ("task_identity", "run"):
+        monkeypatch.setitem(sys.modules, f"flwr.supercore.{module}", None)
+    with pytest.raises(VersionError, match="has no TaskIdentity where"):
+        _task_identity(5).__enter__()
+    with pytest.raises(VersionError, match="has no Run where"):
+        ProcessGrid.run.fget(SimpleNamespace(_run=None))
 
 
 def test_grid_that_has_no_such_client_says_so(tmp_path):
@@ -508,7 +520,7 @@ def end_all(pool, peak_bytes=0):
     """What runs ends; what waits begins."""
     for slot in [slot for slot in pool.slots if slot.task is not None]:
         reply = Message(RecordDict(), reply_to=slot.task.message)
-        pool._finish(slot, 0, reply, RecordDict(), peak_bytes, "", "")
+        pool._finish(slot, 0, reply, RecordDict(), peak_bytes, "", "", False)
     pool.step(0.0)
 
 
@@ -545,7 +557,9 @@ def test_no_slots_are_added_after_one_was_too_many(make_grid):
     send(grid, range(2, 8))
     pool._listen(pool.slots[1])
     pool.step(0.0)
-    pool._finish(pool.slots[1], 0, None, None, 17 * GB, "OutOfMemoryError: no", "")
+    pool._finish(
+        pool.slots[1], 0, None, None, 17 * GB, "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "", True
+    )
     assert pool.slots[1].is_retired
     end_all(pool, 17 * GB)
     assert pool._queues.num_waiting(ONE) > 3
@@ -567,6 +581,27 @@ def test_slots_of_the_cpu_have_equal_threads_and_shares_of_the_memory(make_grid,
     assert {slot.environment["OMP_NUM_THREADS"] for slot in grid._pool.slots} == {"1"}
 
 
+def test_new_clients_are_not_measured_by_the_old_ones(make_grid):
+    grid = make_grid(2, [ONE])
+    done(grid._pool.history, 0, ONE, 8.0, 10)
+    assert grid._pool.history.client("train", 0).cost == 10.0
+    grid.new_clients(3)
+    assert grid._pool.history.client("train", 0).cost == 1.0
+
+
+def test_slot_that_does_not_become_ready_is_started_again(make_grid, monkeypatch):
+    monkeypatch.setattr(StubSlot, "receive", lambda self: [])
+    grid = make_grid(1, [ONE], start_timeout_s=30.0)
+    (slot,) = grid._pool.slots
+    grid._pool.step(0.0)
+    assert slot.is_live
+    slot.started_s -= 31.0
+    grid._pool.step(0.0)
+    assert (slot.is_live, slot.num_failed_starts) == (False, 1)
+    grid._pool.step(0.0)
+    assert slot.is_live
+
+
 def test_client_that_raised_leaves_no_state(make_grid):
     grid = make_grid(2, [ONE])
     left, kept = RecordDict({"n": MetricRecord({"n": 1})}), RecordDict({"n": MetricRecord({"n": 2})})
@@ -575,7 +610,7 @@ def test_client_that_raised_leaves_no_state(make_grid):
         send(grid, [0])
         grid._pool.step(0.0)
         reply = Message(Error(2, error) if error else RecordDict(), reply_to=slot.task.message)
-        grid._pool._finish(slot, 0, reply, state, 0, error, "")
+        grid._pool._finish(slot, 0, reply, state, 0, error, "", False)
         assert grid.client_states() == {0: kept}
 
 
@@ -655,12 +690,27 @@ def test_own_errors_are_one_line_and_the_users_place_is_told():
     given.message.content["a"] = given.message.content["b"] = ArrayRecord()
     given.context.node_config |= {"partition-id": 0, "num-partitions": 1}
     own = make_client_app(lambda: torch.nn.Linear(1, 1), train)
-    told = [pickle.loads(worker._run(app, "cpu", given.message, given.context))[-1] for app in (own, train)]
+    told = [pickle.loads(worker._run(app, "cpu", given.message, given.context))[-2] for app in (own, train)]
     assert "\n  File" not in told[0]
     assert told[0].startswith("FederatedError: ")
     assert "array" in told[0]
     assert "in train\n" in told[1]
     assert "worker.py" not in told[1]
+
+
+def test_client_without_memory_is_told_from_others_and_its_tensors_are_gone(monkeypatch):
+    held, is_gone = [], []
+    monkeypatch.setattr(worker, "check_device", lambda kind: is_gone.append(held[-1]() is None))
+    given = make_task(0)
+    for text, is_out_of_memory in (("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x", True), ("no", False)):
+
+        def train(message, context, text=text):
+            tensor = torch.ones(1)
+            held.append(weakref.ref(tensor))
+            raise RuntimeError(text)
+
+        assert pickle.loads(worker._run(train, "cpu", given.message, given.context))[-1] is is_out_of_memory
+    assert is_gone == [True, True]
 
 
 def pair() -> tuple[Frames, Frames]:

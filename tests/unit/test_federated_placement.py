@@ -67,6 +67,8 @@ def test_balanced_starts_the_longest_first(costs, speeds) -> None:
 def test_balanced_counts_speed() -> None:
     devices = [Device(0, speed=1.0), Device(1, speed=3.0)]
     assert deal(clients_of([6, 6, 6, 6]), devices, "balanced") == [[3], [0, 1, 2]]
+    # Where two would end at once, the faster one takes it: the other is free for less work.
+    assert deal(clients_of([2, 2, 1]), [Device(0, speed=1.0), Device(1, speed=2.0)], "balanced") == [[2], [0, 1]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), max_size=8), st.lists(st.integers(6, 9), min_size=1))

@@ -173,7 +173,10 @@ def test_rank_of_a_training_and_a_session_are_refused(monkeypatch: pytest.Monkey
     rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SetupError, match="This process is rank 1 of 2, started by torchrun"):
+    with pytest.raises(SetupError, match=r"rank 1 of 2, started by torchrun\.\nHint: Start the script with plain"):
+        make_server()
+    monkeypatch.setenv("UNSLOTH_MULTIGPU_RUN_DIR", "/run")
+    with pytest.raises(SetupError, match=r"started by unsloth_multigpu\.\nHint: Remove enable_multi_gpu\(\): the"):
         make_server()
 
 
@@ -343,6 +346,35 @@ def test_clients_that_do_not_answer_are_reported_with_the_time_that_they_had() -
         weights.ask_for_start(Silent(ClientApp()), 1, 5.0)
 
 
+@pytest.mark.usefixtures("may_make_messages")
+def test_other_clients_are_asked_where_the_first_do_not_answer() -> None:
+    class Deaf(AppGrid):
+        """Its first clients say nothing."""
+
+        asked: tuple[list[int], ...] = ()
+
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+            messages = list(messages)
+            self.asked += ([message.metadata.dst_node_id for message in messages],)
+            return super().send_and_receive(messages) if len(self.asked) > 1 else []
+
+    grid = Deaf(make_server().client_app, 4)
+    assert weights.ask_for_start(grid, 2, 5.0).layout is not None
+    assert grid.asked == ([997, 998], [999, 1000])
+
+
+def test_buffers_that_training_has_not_changed_are_no_part_of_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[list[str]] = []
+    monkeypatch.setattr(weights, "save_adapter", lambda folder, state, *_: saved.append(sorted(state)))
+    before = {name: Array(np.zeros(2)) for name in ("lora", "moved", "same")}
+    start = weights.Start(ArrayRecord(before), adapter_config="{}", buffers=["moved", "same"])
+    now = ArrayRecord({**before, "moved": Array(np.ones(2))})
+    weights.Trained(now, None, start).save(tmp_path)
+    assert saved == [["lora", "moved"]]
+
+
 class SlotGrid(AppGrid):
     """As if the clients were in two slots."""
 
@@ -468,6 +500,26 @@ def test_servers_own_evaluation_gets_the_global_model(tmp_path: Path) -> None:
         training.train(
             server._plan, AppGrid(server.client_app), 2, FitOptions(), server_evaluate=lambda model, number: "good"
         )
+
+
+def test_what_the_servers_own_evaluation_leaves_is_gone_in_the_next_round(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[float] = []
+
+    def build_frozen() -> nn.Module:
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight.requires_grad_(False))
+        return model
+
+    def spoil(model: nn.Module, server_round: int) -> dict[str, Any]:
+        seen.append(float(model.get_parameter("weight").sum()))
+        model.get_parameter("weight").data += 1
+        return {}
+
+    evaluate_on_server = training.Evaluator(make_server(model_builder=build_frozen)._plan, spoil)
+    for server_round in (0, 1):
+        evaluate_on_server(server_round, ArrayRecord({"bias": Array(np.zeros(1, np.float32))}), None)
+    assert seen == [2.0, 2.0]
+    assert "server_evaluate changed weight (and 0 more tensors)" in caplog.text
 
 
 @pytest.mark.usefixtures("may_make_messages")

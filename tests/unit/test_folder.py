@@ -55,6 +55,17 @@ def test_private_folder_is_removed_with_what_is_in_it(tmp: Path, error: type[Bas
     assert list(tmp.iterdir()) == []
 
 
+def test_full_folder_for_temporary_files_is_named(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(LaunchError, match="No space left on device") as error:
+        private_dir().__enter__()
+    assert (str(tmp) in str(error.value), "Hint: Set TMPDIR" in str(error.value)) == (True, True)
+    assert list(tmp.iterdir()) == []
+
+
 def test_private_folders_of_two_runs_are_two(tmp: Path) -> None:
     with private_dir() as first, private_dir() as second:
         assert first != second
@@ -139,10 +150,13 @@ def test_second_job_may_have_the_number_of_an_older_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["logs", "logs/deeper"])
-def test_log_folder_that_cannot_be_made_is_an_error(tmp_path: Path, inside: str) -> None:
+def test_log_folder_that_cannot_be_made_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(LaunchError, match=r"log_dir='.*logs.*' cannot be written: ") as error:
-        exclusive_log_dir(tmp_path / inside, 2).__enter__()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=f"log_dir='{tmp_path / inside}' cannot be written: ") as error:
+        exclusive_log_dir(Path(inside), 2).__enter__()
     assert "Hint: Set log_dir to another folder." in str(error.value)
 
 

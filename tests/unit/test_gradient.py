@@ -122,6 +122,8 @@ def test_gradient_that_is_not_finite_raises_before_the_optimizer_steps(clips):
     with rank.check.on_trainer():
         rank.step(1.0, 1.0)
         before = rank.model.weight.detach().clone()
+        with torch.no_grad():
+            rank.compute_loss(rank.model, {"x": torch.ones(2, 2)})  # A trial, which is no micro-batch of the step.
         with pytest.raises(NonFiniteGradientError) as info:
             rank.step(1.0, math.nan)
     assert info.value.args[0] == "step 2: gradient norm is nan; loss of rank 0, micro-batch 1, was nan."
@@ -149,6 +151,32 @@ def test_skipped_step_leaves_weights_and_optimizer_alone(clips, caplog):
     assert warnings[-1] == (
         "step 24: gradient norm is nan; loss of rank 0, micro-batch 0, was nan: left out on all ranks (12 so far)"
     )
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_gradients_are_clipped_as_accelerate_clips_them(norm_type):
+    rank, gradient = OneRank(), torch.tensor([[3.0, -4.0]])
+
+    def accelerates_own(*_):
+        raise AssertionError("It would clip by a norm that nobody has judged.")
+
+    accelerates_own.__module__ = "accelerate.accelerator"
+    rank.accelerator.clip_grad_norm_ = accelerates_own
+    rank.model.weight.grad = gradient.clone()
+    by_torch = torch.nn.Parameter(torch.zeros(1, 2))
+    by_torch.grad = gradient.clone()
+    with rank.check.on_trainer():
+        norm = rank.accelerator.clip_grad_norm_(rank.model.parameters(), 1.5, norm_type)
+    assert norm == torch.nn.utils.clip_grad_norm_([by_torch], 1.5, norm_type)
+    assert torch.equal(rank.model.weight.grad, by_torch.grad)
+
+
+def test_finite_gradient_whose_squares_overflow_is_clipped_to_nothing():
+    rank = OneRank()
+    before = rank.model.weight.detach().clone()
+    with rank.check.on_trainer():
+        assert rank.step(1e30) == math.inf
+    assert torch.equal(rank.model.weight, before)
 
 
 def test_many_skipped_steps_in_a_row_end_the_training():

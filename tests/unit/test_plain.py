@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import types
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +16,17 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import plugin
+from unsloth_multigpu import plain, plugin
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.wrap import choose_strategy, current_identity, one_device_reason, wrap_model
+from unsloth_multigpu.core.wrap import (
+    _leave_group,
+    choose_strategy,
+    current_identity,
+    one_device_reason,
+    warn_of_lone_steps,
+    wrap_model,
+)
 from unsloth_multigpu.data.loader import EpochPlan, distributed_loader, num_workers_per_rank
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
@@ -284,9 +295,50 @@ def test_file_without_weights_is_named(content, message, tmp_path):
         ump.load_state_dict(net(), path)
 
 
+def test_save_opens_the_group_where_nobody_has(tmp_path, monkeypatch):
+    opened = []
+    manager = SimpleNamespace(identity=SINGLE_PROCESS, open_group=lambda: opened.append(True))
+    monkeypatch.setattr(plain, "_manager", lambda: manager)
+    ump.save_state_dict(net(), tmp_path / "w.pt")
+    assert opened == [True]
+
+
+def test_group_is_ended_with_the_process_unless_others_may_be_gone(monkeypatch):
+    ended = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    _leave_group()
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    _leave_group()
+    assert ended == [True]
+
+
+def test_rank_that_trains_by_itself_is_told_so_at_its_first_step(monkeypatch, caplog):
+    for has_group, num_told in [(False, 1), (True, 0)]:
+        monkeypatch.setattr(dist, "is_initialized", lambda has_group=has_group: has_group)
+        caplog.clear()
+        warn_of_lone_steps()
+        optimizer = torch.optim.SGD(net().parameters())
+        optimizer.step()
+        optimizer.step()
+        assert ["nothing is shared" in line for line in caplog.messages] == [True] * num_told
+
+
+def test_model_that_cannot_be_moved_is_told_its_place():
+    model = nn.Linear(2, 2, device="meta")
+    model.hf_device_map = {"": 1}
+    with pytest.raises(SetupError, match="lies on meta and belongs on cpu, but its device map has placed it"):
+        wrap_model(model, DDPManager(SINGLE_PROCESS, MultiGPUConfig(device="cpu")), "none")
+
+
 def test_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "new" / "folder" / "w.pt"
+    done, rename = [], Path.replace
+    monkeypatch.setattr(os, "fsync", lambda _: done.append("flushed"))
+    monkeypatch.setattr(Path, "replace", lambda draft, name: (done.append("named"), rename(draft, name)))
     ump.save_state_dict(net(), path)
+    assert done == ["flushed", "named"]
     before = path.read_bytes()
 
     def full(state, file):

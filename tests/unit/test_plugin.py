@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import unsloth_multigpu as ump
@@ -33,6 +34,9 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name in LAUNCHERS or name.startswith(ENV_PREFIX):
             monkeypatch.delenv(name)
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
+    monkeypatch.setattr(start, "is_called_by_pytest", lambda: False)
+    # Whatever is broken, no test here starts ranks, which would run it again.
+    monkeypatch.setattr(start, "supervise", lambda *_: pytest.fail("ranks were to be started"))
     yield
     ump.disable_multi_gpu()
 
@@ -66,15 +70,39 @@ def test_second_call_with_the_same_arguments_changes_nothing() -> None:
     assert logging.getLogger("unsloth_multigpu").handlers == handlers
 
 
-@pytest.mark.parametrize("other", [{}, {"num_gpus": 2}, {"num_gpus": 1, "global_batch": "scale"}])
-def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("other", "before", "now"),
+    [
+        ({}, "num_gpus=1", "num_gpus=None"),
+        ({"num_gpus": 2}, "num_gpus=1", "num_gpus=2"),
+        ({"num_gpus": 1, "global_batch": "scale"}, "global_batch='keep'", "global_batch='scale'"),
+    ],
+)
+def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any], before: str, now: str) -> None:
     ump.enable_multi_gpu(num_gpus=1)
-    with pytest.raises(ConfigError, match=r"enable_multi_gpu\(\) is in effect with .*num_gpus=1") as error:
+    with pytest.raises(ConfigError) as error:
         ump.enable_multi_gpu(**other)
-    assert "Hint: Call it once, or disable_multi_gpu() first." in str(error.value)
+    assert str(error.value) == (
+        f"enable_multi_gpu() is in effect with {before}; this call asks for {now}.\n"
+        "Hint: Call it once, or disable_multi_gpu() first."
+    )
     config = ump.get_active_config()
     assert config is not None
     assert (config.num_gpus, config.global_batch) == (1, "keep")
+
+
+def test_numbers_of_numpy_and_paths_are_taken() -> None:
+    ump.enable_multi_gpu(num_gpus=numpy.int64(1), log_dir=Path("l"))  # type: ignore[arg-type]
+    assert ump.get_active_config() == ump.MultiGPUConfig(num_gpus=1, log_dir="l")
+
+
+def test_command_that_cannot_be_started_again_is_refused_before_devices_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "is_called_by_pytest", lambda: True)
+    monkeypatch.setattr(start, "visible_accelerators", lambda: pytest.fail("counted"))
+    with pytest.raises(SetupError, match="cannot start ranks from a test"):
+        ump.enable_multi_gpu(num_gpus=2)
 
 
 def test_call_after_disable_may_have_other_arguments() -> None:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -53,11 +55,56 @@ def test_ranks_of_a_page_stop_at_one_point(tmp_path_factory, order, ask_at, num_
         assert stops == [2, 2, 2]
 
 
+def test_point_is_said_and_looked_for_under_the_lock(tmp_path):
+    class Watched(ControlPage):
+        is_locked = False
+
+        @contextmanager
+        def lock(self):
+            with super().lock():
+                self.is_locked = True
+                yield
+                self.is_locked = False
+
+        def set_point(self, local_rank, point):
+            assert self.is_locked
+            super().set_point(local_rank, point)
+
+        @property
+        def signal(self):
+            assert self.is_locked
+            return super().signal
+
+    page = Watched(tmp_path, 1)
+    assert PageAgreement(page, 0).is_reached(1, 0) == 0
+    page.close()
+
+
+def test_rank_ends_after_the_first_one_of_its_machine(tmp_path, monkeypatch):
+    handlers = []
+    at_exit = SimpleNamespace(register=lambda *call: handlers.append(call))
+    monkeypatch.setattr("unsloth_multigpu.fault.agreement.atexit", at_exit)
+    page = ControlPage(tmp_path, 2)
+    with subprocess.Popen(["sleep", "100"]) as first:
+        page.set_left(0, first.pid)
+        has_left = PageAgreement(page, 1).leave(time.monotonic() + 5.0)
+        was_alive = [not has_ended() for _, has_ended, _ in handlers]
+        first.kill()
+    assert (has_left, was_alive) == (True, [True])
+    ((wait, has_ended, deadline_s),) = handlers
+    assert wait(has_ended, deadline_s)
+    assert PageAgreement(page, 0).leave(time.monotonic() + 5.0)
+    assert len(handlers) == 1
+    page.close()
+
+
 def test_stop_that_nobody_reached_holds_at_the_first_point_of_the_next_training(tmp_path):
     page = ControlPage(tmp_path, 2)
     first = [PageAgreement(page, rank) for rank in range(2)]
     assert first[0].is_reached(9, 0) == 0
-    page.ask(signal.SIGTERM, 0.0)
+    page.ask(signal.SIGTERM, 7.0)
+    page.ask(signal.SIGINT, 9.0)  # The first to ask is heard.
+    assert (page.signal, page.deadline_s) == (signal.SIGTERM, 7.0)
     assert first[1].is_reached(9, 0) == 0
     second = [PageAgreement(page, rank) for rank in range(2)]
     assert [rank.is_reached(1, 0) for rank in second] == [signal.SIGTERM] * 2
@@ -142,6 +189,9 @@ def test_store_of_torch_is_read_after_it_is_written():
     assert [rank.is_reached(3 - i, 0) for i, rank in ((1, ranks[0]), (0, ranks[0]), (0, ranks[1]))] == [0, 10, 10]
     assert not ranks[0].leave(time.monotonic() + 0.05)
     assert ranks[1].leave(time.monotonic() + 5.0)
+    # A script that catches what a stop makes train() raise may train again.
+    again = [StoreAgreement(client, rank, 2) for rank, client in enumerate(clients)]
+    assert [rank.is_reached(4, 0) for rank in again] == [0, 0]
 
 
 def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
@@ -257,6 +307,19 @@ def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path, page):
     assert (trainer.state.global_step, trainer.saved) == (3, [3])
 
 
+def test_no_evaluation_takes_the_time_that_is_left(tmp_path, page):
+    trainer = FakeTrainer()
+    steered = preemption(trainer, tmp_path)
+
+    def agree_on_step_3(step):
+        is_reached = lambda point, number: signal.SIGTERM * (point >= 3 << 20)  # noqa: E731
+        steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
+
+    with pytest.raises(SystemExit), steered.on_trainer():
+        trainer.train(8, num_eval_batches=1, on_step=agree_on_step_3)
+    assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], False)
+
+
 def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path, page):
     trainer = FakeTrainer()
     steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)
@@ -273,6 +336,19 @@ def test_asked_in_the_last_step_the_script_behind_train_is_not_begun(tmp_path, p
     assert trainer.saved == saved
 
 
+def test_step_that_is_saved_already_is_not_saved_again(tmp_path, page):
+    trainer = FakeTrainer()
+
+    def on_step(step):
+        if step == 8:  # By the script's own schedule.
+            trainer.control.should_save = True
+            page.ask(signal.SIGTERM, time.monotonic() + 5.0)
+
+    with pytest.raises(SystemExit), preemption(trainer, tmp_path).on_trainer():
+        trainer.train(8, on_step=on_step)
+    assert trainer.saved == [8]
+
+
 def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path, page):
     trainer = FakeTrainer()
     run_until_asked(preemption(trainer, tmp_path), trainer, page, NOBODY)
@@ -282,13 +358,14 @@ def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path, page):
 def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again(tmp_path, page):
     trainer = FakeTrainer()
     elastic = {"nnodes": "1:2", "rdzv_endpoint": "localhost:1", "rdzv_id": "a"}
-    steered = preemption(trainer, tmp_path, local_world_size=2, **elastic)
+    steered = preemption(trainer, tmp_path, local_world_size=2, grace_s=7.0, **elastic)
+    waits_until = []
 
     def train():
         with steered.on_trainer():
             # Another node's ranks have agreed with this one through the store.
             steered._agreement = SimpleNamespace(
-                is_reached=lambda point, number: signal.SIGTERM * (point >= 2 << 20), leave=lambda deadline_s: True
+                is_reached=lambda point, number: signal.SIGTERM * (point >= 2 << 20), leave=waits_until.append
             )
             trainer.train(8)
 
@@ -296,3 +373,5 @@ def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again
         train()
     assert page.signal == 0
     assert trainer.saved == [2]
+    # Until the others have saved, too.
+    assert waits_until == [pytest.approx(time.monotonic() + 7.0, abs=3.0)]

@@ -93,6 +93,14 @@ def test_innermost_line_of_the_users_own_is_named() -> None:
     assert (main_frames(""), main_frames("Segmentation fault\n")) == ([], [])
 
 
+def test_end_of_the_pulse_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    fdopen = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda *given: files.append(fdopen(*given)) or files[-1])
+    pulse.start_pulse(BeatPage(tmp_path, 0), tmp_path, 0, 10.0)()
+    assert [file.closed for file in files] == [True]
+
+
 class Page:
     def __init__(self) -> None:
         self.step, self.phase, self.micro_batch = 1, 3, 0

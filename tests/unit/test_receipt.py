@@ -335,6 +335,8 @@ class Saver(TrainerCallback):
         self.trainer.save_state()
         model.save_pretrained_merged(args.output_dir + "/merged")
         model.save_pretrained_gguf(args.output_dir + "/gguf")
+        model.push_to_hub(args.output_dir + "/pushed")
+        self.trainer.push_to_hub(args.output_dir + "/pushed_too")
 
 
 @pytest.fixture
@@ -344,6 +346,7 @@ def trainer(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, attention_dropout=0.1, **sizes))
     model.lm_head.weight.requires_grad_(False)
     model.save_pretrained_merged = model.save_pretrained_gguf = lambda path: Path(path).mkdir(parents=True)
+    model.push_to_hub = model.save_pretrained_merged
     args = TrainingArguments(
         str(tmp_path / "out"),
         per_device_train_batch_size=2,
@@ -358,6 +361,7 @@ def trainer(tmp_path):
     rows = [{"input_ids": torch.arange(4) + i, "labels": torch.arange(4) + i} for i in range(28)]
     saver = Saver()
     saver.trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[Tracker(), saver])
+    saver.trainer.push_to_hub = model.push_to_hub
     return saver.trainer
 
 
@@ -402,6 +406,17 @@ def test_recorder_follows_the_first_steps_and_saves_nothing(trainer, tmp_path):
     assert trainer.callback_handler.callbacks == callbacks
     assert not {"training_step", "save_model", "save_pretrained"} & {*vars(trainer), *vars(trainer.model)}
     assert (trainer.args.logging_nan_inf_filter, trainer.args.logging_steps) == (True, 4)
+
+
+def test_share_of_a_tensor_is_the_largest_that_it_had(tmp_path):
+    model, args = torch.nn.Linear(1, 1), SimpleNamespace(device=torch.device("cpu"), max_grad_norm=0.0)
+    trainer = SimpleNamespace(model=model, args=args, is_fsdp_enabled=False, is_deepspeed_enabled=False)
+    trainer.state = SimpleNamespace(global_step=0)
+    recorder = receipt.Recorder(trainer, receipt.ReceiptRequest(str(tmp_path), 2, 1, True), 0, MultiGPUConfig(), bool)
+    for weight, bias in ((3.0, 4.0), (4.0, 3.0), (math.nan, 1.0)):
+        model.weight.grad, model.bias.grad = torch.tensor([[weight]]), torch.tensor([bias])
+        recorder.note_gradients()
+    assert recorder._gradient_shares == pytest.approx({"weight": 0.8, "bias": 0.8})
 
 
 def test_recorder_names_dropout_and_counts_no_filler(trainer, tmp_path):

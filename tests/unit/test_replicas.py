@@ -178,15 +178,22 @@ class Manager:
         return self.group.exchange(self.identity.rank, text)
 
 
-def checked_by(models: list[Any], extras: list[str] | None = None, *, step: int = 7) -> list[str]:
+def checked_by(
+    models: list[Any],
+    extras: list[str] | None = None,
+    *,
+    steps: list[int] | None = None,
+    every: list[int] | None = None,
+) -> list[str]:
     """What each rank's check of its model raises, "" for nothing."""
     from unsloth_multigpu.proof.replicas import ReplicaProof
 
     group = Group(len(models))
-    extras = extras or [""] * len(models)
+    extras, steps, every = extras or [""] * len(models), steps or [7] * len(models), every or [1] * len(models)
 
     def check(rank: int) -> str:
-        proof = ReplicaProof(Manager(1, rank, group), lambda: extras[rank])  # type: ignore[arg-type]
+        step = steps[rank]
+        proof = ReplicaProof(Manager(every[rank], rank, group), lambda: extras[rank])  # type: ignore[arg-type]
         try:
             proof.check(models[rank], step)
         except DivergenceError as error:
@@ -265,6 +272,11 @@ def test_weights_that_differ_are_named_on_every_rank() -> None:
 def test_facts_that_differ_are_named_before_the_weights() -> None:
     for error in checked_by([model(), model(b=1.0)], ["mine", "theirs"]):
         assert "after step 7: plan: rank 0 has mine, rank 1 has theirs." in error
+    for error in checked_by([model(), model()], steps=[7, 8]):
+        assert ": step: rank 0 has 7, rank 1 has 8." in error
+    for error in checked_by([model(), model()], every=[1, 2]):
+        assert ": config: rank 0 has {" in error
+        assert "'verify_every': 2" in error
 
 
 def test_weights_that_ddp_leaves_to_each_rank_are_not_compared() -> None:

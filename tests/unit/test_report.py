@@ -53,6 +53,12 @@ def test_line_that_a_full_disk_has_cut_is_passed_over(tmp_path: Path) -> None:
     assert len(read_events(tmp_path, attempt=0)) == 1
 
 
+def test_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "events_rank_0.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: '.*events_rank_0\.jsonl'"):
+        EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
+
+
 def test_event_after_the_end_of_the_supervisor_raises(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

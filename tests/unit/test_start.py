@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from unsloth_multigpu import start
-from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
-from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command
+from unsloth_multigpu.launch.cause import find_cause
+from unsloth_multigpu.report import Event
+from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
 
 SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
 
@@ -56,8 +63,10 @@ def test_number_of_ranks_is_what_was_asked_for(
     [
         ("cuda", 1, 4, "auto", "num_gpus=4, but 1 GPU(s) are visible", "Set num_gpus=1, or CUDA_VISIBLE_DEVICES"),
         ("cuda", 2, 3, "cuda", "num_gpus=3, but 2 GPU(s) are visible", "Set num_gpus=2"),
-        ("cpu", 0, 2, "cuda", "device='cuda', but this machine has 0 cpu accelerator(s)", "check the driver"),
-        ("cpu", 0, None, "xpu", "device='xpu', but this machine has 0", "Set device='auto'"),
+        ("cpu", 0, 2, "cuda", "device='cuda', but no such device is visible", "check the driver"),
+        ("cpu", 0, None, "xpu", "device='xpu', but no such device is visible", "Set device='auto'"),
+        ("cpu", 0, 10**9, "auto", "num_gpus=1000000000: CPU ranks share 3 core(s)", "Set num_gpus=3"),
+        ("cuda", 2, 65, "cpu", "num_gpus=65: CPU ranks share 3 core(s)", "Set num_gpus=3"),
         ("xpu", 2, 2, "cuda", "device='cuda', but this machine has 2 xpu", "Set device='auto'"),
     ],
 )
@@ -65,6 +74,7 @@ def test_what_the_machine_does_not_have_is_an_error(
     monkeypatch: pytest.MonkeyPatch, kind: str, count: int, num_gpus: int | None, device: str, message: str, hint: str
 ) -> None:
     see(monkeypatch, kind, count)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     with pytest.raises(SetupError) as error:
         ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
     first, _, second = str(error.value).partition("\nHint: ")
@@ -157,6 +167,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[launcher.DDPLauncher]:
     monkeypatch.setattr(launcher.DDPLauncher, "run", run)
     monkeypatch.setattr(launcher, "exit_like", exit_like)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-c", "pass", "a"])
+    monkeypatch.setattr(start, "is_called_by_pytest", lambda: False)
     return launchers
 
 
@@ -165,6 +176,39 @@ def test_this_process_ends_as_its_ranks_do(started: list[launcher.DDPLauncher]) 
     with pytest.raises(Ended, match="7"):
         start_this_command(config, 3)
     assert started == [launcher.DDPLauncher([sys.executable, "-X", "dev", "-c", "pass", "a"], 3, config)]
+
+
+def test_ranks_are_not_started_from_a_test_but_from_its_process() -> None:
+    # It only makes the command: nothing is started, whatever is broken.
+    with pytest.raises(SetupError, match="cannot start ranks from a test"):
+        this_command()
+    code = "import _pytest; from unsloth_multigpu.start import this_command; print(this_command()[1:2])"
+    assert run_code(code).stdout == "['-c']\n"
+
+
+@pytest.mark.parametrize(
+    ("streams", "code"),
+    [("sys.stdout = sys.stderr = None", -signal.SIGTERM), ("sys.stdout.close(); sys.stderr.close()", 7)],
+)
+def test_supervisor_without_a_terminal_ends_as_its_ranks_do(streams: str, code: int) -> None:
+    script = "from unsloth_multigpu.launch.launcher import exit_like; from unsloth_multigpu.logs import tell"
+    script = f"import sys; {script}; {streams}; tell('nobody reads this')"
+    assert run_code(f"{script}\ntry: exit_like({code})\nexcept BaseException: pass").returncode == code
+
+
+@pytest.mark.parametrize(("is_asked", "code"), [(False, 130), (True, -signal.SIGINT)])
+def test_interrupt_is_the_supervisors_or_the_ranks_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], is_asked: bool, code: int
+) -> None:
+    events = [Event("interrupted", 1, 0, 1.0, 4, {"error": "KeyboardInterrupt: ", "traceback": "T", "exit_code": 130})]
+    cause = partial(find_cause, events)
+    watch = SimpleNamespace(close=lambda: None, events=lambda: events, cause=lambda codes: cause(codes))
+    stop = SimpleNamespace(is_asked=lambda: is_asked, number=signal.SIGINT, how="at once")
+    given = launcher.DDPLauncher(["true"], 2, MultiGPUConfig())
+    supervisor = launcher._Supervisor(given, "run", tmp_path, tmp_path, watch, stop)  # type: ignore[arg-type]
+    assert supervisor._tell_failure({0: -signal.SIGTERM, 1: -signal.SIGINT}) == code
+    said = "stopped by SIGINT, all ranks have ended" if is_asked else "rank 1 failed after step 4: KeyboardInterrupt."
+    assert said in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("started")
@@ -196,3 +240,64 @@ def test_line_at_the_top_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: p
     with pytest.raises(Ended):
         start_this_command(MultiGPUConfig(num_gpus=2), 2)
     assert caplog.messages == []
+
+
+def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
+    def told(**environment: str) -> dict[str, str]:
+        return launcher.rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", environment)
+
+    names = {"OMP_NUM_THREADS", "PYTHONHASHSEED", "GLOO_SOCKET_IFNAME"}
+    assert names <= told().keys()
+    assert not names & told(**dict.fromkeys(names, "3")).keys()
+    assert names <= told(**dict.fromkeys(names, "")).keys()
+
+
+@pytest.mark.parametrize(("environment", "grace_s"), [({}, 7.0), ({ENV_RECEIPT: "{}"}, 0.0)])
+def test_ranks_have_time_to_save_unless_they_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], grace_s: float
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(os, "environ", {**environment})
+    monkeypatch.setattr(launcher, "Watch", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(launcher, "Stop", lambda run_dir, num_ranks, grace_s, end: nullcontext(grace_s))
+    monkeypatch.setattr(launcher, "_Supervisor", lambda *given: SimpleNamespace(run=lambda: found.append(given[-1])))
+    launcher.DDPLauncher(["true"], 2, MultiGPUConfig(grace_s=7.0, log_dir=str(tmp_path / "logs"))).run()
+    assert found == [grace_s]
+
+
+def run_code(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+
+
+def test_rank_without_its_supervisor_ends_and_another_process_is_no_rank() -> None:
+    code = "import os; from unsloth_multigpu.launch.rank import die_with_supervisor; die_with_supervisor({})"
+    assert run_code(code.format(2**30)).returncode == 128 + 9
+    # A process of ours that lives, but has not started this one.
+    found = run_code(code.format("os.getpid()"))
+    assert (found.returncode, "was called in a process that a rank started" in found.stderr) == (1, True)
+
+
+STUCK = """
+import os, sys, threading
+from types import SimpleNamespace
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.launch import rank
+rank.TEARDOWN_LIMIT_S = 0.2
+os.environ["UNSLOTH_MULTIGPU_RUN_DIR"] = "none"
+events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True))
+rank._report_exception(SimpleNamespace(rank=0), events)
+class Mute(ConfigError):
+    def __str__(self): raise RuntimeError
+sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+threading.Thread(target=threading.Event().wait).start()
+raise Mute("no", hint="yes")
+"""
+
+
+def test_rank_that_has_said_why_it_ends_ends() -> None:
+    # A thread that waits for ever, as one of a process group.
+    found = run_code(STUCK)
+    interrupted, failed = found.stdout.splitlines()
+    assert (found.returncode, interrupted) == (ConfigError.exit_code, "interrupted KeyboardInterrupt: ")
+    # Each version of Python has words of its own for a text that cannot be made.
+    assert failed.startswith("exception Mute: <")

@@ -8,9 +8,11 @@ import time
 
 import pytest
 
+from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.fault.control import ControlPage
+from unsloth_multigpu.launch.process import is_alive
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.report import Event, EventWriter
 
@@ -125,8 +127,10 @@ def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
 
 
 def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
-    # A stopped process does not hear SIGTERM.
-    rank = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    # A stopped process does not hear SIGTERM. What it has started may hold its device.
+    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
+    rank = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    its_child = int(rank.stdout.readline())
     rank.send_signal(signal.SIGSTOP)
     EventWriter(tmp_path, 0, 0, beat).write("started", pid=rank.pid)
     stop._receive(signal.SIGTERM, None)
@@ -137,6 +141,8 @@ def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
         stop.turn()
     assert stop.how == "late"
     assert rank.wait(5.0) == -signal.SIGKILL
+    rank.stdout.close()
+    wait_until(lambda: not is_alive(its_child), 5.0, "end of the rank's child")
 
 
 def test_signal_that_ranks_heard_of_from_another_node_is_the_supervisors_too(stop, asked):

@@ -1,7 +1,9 @@
 """Buckets, bytes, and which strategy the options name; in a group of one rank."""
 
 import itertools
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.core.exchange import Exchange, _exchange_callback
+from unsloth_multigpu.errors import RankTimeoutError, SetupError
 from unsloth_multigpu.sync.allreduce import AllReduceSync
 from unsloth_multigpu.sync.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 from unsloth_multigpu.sync.choice import make_sync
 from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.sync.parameter_server import ParameterServerSync
+from unsloth_multigpu.sync.server import StepClock, WeightServer
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64]
 
@@ -117,3 +121,88 @@ def test_momentum_of_another_model_is_refused(model):
     state["momentum"] = state["momentum"][:1]
     with pytest.raises(SetupError, match="momentum of sync='diloco'"):
         sync.load_state_dict(state)
+
+
+def test_server_takes_the_gradient_of_rank_0_and_waits_for_its_turn_no_longer_than_it_may():
+    model = nn.Linear(3, 2, bias=False)
+    before, optimizer = model.weight.detach().clone(), optimizer_of(model)
+    server = WeightServer(optimizer, [model.weight], StepClock(1, 0), None, 0.05)
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold_the_turn():
+        with server._turn:
+            is_held.set()
+            may_end.wait(5.0)
+
+    other = threading.Thread(target=hold_the_turn)
+    try:
+        model.weight.grad = torch.ones(2, 3)
+        server.begin_step()
+        assert model.weight.grad is None  # Else `zero_grad()`, which clears the server's, would leave it.
+        optimizer.step()
+        server.finish_step()
+        torch.testing.assert_close(model.weight, before - 0.1)
+        other.start()
+        assert is_held.wait(5.0)
+        with pytest.raises(RankTimeoutError, match=r"waited 0\.05 seconds for its turn; finished steps by rank: \[1\]"):
+            server.begin_step()
+    finally:
+        may_end.set()
+        other.join()
+        server.stop()
+    assert optimizer.param_groups[0]["params"] == [model.weight]
+
+
+@pytest.mark.parametrize("control", ["should_save", "should_evaluate", "should_training_stop", None])
+def test_ranks_meet_where_somebody_reads_the_weights(control):
+    flags = dict.fromkeys(("should_save", "should_evaluate", "should_training_stop"), False)
+    asked = SimpleNamespace(**{name: name == control for name in flags})
+    met = []
+    callback = _exchange_callback(SimpleNamespace(meet_if=met.append))
+    callback.on_step_end(None, None, asked)
+    callback.on_epoch_end(None, None, asked)
+    assert met == [control is not None] * 2
+
+
+class FakeTrainer:
+    """What an exchange needs of a Trainer."""
+
+    def __init__(self, model):
+        self.model, self.args = model, SimpleNamespace(average_tokens_across_devices=True)
+        self.accelerator = SimpleNamespace(prepare_model=lambda model, placement, evaluation_mode: model)
+        self.callbacks = []
+        self.add_callback, self.remove_callback = self.callbacks.append, self.callbacks.remove
+        self.saved_after = None
+
+    def training_step(self):
+        """Never called."""
+
+    _load_optimizer_and_scheduler = _load_best_model = training_step
+
+    def _save_checkpoint(self, met):
+        self.saved_after = list(met)
+
+
+def exchange_of(model, **options):
+    trainer = FakeTrainer(model)
+    exchange = Exchange(trainer, SimpleNamespace(config=MultiGPUConfig(**options)))
+    return trainer, exchange
+
+
+def test_exchange_steers_one_model_and_says_what_broke_it():
+    trainer, exchange = exchange_of(nn.Linear(3, 2), sync="local_sgd")
+    met, cause = [], ValueError("on the server")
+    exchange.sync = SimpleNamespace(meet=lambda: met.append("met"), abort=lambda: cause)
+    with pytest.raises(KeyError) as caught, exchange.on_trainer():  # noqa: PT012
+        assert not trainer.args.average_tokens_across_devices
+        trainer._save_checkpoint(met)
+        frozen = nn.Linear(3, 2).requires_grad_(False)
+        for model in (trainer.model, frozen):
+            assert trainer.accelerator.prepare_model(model) is model
+        with pytest.raises(SetupError, match="A Linear is trained beside the Trainer's model"):
+            trainer.accelerator.prepare_model(nn.Linear(3, 2))
+        raise KeyError
+    assert trainer.saved_after == ["met"]
+    assert caught.value.__cause__ is cause
+    assert (trainer.callbacks, trainer.args.average_tokens_across_devices) == ([], True)
+    assert "_save_checkpoint" not in vars(trainer)

@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.fault import watchdog
 from unsloth_multigpu.fault.beat import Beat, BeatPage, Node, Phase
+from unsloth_multigpu.launch import watch as module
 from unsloth_multigpu.launch.process import read_state
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
-from unsloth_multigpu.report import EventWriter
+from unsloth_multigpu.report import Event, EventWriter
 
 RANK = """
 import os, signal, sys, time
@@ -143,3 +145,62 @@ def test_rank_that_is_not_to_be_judged_is_left_alone(ranks: Callable, kind: str,
     wait_until(lambda: len(watch.events()) >= 4)
     with pytest.raises(subprocess.TimeoutExpired):
         still.wait(2.5)
+
+
+# Of no process.
+PIDS = {0: 2**30, 1: 2**30 + 1}
+
+
+class Clock:
+    """A watch whose thread does not run, over ranks 0 and 1 that stand still; `ended` are the processes it kills."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.now_s = time.monotonic()
+        self.ended: list[int] = []
+        self.beats = {r: Beat(2, Phase.COMPUTE, 0, self.now_s, self.now_s + 1000) for r in range(2)}
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=self.sleep))
+        monkeypatch.setattr(module, "kill_rank", self.ended.append)
+        monkeypatch.setattr(module, "read_beats", lambda _: self.beats)
+        (tmp_path / "logs").mkdir()
+        config = MultiGPUConfig(hang_timeout_s=2.0)
+        self.watch = Watch(tmp_path, lambda *_: None, log_dir=tmp_path / "logs", num_ranks=2, config=config)
+        self.watch._beats = self.beats
+
+    def sleep(self, s: float) -> None:
+        self.now_s += s
+
+    def look(self, *steps_s: float) -> list[int]:
+        for step_s in steps_s:
+            self.sleep(step_s)
+            self.watch._end_hang([], PIDS)
+        return self.ended
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+    return Clock(monkeypatch, tmp_path)
+
+
+def test_time_in_which_the_machine_stood_still_is_no_hang(clock: Clock) -> None:
+    assert clock.look(1.0, 100.0, 1.9) == []
+    assert clock.look(1.0) == list(PIDS.values())
+
+
+def test_hang_is_there_at_the_next_look_too(clock: Clock) -> None:
+    # The page was read while it was written.
+    clock.beats = {r: Beat(3, Phase.COMPUTE, 0, clock.now_s + 3.0, clock.now_s + 1000) for r in range(2)}
+    assert clock.look(3.0) == []
+
+
+def test_survivors_of_a_dead_rank_are_not_judged(clock: Clock) -> None:
+    clock.watch.gone = {1}
+    assert clock.look(3.0, 3.0) == []
+
+
+@pytest.mark.parametrize(("kind", "ended"), [("stopping", []), ("training", [PIDS[1]])])
+def test_rank_that_is_to_save_is_not_ended_with_one_that_failed(clock: Clock, kind: str, ended: list[int]) -> None:
+    events = [Event(kind, 1, 0, 1.0, 2, {}), Event("exception", 0, 0, 2.0, 2, {"error": "ValueError: no"})]
+    for _ in range(2):
+        clock.watch._end_waiting(events, PIDS, {1})
+        clock.sleep(TEARDOWN_LIMIT_S + 1)
+    assert clock.ended == ended

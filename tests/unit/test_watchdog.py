@@ -341,3 +341,11 @@ def test_a_rank_that_moves_at_the_last_place_keeps_all_alive(beats: dict[int, Be
     beats = {r: dataclasses.replace(b, alive_s=NOW_S) for r, b in beats.items()}
     beats[rank] = beat(Phase.DATA, -1, still_s=1, collective=-2)
     assert find_hang(beats, NOW_S, LIMIT_S) is None
+
+
+def test_save_that_one_rank_alone_makes_is_named_within_the_limit():
+    # Rank 0 waits in the save's exchange, rank 1 in the next step's; neither does anything itself.
+    alone = beat(Phase.SAVE, collective=40, operation="all_gather [1]")
+    next_step = beat(Phase.COMPUTE, collective=42, operation=ALL_REDUCE)
+    expect(judge(alone, next_step), 0, "saving, in all_gather [1], which the others have left")
+    assert judge(dataclasses.replace(alone, operation=""), next_step) is None

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from unsloth_multigpu.launch.process import wait_after_kill
+
 BASE: dict[str, Any] = {"find_unused_parameters": False}
 # Name -> arguments of DistributedDataParallel, and what else is tried in the same loop.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -56,18 +58,15 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "unsloth_multigpu.cli.bench_ddp", *sys.argv[1:]]
-        own = [["--rank", str(r), "--meeting-file", f"{folder}/meeting"] for r in range(options.num_ranks)]
-        ranks = [stack.enter_context(subprocess.Popen([*command, *arguments])) for arguments in own]
-        try:
-            while all(rank.poll() is None for rank in ranks):
-                time.sleep(0.1)
-            # A rank that failed leaves the others waiting.
-            if any(rank.poll() for rank in ranks):
-                return 1
-            return max(rank.wait() for rank in ranks)
-        finally:
-            for rank in ranks:
-                rank.terminate()
+        ranks = []
+        for number in range(options.num_ranks):
+            ranks.append(subprocess.Popen([*command, "--rank", str(number), "--meeting-file", f"{folder}/meeting"]))
+            stack.callback(wait_after_kill, ranks[-1])
+            stack.callback(ranks[-1].kill)
+        # A rank that failed leaves the others waiting.
+        while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
+            time.sleep(0.1)
+        return 1 if any(codes) else 0
 
 
 def _run_rank(options: argparse.Namespace) -> None:

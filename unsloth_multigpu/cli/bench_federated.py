@@ -166,18 +166,23 @@ def _pss_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
 
 
-def _difference(run: ArmRun, other: ArmRun) -> float:
-    """The largest of all values; infinite where the tensors are others."""
-    if {name: w.shape for name, w in run.weights.items()} != {name: w.shape for name, w in other.weights.items()}:
-        return float("inf")
-    return max(float((w - other.weights[name]).abs().max()) for name, w in run.weights.items())
+def _difference(runs: Sequence[ArmRun], other: ArmRun) -> float:
+    """The largest of all values; infinite where the tensors are others, no number where a value is none."""
+    import torch
+
+    found = []
+    for run in runs:
+        if {name: w.shape for name, w in run.weights.items()} != {name: w.shape for name, w in other.weights.items()}:
+            return float("inf")
+        found += [(w - other.weights[name]).abs().max().float() for name, w in run.weights.items()]
+    return float(torch.stack(found).max())  # Python's own maximum forgets what is no number.
 
 
 def _check_equal(runs: Mapping[str, Sequence[ArmRun]], options: FederatedOptions) -> None:
     first, *_ = runs
     limit = _MAX_DIFFERENCE.get((options.llama.device, options.llama.dtype), _MAX_DIFFERENCE_ELSEWHERE)
     for name, repeats in runs.items():
-        worst = max(_difference(run, runs[first][0]) for run in repeats)
+        worst = _difference(repeats, runs[first][0])
         # Also where it is no number.
         if not worst <= limit:
             raise DivergenceError(
@@ -220,7 +225,7 @@ def _figures(runs: Mapping[str, Sequence[ArmRun]]) -> dict[str, dict[str, Any]]:
             "slot_bytes": max((max(sizes) for sizes in others if sizes), default=None),
             "total_bytes": max(sum(run.pss_bytes) for run in repeats),
             "loss": repeats[0].losses[-1],
-            "difference": max(_difference(run, first) for run in repeats),
+            "difference": _difference(repeats, first),
         }
     return figures
 

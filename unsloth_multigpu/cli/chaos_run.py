@@ -16,7 +16,7 @@ from pathlib import Path
 from unsloth_multigpu.cli.script import has_own_line
 from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.fault.chaos import ChaosRequest, Fault
-from unsloth_multigpu.launch.process import find_marked, kill_marked
+from unsloth_multigpu.launch.process import find_marked, kill_marked, wait_after_kill
 
 _POLL_S = 0.05
 # Processes that outlive the command by more than this were left behind.
@@ -114,7 +114,7 @@ class Scene:
             num_orphans = self._wait_for_end() if is_over else 0
             end_s = time.monotonic()
             kill_marked(self._marker)
-            process.wait()
+            wait_after_kill(process)
         reader.join(_ORPHAN_LIMIT_S)
         output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
         told = tuple(m[1].replace(str(self.work), ".") for m in map(_TOLD.match, output.splitlines()) if m)

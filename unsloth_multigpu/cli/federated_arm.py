@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import queue
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +75,7 @@ def _train_in_threads(arm: FederatedArm, options: FederatedOptions) -> tuple[Arm
     import torch
 
     begin_s = time.perf_counter()
-    clients = _Clients(options, min(arm.num_at_once, _num_devices(options)))
+    clients = _Clients(options, arm.num_at_once)
     marks_s, losses, weights = [time.perf_counter()], [], clients.first_weights
     with ThreadPoolExecutor(arm.num_at_once) as pool:
         for server_round in range(1, options.num_warmup + options.num_rounds + 1):
@@ -94,22 +95,21 @@ def _train_in_threads(arm: FederatedArm, options: FederatedOptions) -> tuple[Arm
 
 
 class _Clients:
-    """Threads share one process, so that a model of which two train at once must exist twice."""
+    """Threads share one process, so that there is a model for each client that trains at the same time."""
 
-    def __init__(self, options: FederatedOptions, num_devices: int) -> None:
+    def __init__(self, options: FederatedOptions, num_at_once: int) -> None:
         import torch
 
         self._options = options
-        numbers = range(options.num_clients)
-        self._devices = [
-            torch.device("cuda", number % num_devices) if num_devices else torch.device("cpu") for number in numbers
-        ]
-        self._models = [build_model(options).to(device).train() for device in self._devices]
+        num_devices = _num_devices(options)
+        devices = [torch.device("cuda", n % num_devices) if num_devices else "cpu" for n in range(num_at_once)]
+        models = [build_model(options).to(device).train() for device in devices]
         self.first_weights = {
-            name: value.detach().cpu().clone()
-            for name, value in self._models[0].named_parameters()
-            if value.requires_grad
+            name: value.detach().cpu().clone() for name, value in models[0].named_parameters() if value.requires_grad
         }
+        self._free_models: queue.SimpleQueue[torch.nn.Module] = queue.SimpleQueue()
+        for model in models:
+            self._free_models.put(model)
 
     def train(
         self, weights: dict[str, torch.Tensor], server_round: int, number: int
@@ -119,14 +119,17 @@ class _Clients:
 
         from unsloth_multigpu.federated.client import FederatedClient
 
-        model, device = self._models[number], self._devices[number]
+        model = self._free_models.get_nowait()  # As many as threads.
         trained = {name: value for name, value in model.named_parameters() if name in weights}
         with torch.no_grad():
             for name, value in trained.items():
                 value.copy_(weights[name])
+        device = next(model.parameters()).device
         client = FederatedClient(number, self._options.num_clients, server_round, device)
         num_examples, metrics = train_client(self._options, model, client)
-        return num_examples, metrics["loss"], {name: v.detach().cpu().clone() for name, v in trained.items()}
+        values = {name: v.detach().cpu().clone() for name, v in trained.items()}
+        self._free_models.put(model)
+        return num_examples, metrics["loss"], values
 
 
 def _num_devices(options: FederatedOptions) -> int:

@@ -70,8 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     """
     own, behind, program = split_program(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
-    options = parser.parse_args([*own, *behind])
+    options, unknown = parser.parse_known_args([*own, *behind])
     try:
+        if unknown:
+            hint = f"unsloth-multigpu {options.command} --help lists what there is."
+            raise ConfigError(f"{options.command}: unrecognized arguments: {' '.join(unknown)}", hint=hint)
         if options.command == "doctor":
             return _doctor(options)
         if options.command == "bench":
@@ -269,8 +272,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             supervise(command, config, num_ranks)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        print(end="", file=stream, flush=True)  # None where the command was started without it.
     os.execv(command[0], command)
 
 

@@ -80,7 +80,7 @@ def _verdict(comparison: Comparison, ranks: str, has_sources: bool) -> list[str]
     if has_sources:
         lines.append("Remove what may differ without a fault, see above, and verify again.")
     elif any("other samples" in reason for reason in comparison.reasons):
-        lines.append("Give shuffles and splits a seed, and let the data not depend on the rank.")
+        lines.append("Give shuffles, splits and generators of your own a seed; let data not depend on the rank.")
     else:
         lines.append("Look for code of the script that depends on the rank or on the rows of a micro-batch.")
     return lines

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,6 +148,11 @@ def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
         hint = landed.get("hint") or "See the lines below: a library cannot be imported."
         return [CheckRow("seams", "import", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]
     rows = [_seam_row(seam) for seam in landed["seams"]]
+    targets = [row.name for row in rows]
+    # One that is patched for two reasons has two rows, and the reason tells them apart.
+    rows = [
+        replace(row, text=f"{row.text}: {row.facts['reason']}") if targets.count(row.name) > 1 else row for row in rows
+    ]
     if landed["verify"]:
         hint = "Load whatever replaced it before enable_multi_gpu(), or leave it out."
         rows.append(CheckRow("seams", "verify", "FAIL", landed["verify"], hint))

@@ -68,6 +68,8 @@ class Checkpoints:
             yield  # Two short runs that are compared save nothing and begin where the script says.
             return
         trainer = self._trainer
+        # A name that holds the time, or a random number, is another one on each rank.
+        trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
         run_dir = trainer._get_output_dir(arguments.get("trial"))
         self._find_writers(Path(run_dir))
         self._facts = training_facts(trainer, self._manager, self._steps.num_accumulated, number)
@@ -75,10 +77,13 @@ class Checkpoints:
         resume.choose(run_dir, arguments, self._facts)
         save = functools.partial(self._save, trainer._save_checkpoint)
         evaluate = functools.partial(self._evaluate, trainer.evaluate)
+        handler = trainer.callback_handler
+        on_evaluate = functools.partial(self._on_evaluate, handler.on_evaluate)
         with ExitStack() as stack:
             stack.enter_context(resume.on_trainer())
             stack.enter_context(instance_attribute(trainer, "_save_checkpoint", save))
             stack.enter_context(instance_attribute(trainer, "evaluate", evaluate))
+            stack.enter_context(instance_attribute(handler, "on_evaluate", on_evaluate))
             yield
 
     @property
@@ -113,9 +118,22 @@ class Checkpoints:
             stack.enter_context(kept_random_state())
             self._evaluation = stack
             try:
-                return original(*args, **kwargs)
+                metrics = original(*args, **kwargs)
             finally:
                 self._evaluation = None
+        if not isinstance(metrics, dict):
+            return metrics
+        return self._agree(metrics)  # An `evaluate` of the script may have added some.
+
+    def _on_evaluate(self, original: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any) -> Any:
+        """`CallbackHandler.on_evaluate`, by which early stopping decides."""
+        metrics.update(self._agree(metrics))
+        return original(args, state, control, metrics)
+
+    def _agree(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's numbers: what is sampled or asked of a service differs, and ranks must decide alike. Collective."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        return {**metrics, **json.loads(self._manager.gather_texts(json.dumps(numbers))[0])}
 
     def _save(self, original: Callable[..., Any], model: Any, trial: Any = None) -> None:
         """`Trainer._save_checkpoint`: a folder has its name only when it is whole. Collective."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
 
+from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
 # Two counts so far apart that a part of the loss which is not divided by them shows, however small.
@@ -22,7 +28,10 @@ _FEW_ITEMS, _MANY_ITEMS = 64, 2**24
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
 # Where TRL's trainers collect what they log.
 _METRICS = ("_metrics", "_stored_metrics", "_total_train_tokens")
-WEIGHINGS = ("rows", "next tokens", "tokens")
+_MEANS = ("rows", "next tokens", "tokens")
+WEIGHINGS = (*_MEANS, "sum")
+# A preference term, which is a mean over rows, and one of likelihood, which is a mean over the chosen tokens.
+_MIXED_TRAINERS = ("ORPOTrainer", "CPOTrainer")
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class LossScale:
         is_token_normalised: The loss is a sum divided by the step's `num_items_in_batch`, so a step's gradient does not
             depend on which micro-batch or rank a sample is in.
         is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging.
-        weighing: What a loss that is not token-normalised averages over, one of `WEIGHINGS`.
+        weighing: What a loss that is not token-normalised averages over, one of `WEIGHINGS`; "sum": nothing.
         rows_are_independent: The loss is a mean over rows, each of which counts the same beside whatever others.
     """
 
@@ -67,12 +76,13 @@ def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossS
         SetupError: The loss is neither a sum over the step's count nor a mean, or cannot be seen.
     """
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    owner = _owner(trainer, "compute_loss")
     name = owner.__name__.removeprefix("_Unsloth") if owner.__module__.startswith(_KNOWN_AUTHORS) else ""
     # TRL marks some trainers by a text in the place of the function.
     is_own = callable(trainer.compute_loss_func) or trainer.label_smoother is not None
     if counts_items and name == "SFTTrainer" and not is_own:
         return _declared_scale(trainer)
+    _warn_of_mixed_means(trainer, name)
     is_stock = owner.__module__.startswith("transformers.")
     plain = LossScale(
         is_token_normalised=False,
@@ -95,6 +105,39 @@ def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossS
             return scale
         count = _FEW_ITEMS if counts_items else None
         return trial.weighed(scale, count, is_stock=is_stock and not callable(trainer.compute_loss_func))
+
+
+def is_scripts_own(trainer: Any, method: str) -> bool:
+    """True where the class that has the method is of the script: not of transformers, TRL or Unsloth."""
+    return not _owner(trainer, method).__module__.startswith(("transformers.", *_KNOWN_AUTHORS))
+
+
+def _owner(trainer: Any, method: str) -> Any:
+    return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
+
+
+def few_samples(trainer: Any, loader: Any) -> list[Any]:
+    """A few samples from the start of the data, all, their first half and their second, each collated on the device.
+
+    An empty list for a stream that can be read only once.
+    """
+    rows = iter(loader.dataset)
+    if rows is loader.dataset:
+        return []
+    few = list(islice(rows, max(2, min(8, trainer._train_batch_size))))
+    middle = (len(few) + 1) // 2
+    return [trainer._prepare_inputs(loader.collate_fn(part)) for part in (few, few[:middle], few[middle:]) if part]
+
+
+def _warn_of_mixed_means(trainer: Any, name: str) -> None:
+    loss_types = set(getattr(trainer.args, "loss_type", ())) if name == "DPOTrainer" else set()
+    is_mixed = name in _MIXED_TRAINERS or (len(loss_types) > 1 and "sft" in loss_types)
+    if is_mixed and trainer.args.gradient_accumulation_steps % trainer.accelerator.num_processes:
+        logger.warning(
+            "%s: its loss is partly a mean over tokens, so a micro-batch that ranks share counts a little differently; "
+            "it is exact where gradient_accumulation_steps is a multiple of the number of ranks",
+            name,
+        )
 
 
 def has_router_loss(trainer: Any) -> bool:
@@ -168,9 +211,12 @@ class _Trial:
             whole, *means = (self._loss(inputs, count) for inputs in samples)
         finally:
             model.train(was_training)
-        predicted = {w: _mean_of(means, [count_weights(part, w) for part in samples[1:]]) for w in WEIGHINGS}
+        predicted = {w: _mean_of(means, [count_weights(part, w) for part in samples[1:]]) for w in _MEANS}
+        # A loss that grows with the rows in another way, as their logarithm, is no sum.
+        if math.isclose(sum(means), whole, rel_tol=0.02):
+            predicted["sum"] = sum(means)
         # Sorted by what is likelier where some agree, as with rows of one length.
-        weighing = min(WEIGHINGS, key=lambda w: abs(predicted[w] - whole))
+        weighing = min(predicted, key=lambda w: abs(predicted[w] - whole))
         return replace(
             scale, weighing=weighing, rows_are_independent=is_stock and self._rows_count_alone(whole, predicted)
         )
@@ -187,7 +233,7 @@ class _Trial:
         if labels.dim() < 2:
             # Weights of classes show only where there are several.
             return labels.is_floating_point() or len(set(labels.tolist())) > 1
-        return not any(math.isclose(whole, predicted[w], rel_tol=1e-3) for w in WEIGHINGS if w != "rows")
+        return not any(math.isclose(whole, predicted[w], rel_tol=1e-3) for w in _MEANS if w != "rows")
 
 
 def _told_apart(whole: Any, *parts: Any) -> list[Any]:
@@ -234,3 +280,21 @@ def count_weights(inputs: Any, weighing: str) -> int:
     if weighing == "rows" or labels.dim() < 2:
         return len(labels)
     return int((labels[:, 1:] if weighing == "next tokens" else labels).ne(-100).sum())
+
+
+def merge_metrics(trainer: Any, manager: DDPManager) -> None:
+    """Replaces the metrics that TRL has collected for each rank's own samples by those of all ranks. Collective."""
+    for name in ("_metrics", "_stored_metrics"):
+        collected = getattr(trainer, name, None)
+        if isinstance(collected, Mapping) and "train" in collected:
+            _merge(collected["train"], manager)
+
+
+def _merge(mine: Any, manager: DDPManager) -> None:
+    totals = {name: [sum(map(float, values)), len(values)] for name, values in mine.items() if len(values)}
+    ranks = [json.loads(text) for text in manager.gather_texts(json.dumps(totals))]
+    for name in {name for rank in ranks for name in rank}:
+        parts = [rank[name] for rank in ranks if name in rank]
+        # The one running count among them; the others are means over micro-batches.
+        count = 1 if name == "num_tokens" else sum(n for _, n in parts)
+        mine[name] = [sum(total for total, _ in parts) / count]

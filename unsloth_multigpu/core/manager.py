@@ -119,19 +119,15 @@ class DDPManager:
         if all(d == all_digests[0] for d in all_digests):
             return
         other = next(r for r, d in enumerate(all_digests) if d != all_digests[0])
-        self.publish(f"facts/{self.identity.rank}", json.dumps(dict(zip(names, texts, strict=True))))
-        values = {r: json.loads(self._facts_of(r)) for r in (0, other)}
-        different = [n for n in {**values[0], **values[other]} if values[0].get(n) != values[other].get(n)]
-        lines = [f"{n}: rank 0 has {values[0].get(n)}, rank {other} has {values[other].get(n)}" for n in different]
-        # Nobody leaves before everyone has read.
-        dist.barrier()
+        all_facts = self.gather_texts(json.dumps(dict(zip(names, texts, strict=True))))
+        first, second = (json.loads(all_facts[r]) for r in (0, other))
+        different = [n for n in {**first, **second} if first.get(n) != second.get(n)]
+        lines = [f"{n}: rank 0 has {first.get(n)}, rank {other} has {second.get(n)}" for n in different]
         raise DivergenceError(
             "The ranks are about to train different runs. " + "; ".join(lines) + ".",
-            hint="Give shuffles and splits a seed, and do not let the script depend on the rank.",
+            hint="Give shuffles, splits and generators of your own (default_rng(), random.Random()) a seed, and do not "
+            "let the script depend on the rank.",
         )
-
-    def _facts_of(self, rank: int) -> str:
-        return self.wait_for(f"facts/{rank}", f"the facts of rank {rank}", timeout_s=self.config.timeout_s)
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
         """Gives every rank rank 0's batches of sample indices. Only rank 0 reads `batches`. Collective."""
@@ -238,10 +234,23 @@ def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device
     """The device of this rank."""
     if config.device == "cpu":
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type == "mps":
+    accelerator = find_accelerator()
+    if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, identity.local_rank % torch.accelerator.device_count())
+
+
+def find_accelerator() -> torch.device | None:
+    """The accelerator of this machine, like "cuda", without a number; None where none can be used. Opens none."""
+    try:
+        # Not its check_available, which torch 2.6 has not; and that version's is_available() would open the device.
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, where there is none.
+        return None
+    # Apple's is one device that has no process group.
+    if accelerator is None or accelerator.type == "mps" or not torch.get_device_module(accelerator).is_available():
+        return None
+    return accelerator
 
 
 def default_backend(device_type: str) -> str:

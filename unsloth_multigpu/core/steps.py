@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from unsloth_multigpu.core.balance import Balancer
-from unsloth_multigpu.core.loss import LossScale, count_weights, find_loss_scale
+from unsloth_multigpu.core.loss import (
+    LossScale,
+    count_weights,
+    few_samples,
+    find_loss_scale,
+    is_scripts_own,
+    merge_metrics,
+)
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.data.deal import check_divisible, equation
 from unsloth_multigpu.data.sampler import StepLoader, step_loader
@@ -47,7 +53,8 @@ class StepFeed:
         self.num_micro_batches = 0
         self._scale = LossScale(is_token_normalised=True, is_multiplied=True)
         self._piece_factor = 1.0
-        self._in_loss = False
+        self._in_loss = self._must_count = False
+        self._is_seedable = True
         self._loader: StepLoader | None = None
         # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
         self._is_alone = not manager.config.meets_every_step
@@ -92,14 +99,16 @@ class StepFeed:
             return loader
 
         with instance_attribute(trainer.accelerator, "prepare_data_loader", keep_raw):
-            original()
+            returned = original()
+        if not raw and type(returned) is DataLoader:  # One process needs nothing of what accelerate does to it.
+            raw, self._is_seedable = [returned], False
         if len(raw) != 1:
             raise SetupError(
                 f"{type(trainer).__name__}.get_train_dataloader() prepared {len(raw)} data loaders; expected one.",
-                hint="Return accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
+                hint="Return a DataLoader or accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
             )
         loader = raw[0]
-        scale = find_loss_scale(trainer, functools.partial(_few_samples, trainer, loader))
+        scale = find_loss_scale(trainer, functools.partial(few_samples, trainer, loader))
         # Ranks that decided differently would deal differently.
         self._scale = LossScale.from_numbers(self.manager.gather_floats(scale.to_numbers())[0])
         shape = StepShape(
@@ -131,7 +140,7 @@ class StepFeed:
             process_index=0,
             put_on_device=False,
             dispatch_batches=False,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
+            use_seedable_sampler=self._is_seedable and accelerator.use_seedable_sampler,
             data_seed=accelerator.dataloader_config.data_seed,
         )
 
@@ -155,7 +164,7 @@ class StepFeed:
             # A rank whose only micro-batch is a filler has no token of its own.
             num_items = max(num_items, 1) if isinstance(num_items, int) else num_items.clamp(min=1)
         is_split = step.num_references % self.manager.identity.world_size != 0
-        if is_split and self._scale.weighing != "rows" and not self._scale.is_token_normalised:
+        if is_split and "tokens" in self._scale.weighing and not self._scale.is_token_normalised:
             self._weigh_by_labels(step)
         return [step], num_items
 
@@ -177,8 +186,12 @@ class StepFeed:
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
         losses = []
+        self._must_count = num_items is not None and (self._scale.is_token_normalised or self._scale.is_multiplied)
         # Read by losses that are means of micro-batches, and by auxiliary losses.
         self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
+        if is_scripts_own(self.trainer, "training_step"):
+            # A script's own step divides by the accumulation that it reads here; `_factor` undoes the rest.
+            self.trainer.args.gradient_accumulation_steps = self.num_accumulated * self._division(step, num_items)
         for i, micro_batch in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
             self.current = micro_batch
@@ -190,12 +203,18 @@ class StepFeed:
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
             self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)
-        self.current = None
+        self.current, self._must_count = None, False
+        self.trainer.args.gradient_accumulation_steps = 1
         self.balancer.end_step()
         return torch.stack(losses).sum()
 
     def _compute_loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
+        if self._must_count and model.training and (args[1:2] or [kwargs.get("num_items_in_batch")])[0] is None:
+            raise SetupError(
+                f"{type(self.trainer).__name__}.training_step() computes a loss without the step's token count.",
+                hint="Hand it on: compute_loss(..., num_items_in_batch=num_items_in_batch); or global_batch='scale'.",
+            )
         self._in_loss = model.training
         try:
             result = original(model, inputs, *args, **kwargs)
@@ -228,21 +247,8 @@ class StepFeed:
 
     def merge_metrics(self) -> None:
         """Puts together TRL's training metrics, which each rank has collected for its own samples. Collective."""
-        if self._loader is None:
-            return  # This trainer's own gathers were left to it, and have put them together.
-        for name in ("_metrics", "_stored_metrics"):
-            collected = getattr(self.trainer, name, None)
-            if isinstance(collected, Mapping) and "train" in collected:
-                self._merge(collected["train"])
-
-    def _merge(self, mine: Any) -> None:
-        totals = {name: [sum(map(float, values)), len(values)] for name, values in mine.items() if len(values)}
-        ranks = [json.loads(text) for text in self.manager.gather_texts(json.dumps(totals))]
-        for name in {name for rank in ranks for name in rank}:
-            parts = [rank[name] for rank in ranks if name in rank]
-            # The one running count among them; the others are means over micro-batches.
-            count = 1 if name == "num_tokens" else sum(n for _, n in parts)
-            mine[name] = [sum(total for total, _ in parts) / count]
+        if self._loader is not None:  # Else this trainer's own gathers were left to it, and have put them together.
+            merge_metrics(self.trainer, self.manager)
 
     def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:
         """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.
@@ -254,30 +260,23 @@ class StepFeed:
         factor = 1.0 if is_multiplied or self._is_alone else float(self.manager.identity.world_size)
         if self._scale.is_token_normalised:
             return 0.0 if micro_batch.piece.is_filler else factor
-        factor *= micro_batch.share
+        if self._scale.weighing != "sum" or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
+            factor *= micro_batch.share
         if self._is_alone:
             # As if this rank's part were the whole step, whose shares add up to its number of references.
             mine = sum(m.share for m in step.micro_batches)
             factor *= step.num_references / mine if mine else 0.0
-        # transformers divides by this rank's micro-batches, one process would by its own; unless the model is said to
-        # take loss arguments, where it divides by neither.
+        return factor * self._division(step, num_items)
+
+    def _division(self, step: Step, num_items: Any) -> float:
+        """transformers divides by this rank's micro-batches, one process would by its own.
+
+        Unless the model is said to take loss arguments, where it divides by neither.
+        """
         is_divided = num_items is None or not self.trainer.model_accepts_loss_kwargs
         if is_divided and self.trainer.compute_loss_func is None:
-            factor *= len(step.micro_batches) / step.num_references
-        return factor
-
-
-def _few_samples(trainer: Any, loader: Any) -> list[Any]:
-    """A few samples from the start of the data, all, their first half and their second, each collated on the device.
-
-    An empty list for a stream that can be read only once.
-    """
-    rows = iter(loader.dataset)
-    if rows is loader.dataset:
-        return []
-    few = list(islice(rows, max(2, min(8, trainer._train_batch_size))))
-    middle = (len(few) + 1) // 2
-    return [trainer._prepare_inputs(loader.collate_fn(part)) for part in (few, few[:middle], few[middle:]) if part]
+            return len(step.micro_batches) / step.num_references
+        return 1.0
 
 
 @contextmanager

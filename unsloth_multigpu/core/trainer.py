@@ -28,7 +28,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.ddp import ddp_settings
+from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, forget_evaluation
 
 logger = get_logger(__name__)
 
@@ -169,16 +169,14 @@ class DDPTrainer:
             hook = str(getattr(accelerator.ddp_handler, "comm_hook", "no"))
             check_compression(compression, backend, hook, is_loss_scaled=accelerator.scaler is not None)
             logger.info("grad_compression=%s: gradients are sent smaller and are no longer exact", compression)
+        forget_evaluation(self.trainer)
         prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
         with instance_attribute(accelerator, "prepare_model", prepare_model):
             yield
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_model`, which makes DDP and is all that reads its settings.
-
-        They are written here because transformers 4 makes new ones just before, and are taken back because the next
-        `train()` must find the script's own.
-        """
+        """`Accelerator.prepare_model`, which makes DDP and is all that reads its settings."""
+        # transformers 4 makes new ones just before. They are taken back: the next `train()` must find the script's own.
         from accelerate.utils import DistributedDataParallelKwargs
 
         accelerator, compression = self.trainer.accelerator, self.config.grad_compression
@@ -194,10 +192,9 @@ class DDPTrainer:
         inner = getattr(wrapped, "_orig_mod", wrapped)
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
         if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
-            raise SetupError(
-                "accelerate did not wrap the model in DDP: it was prepared before, for a training with another `sync`.",
-                hint="Load the model anew.",
-            )
+            raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
+        if is_trained:
+            inner.__class__ = ReadableDDP
         return wrapped
 
     @contextmanager
@@ -287,6 +284,10 @@ def _progress_callback(steered: DDPTrainer) -> Any:
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)
             # Here every rank comes by; a log call may be made on one alone.
+            if control.should_log:
+                steered.steps.merge_metrics()
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_log:
                 steered.steps.merge_metrics()
 

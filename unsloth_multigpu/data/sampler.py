@@ -18,6 +18,7 @@ from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.data.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.data.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.data.stream import StepStream
+from unsloth_multigpu.errors import SetupError
 
 
 class BroadcastOrder(Protocol):
@@ -104,6 +105,9 @@ def step_loader(
         shape: How samples are dealt.
         reference: Prepares a loader as accelerate does for one process.
         broadcast: Sends rank 0's order to all ranks.
+
+    Raises:
+        SetupError: There are fewer rows than a batch, and incomplete ones are dropped.
     """
     settings: dict[str, Any] = {
         "num_workers": loader.num_workers,
@@ -125,6 +129,12 @@ def step_loader(
         )
         stream = StepStream(reference(rows_only), shape, loader.collate_fn)
         return StepLoader(stream, batch_size=None, collate_fn=_as_it_is, pin_memory=loader.pin_memory)
+    if loader.drop_last and len(loader) == 0:
+        num_rows = len(loader.dataset)  # type: ignore[arg-type]
+        raise SetupError(
+            f"{num_rows} row(s) make no whole batch of {loader.batch_size} with dataloader_drop_last=True.",
+            hint="Leave dataloader_drop_last out, or set a smaller per_device_train_batch_size.",
+        )
     sampler = StepSampler(reference(loader), shape, broadcast)
     return StepLoader(
         _StepDataset(loader.dataset, loader.collate_fn, shape.regroup),

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.stack import stack_path
@@ -40,22 +40,23 @@ def start_pulse(
     """
     path = stack_path(run_dir, rank)
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    # faulthandler keeps the file open.
-    faulthandler.register(signal.SIGUSR2, file=os.fdopen(descriptor, "w"), all_threads=True, chain=False)
+    file = os.fdopen(descriptor, "w")
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True, chain=False)
     stop = threading.Event()
     pulse = Pulse(page, hang_timeout_s)
     thread = threading.Thread(target=pulse.run, args=(stop,), name="unsloth_multigpu-pulse", daemon=True)
     # A thread that comes back from torch when the interpreter is gone aborts the process.
-    end = functools.partial(_end, stop, thread)
+    end = functools.partial(_end, stop, thread, file)
     atexit.register(end)
     thread.start()
     return end
 
 
-def _end(stop: threading.Event, thread: threading.Thread) -> None:
+def _end(stop: threading.Event, thread: threading.Thread, file: IO[str]) -> None:
     stop.set()
     thread.join(PERIOD_S)
     faulthandler.unregister(signal.SIGUSR2)
+    file.close()
 
 
 class Pulse:

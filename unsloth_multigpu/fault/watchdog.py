@@ -117,7 +117,7 @@ def where(beat: Beat) -> str:
 
 def _factor(beat: Beat) -> float:
     # In a collective a rank does nothing that takes long itself; whom it waits for has the limit of its own phase.
-    if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE):
+    if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE):
         return 1
     if beat.phase == Phase.UPDATE and _is_between_steps(beat):
         return _CALLBACKS_FACTOR

@@ -31,9 +31,9 @@ _PLAIN = re.compile(r".+\.lora_B\.[^.]+\.bias")
 # 50 the next rounds learned worse (examples/experiments/federated_aggregation.py, learning rate 0.01): where A is small
 # B has to be large.
 _MAX_CONDITION = 5.0
-# Clients x rank up to which "mean" measures what it misses: the time grows with the square, and is 0.3 s at 512 for a
-# layer of 4096 x 4096.
-_MAX_MEASURED = 512
+# Up to so many multiplications "mean" measures what it misses: about 10 s of one core. They grow with the square of
+# clients x rank; 10 clients of rank 16 make 0.25e9 of a layer of 4096 x 4096.
+_MAX_MULTIPLICATIONS = 2e11
 # Travels as float32 (6e-8): what is smaller than this part of the largest singular value is rounding.
 _NOISE = 1e-8
 
@@ -61,7 +61,7 @@ class LoraAggregate:
         arrays: All travelling tensors.
         residual: What clients add to their original base weights, over all rounds; None but for "exact".
         relative_remainder: Part of mean(B A) that `arrays` do not hold, over all layers in Frobenius' norm; None
-            without LoRA layers. "exact" holds it in `residual` instead.
+            without LoRA layers, and where "mean" would compute for too long. "exact" holds it in `residual` instead.
     """
 
     arrays: ArrayRecord
@@ -240,24 +240,27 @@ def _difference_of_means(
 ) -> float | None:
     """|mean(B) mean(A) - mean(B A)| / |mean(B A)| over all layers; None of other factors, or where that is too long."""
     parts = _normalized(weights, len(replies))
-    if any(len(replies) * averaged[name].shape[0] > _MAX_MEASURED for name in pairs):
+    if any(len(averaged[name].shape) != 2 for name in pairs) or not _is_measured(pairs, averaged, len(replies)):
         return None
     difference = total = 0.0
     for name_a, name_b in pairs.items():
-        if len(averaged[name_a].shape) != 2:
-            return None
-        a = torch.cat([_double(reply, name_a) for reply in replies])
-        b = torch.cat([part * _double(reply, name_b) for part, reply in zip(parts, replies, strict=True)], 1)
-        total += _square_of_product(b, a)
-        difference += _square_of_product(
-            torch.cat([b, -_double(averaged, name_b)], 1), torch.cat([a, _double(averaged, name_a)])
-        )
+        a = torch.cat([*(_double(reply, name_a) for reply in replies), _double(averaged, name_a)])
+        own = [part * _double(reply, name_b) for part, reply in zip(parts, replies, strict=True)]
+        b = torch.cat([*own, -_double(averaged, name_b)], 1)
+        # |B A|^2 is the sum of (B^T B) * (A A^T), which are small; without the mean's rows it is the total.
+        squares, own_rank = b.T @ b * (a @ a.T), sum(part.shape[1] for part in own)
+        total += max(0.0, float(squares[:own_rank, :own_rank].sum()))  # Rounding may pass 0.
+        difference += max(0.0, float(squares.sum()))
     return math.sqrt(difference / total) if total else (0.0 if pairs else None)
 
 
-def _square_of_product(b: torch.Tensor, a: torch.Tensor) -> float:
-    """Sum of squares of b @ a through the small products: |B A|^2 = sum of (B^T B) * (A A^T). Rounding may pass 0."""
-    return max(0.0, float((b.T @ b * (a @ a.T)).sum()))
+def _is_measured(pairs: Mapping[str, str], arrays: Mapping[str, Array], num_clients: int) -> bool:
+    """Whether "mean" measures what it misses; it is left out where that would take long."""
+    num_multiplications = 0
+    for name_a, name_b in pairs.items():
+        rank, num_in = arrays[name_a].shape
+        num_multiplications += ((num_clients + 1) * rank) ** 2 * (num_in + arrays[name_b].shape[0])
+    return num_multiplications <= _MAX_MULTIPLICATIONS
 
 
 def _normalized(weights: Sequence[float], num_replies: int) -> list[float]:

@@ -20,6 +20,7 @@ from unsloth_multigpu.federated.adapters import (
     check_layout,
     frozen_layout,
     is_quantized,
+    look_at,
     to_arrays,
     travelling_tensors,
     write_arrays,
@@ -195,7 +196,7 @@ class _BuiltModel:
         # Not those of a quantised model: its base weights may be buffers.
         fixed = {} if is_quantized(model) else self._buffers
         self._caches = [
-            _Cache(value)
+            (value, value.detach().to("cpu", copy=True))
             for name, value in fixed.items()
             if name not in self.travelling and not value.is_inference() and not value.is_meta
         ]
@@ -211,8 +212,10 @@ class _BuiltModel:
             if _ids(container) != _ids(content):  # In place, because handles of hooks refer to it.
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)
-        for cache in self._caches:
-            cache.reset()
+        with torch.no_grad():
+            for cache, content in self._caches:
+                if not torch.equal(cache.to(content), content):
+                    cache.copy_(content)
         for parameter, requires_grad in self._trainable:
             parameter.grad = None
             parameter.requires_grad_(requires_grad)
@@ -244,34 +247,21 @@ class _BuiltModel:
         """Tensors that `reset` cannot put back.
 
         Parameters that are new, gone or replaced; what has another dtype, device or shape; frozen weights that were
-        written to.
+        written to, as far as torch counts it or `look_at` sees it.
         """
         marks = self._marks() if self._before else {}
         return [name for name in self._before | marks if self._before.get(name) != marks.get(name)]
 
     def _marks(self) -> dict[str, tuple[Any, ...]]:
-        fixed = {id(cache.value) for cache in self._caches} | {id(value) for value in self.travelling.values()}
+        fixed = {id(cache) for cache, _ in self._caches} | {id(value) for value in self.travelling.values()}
         # Buffers as they were: a client may put others into their places.
+        named = {**self._buffers, **dict(self.model.named_parameters())}
+        looks = look_at({name: value for name, value in named.items() if id(value) not in fixed})
         return {
             name: (id(value), value.dtype, value.device, value.shape)
-            + (() if id(value) in fixed else (value.data_ptr(), _version(value)))
-            for name, value in {**self._buffers, **dict(self.model.named_parameters())}.items()
+            + (() if id(value) in fixed else (value.data_ptr(), _version(value), looks[name]))
+            for name, value in named.items()
         }
-
-
-class _Cache:
-    """A buffer that is not persistent and what was in it."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-        self._version = _version(value)
-        self._content = value.detach().to("cpu", copy=True)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        if self._version != _version(self.value):
-            self.value.copy_(self._content)
-            self._version = _version(self.value)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

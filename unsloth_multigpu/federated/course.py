@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.aggregation import aggregate_lora, weighted_mean
+from unsloth_multigpu.federated.aggregation import aggregate_lora, find_pairs, weighted_mean
 from unsloth_multigpu.federated.checkpoint import History, SavedRound, write_round
 from unsloth_multigpu.federated.draw import drawing
 from unsloth_multigpu.federated.reply import (
@@ -264,6 +264,9 @@ class Course(Strategy):
             lora = aggregate_lora(replies, weights, arrays, mode=self.plan.lora_aggregation, residual=self.residual)
             arrays, self.residual = lora.arrays, lora.residual
             self._note(lora_remainder=lora.relative_remainder)
+            is_first = self._round.server_round == self._num_before + 1
+            if is_first and lora.relative_remainder is None and find_pairs(arrays):
+                _log.info("lora_remainder is not reported: too many clients x rank, or factors of convolutions")
         elif has_server_optimizer(self.strategy) and self.plan.buffers:
             # Its step would take a running variance below zero.
             arrays = ArrayRecord({**arrays, **weighted_mean(replies, weights, self.plan.buffers)})

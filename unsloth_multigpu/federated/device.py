@@ -116,8 +116,10 @@ def _only(device: SlotDevice, environment: Mapping[str, str]) -> dict[str, str]:
 def _visible_accelerators() -> tuple[Literal["cuda", "cpu", "xpu"], int]:
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    from unsloth_multigpu.core.manager import find_accelerator
+
+    accelerator = find_accelerator()
     # Others have no variable that hides all but one, or are one device anyway.
     if accelerator is None or accelerator.type not in _VISIBLE:
         return "cpu", 0
-    return ("cuda" if accelerator.type == "cuda" else "xpu"), torch.accelerator.device_count()
+    return ("cuda" if accelerator.type == "cuda" else "xpu"), torch.get_device_module(accelerator).device_count()

@@ -164,7 +164,8 @@ class ProcessGrid(Grid):
     def run(self) -> Run:
         """Part of Flower's interface."""
         if self._run is None:
-            from flwr.supercore.run import Run
+            with _private("Run"):
+                from flwr.supercore.run import Run
 
             self._run = Run.create_empty(self._run_id)
         return self._run
@@ -247,15 +248,22 @@ class ProcessGrid(Grid):
 
 
 @contextmanager
-def _task_identity(run_id: int) -> Iterator[None]:
-    """Lets this process make messages, as a process that Flower has started for a ServerApp may."""
+def _private(name: str) -> Iterator[None]:
+    """The import of what Flower does not show, which may be elsewhere in another version."""
     try:
-        # Not public. Flower's own simulation sets it by this name as well.
-        from flwr.supercore.task_identity import TaskIdentity
+        yield
     except ImportError as error:
         raise VersionError(
-            f"This version of Flower has no TaskIdentity where 1.41 has it ({error}).", hint=_RANGE_HINT
+            f"This version of Flower has no {name} where 1.41 has it ({error}).", hint=_RANGE_HINT
         ) from error
+
+
+@contextmanager
+def _task_identity(run_id: int) -> Iterator[None]:
+    """Lets this process make messages, as a process that Flower has started for a ServerApp may."""
+    with _private("TaskIdentity"):
+        # Flower's own simulation sets it by this name as well.
+        from flwr.supercore.task_identity import TaskIdentity
     missing = [name for name in _IDENTITY if not hasattr(TaskIdentity, name)]
     if missing:
         raise VersionError(f"Flower's TaskIdentity has no {', '.join(missing)}.", hint=_RANGE_HINT)

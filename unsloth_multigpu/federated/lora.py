@@ -59,11 +59,13 @@ class BaseWeights:
             return
         if name_a not in self._originals:
             self._originals[name_a] = weight.detach().to("cpu", copy=True)
-        original = self._originals[name_a].to(weight.device)
+        original = self._originals[name_a]
         if rest_a not in residual:
             weight.copy_(original)
             return
-        a, b = (to_tensor(residual[name]).to(weight.device, torch.float32) for name in (rest_a, rest_b))
+        # In 64 bits, which no setting makes coarser: with a client's TF32 the next ones would find another base.
+        device = _device_of_doubles(weight.device)
+        a, b = (to_tensor(residual[name]).to(device, torch.float64) for name in (rest_a, rest_b))
         rest = layer.scaling[adapter] * (b @ a)
         if _is_transposed(layer, name_a):
             rest = rest.T
@@ -72,7 +74,7 @@ class BaseWeights:
                 f"The residual of {name_a} has shape {tuple(rest.shape)}, the base weight {tuple(weight.shape)}.",
                 hint="All clients need the same base model.",
             )
-        weight.copy_(original.float() + rest)
+        weight.copy_(original.to(device, torch.float64) + rest)
 
 
 def not_foldable(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
@@ -196,6 +198,12 @@ def _name_on_disk(name: str, mark: str) -> str:
         return name.replace(f".modules_to_save{mark}", "")
     head, _, tail = name.rpartition(mark)
     return head + tail
+
+
+def _device_of_doubles(device: torch.device) -> torch.device:
+    """Some of Intel's GPUs have no 64-bit numbers."""
+    has_none = device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64
+    return torch.device("cpu") if has_none else device
 
 
 def _is_transposed(layer: Any, name_a: str) -> bool:

@@ -173,11 +173,19 @@ class SlotPool:
                 return
 
     def _finish(
-        self, slot: Slot, num_bytes: int, reply: Any, state: Any, peak_bytes: int, error: str, lines: str
+        self,
+        slot: Slot,
+        num_bytes: int,
+        reply: Any,
+        state: Any,
+        peak_bytes: int,
+        error: str,
+        lines: str,
+        is_out_of_memory: bool,
     ) -> None:
         task, slot.task, slot.num_failed_starts = slot.task, None, 0
         assert task is not None
-        if self._is_auto and "OutOfMemoryError" in error and self._shrink(slot, task):
+        if self._is_auto and is_out_of_memory and self._shrink(slot, task):
             return
         task.received_bytes, task.peak_memory_bytes = num_bytes, peak_bytes
         if error:

@@ -46,8 +46,8 @@ class RoundReport:
         num_examples: Training examples of all clients whose result was used.
         devices: Every device that has a slot; empty where the clients are SuperNodes.
         failures: One line for each client that was left out, or that had to run again.
-        lora_remainder: Relative size of what the adapter of the round leaves of mean(B A); None without LoRA, and for
-            "mean" with more than 512 clients x rank.
+        lora_remainder: Relative size of what the adapter of the round leaves of mean(B A); None without LoRA, and where
+            "mean" would measure it for more than about 10 s.
         sent_bytes: Arrays that went to the clients.
         received_bytes: Arrays that came back.
     """

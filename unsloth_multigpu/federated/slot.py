@@ -40,7 +40,7 @@ class Slot:
         task: What its client is doing; None = it waits.
         is_ready: Its process takes messages.
         is_fresh: Its process has taken none yet.
-        num_failed_starts: Since it was last ready.
+        num_failed_starts: Since it last answered.
         is_retired: It gets no process any more.
     """
 

@@ -135,14 +135,19 @@ class Evaluator:
         self._evaluate = evaluate
 
     def __call__(self, server_round: int, arrays: ArrayRecord, residual: ArrayRecord | None) -> MetricRecord:
-        if self._is_own_app:
-            model = self._model.prepare(arrays, residual, self._device)
-        else:
-            # Such an app sends the whole state_dict(), see `start_of_model`.
-            model = self._model.build(self._device)
-            write_arrays(model.state_dict(), arrays)
-        model.eval()
-        return to_metric_record(self._evaluate(model, server_round), "server_evaluate")
+        try:
+            if self._is_own_app:
+                model = self._model.prepare(arrays, residual, self._device)
+            else:
+                # Such an app sends the whole state_dict(), see `start_of_model`.
+                model = self._model.build(self._device)
+                write_arrays(model.state_dict(), arrays)
+            model.eval()
+            return to_metric_record(self._evaluate(model, server_round), "server_evaluate")
+        finally:
+            if changed := self._model.release():
+                text = "server_evaluate changed %s (and %d more tensors); the model is built again for the next round"
+                _log.warning(text, changed[0], len(changed) - 1)
 
 
 def train(

@@ -23,6 +23,7 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.fault.memory import is_out_of_memory
 from unsloth_multigpu.federated.outcome import Outcome
 from unsloth_multigpu.federated.parcel import unpack
 from unsloth_multigpu.federated.task import CLIENT_RAISED
@@ -64,7 +65,7 @@ def _run(app: ClientApp, kind: str, message: Message, context: Context) -> bytes
         reply = app(message, context)
         if not isinstance(reply, Message):
             raise TypeError(f"the ClientApp returned {type(reply).__name__}, expected flwr.app.Message")
-        return pickle.dumps(("done", reply, context.state, _peak(kind), "", ""), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(("done", reply, context.state, _peak(kind), "", "", False), pickle.HIGHEST_PROTOCOL)
     assert outcome.error is not None
     return _failure(outcome.error, str(outcome), message, kind)
 
@@ -74,7 +75,7 @@ def _failure(error: BaseException, text: str, message: Message, kind: str) -> by
     lines = traceback.format_exception(type(error), error, users or error.__traceback__)
     if users is None and isinstance(error, MultiGPUError):
         lines = [f"{type(error).__name__}: {error}"]  # It says all; the frames are ours and Flower's.
-    error.__traceback__ = None  # Its frames hold the client's tensors.
+    error.__traceback__ = users = None  # Their frames hold the client's tensors.
     peak_bytes = _peak(kind)
     outcome = Outcome()
     with outcome:
@@ -84,7 +85,7 @@ def _failure(error: BaseException, text: str, message: Message, kind: str) -> by
         return pickle.dumps(("lost", f"its device failed: {text}"))
     reply = Message(Error(code=CLIENT_RAISED, reason=text), reply_to=message)
     # Without the state: what was changed of it before the error is as little worth as the rest of its work.
-    return pickle.dumps(("done", reply, None, peak_bytes, text, "".join(lines)))
+    return pickle.dumps(("done", reply, None, peak_bytes, text, "".join(lines), is_out_of_memory(error)))
 
 
 def check_device(kind: str) -> None:
@@ -188,6 +189,9 @@ def main() -> None:
     threading.Thread(target=_end_with_server, args=(descriptor,), name="unsloth_multigpu-server", daemon=True).start()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL)
+    for stream in (sys.stdout, sys.stderr):
+        # The log is read as UTF-8, whatever the locale is.
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     kind, arguments, app = pickle.loads(_receive(frames))
     sys.argv[:] = arguments
     serve(frames, _start(frames, kind, app), kind)

@@ -38,6 +38,12 @@ def trainer_patches(
         run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
             `train`.
     """
+    evaluation = Patch(
+        target="transformers.trainer:Trainer.evaluation_loop",
+        supports=_SUPPORTS,
+        wrap=_evaluated_by_batch,
+        reason="Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
+    )
     return [
         Patch(
             target="transformers.trainer:Trainer.train",
@@ -45,6 +51,7 @@ def trainer_patches(
             wrap=functools.partial(_steered_train, run),
             reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
         ),
+        *([evaluation] if world_size > 1 else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -93,6 +100,24 @@ def _steered_train(run: RunTraining, original: Callable[..., Any]) -> Callable[.
         return run(self, bound, arguments)
 
     return train
+
+
+def _evaluated_by_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts = self.args.average_tokens_across_devices
+        # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
+        # where the model divides by its own.
+        self.args.average_tokens_across_devices = False
+        if self.gather_function == self.accelerator.gather:
+            # Seq2SeqTrainer's choice, which keeps the rows that fill up the last batches.
+            self.gather_function = self.accelerator.gather_for_metrics
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = counts
+
+    return evaluation_loop
 
 
 def _adjusted_arguments(

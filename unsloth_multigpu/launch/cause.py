@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.fault.beat import Beat
@@ -24,6 +24,8 @@ _ENDS = ("left_training", "exception")
 _SENT_TO_SURVIVORS = (-signal.SIGTERM, -signal.SIGINT)
 # A signal has asked the run to stop.
 STOPS = ("stopping", "stopped")
+# A KeyboardInterrupt has ended the script. Its own, unless a signal has come to the supervisor.
+INTERRUPTED = "interrupted"
 # What is known of a hang: said by the supervisor, and not by the rank.
 HANG = "hang"
 
@@ -78,6 +80,7 @@ def find_cause(
         is_one_node: False where ranks of other nodes, whose events are not here, can be the cause.
     """
     memory = memory or Memory()
+    events = [replace(e, kind="exception") if e.kind == INTERRUPTED else e for e in events]
     hang = next((e for e in events if e.kind == HANG), None)
     if hang is not None:
         return Cause(hang.rank, RankTimeoutError.exit_code, str(hang.facts["message"]), str(hang.facts["stacks"]))
@@ -154,9 +157,22 @@ def _is_second_hand(event: Event) -> bool:
 
 
 def _from_exception(event: Event) -> Cause:
-    first_line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".")
+    first_line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".: ")
     message = f"rank {event.rank} failed {_where(event.step)}: {first_line}"
-    return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]))
+    return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]) + _hint(event))
+
+
+def _hint(event: Event) -> str:
+    """What to do about an error that is not ours, but comes of being a rank."""
+    error = str(event.facts["error"])
+    if event.rank > 0 and error.startswith("EOFError: EOF when reading a line"):
+        return "Hint: Ranks above 0 have no input; pass the value as an argument.\n"
+    if event.step < 0 and re.search("connectFullMesh|Connection refused", error):
+        return (
+            "Hint: A program that the script has started may have taken this rank's place. Start it on rank 0 alone, "
+            "without RANK, LOCAL_RANK and WORLD_SIZE in its environment.\n"
+        )
+    return ""
 
 
 def _from_exit_codes(

@@ -17,16 +17,29 @@ from unsloth_multigpu.logs import get_logger
 logger = get_logger(__name__)
 
 _RUN_DIR_PREFIX = "unsloth_multigpu_"
+# What events, beats and stacks of a run need at least.
+_SPACE_BYTES = 2**18
 
 
 @contextmanager
 def private_dir() -> Iterator[Path]:
-    """A folder that only this user can read, removed at the end; those of killed supervisors are swept first."""
+    """A folder that only this user can read, removed at the end; those of killed supervisors are swept first.
+
+    Raises:
+        LaunchError: The folder for temporary files cannot be written, or is full.
+    """
     for old in Path(tempfile.gettempdir()).glob(f"{_RUN_DIR_PREFIX}*"):
         pid = old.name.removeprefix(_RUN_DIR_PREFIX).split("_")[0]
         if pid.isdigit() and not is_alive(int(pid)) and _is_mine(old):
             shutil.rmtree(old, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}_"))
+    try:
+        path = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}_"))
+        _check_space(path)
+    except OSError as error:
+        raise LaunchError(
+            f"The folder for temporary files, {tempfile.gettempdir()!r}, cannot be written: {error.strerror}.",
+            hint="Set TMPDIR to another folder.",
+        ) from None
     try:
         yield path
     finally:
@@ -79,8 +92,20 @@ def locked_log_dir(log_dir: Path) -> Iterator[Path]:
         if error.filename is None or log_dir.name not in str(error.filename):
             raise
         raise LaunchError(
-            f"log_dir={str(log_dir)!r} cannot be written: {error.strerror}.", hint="Set log_dir to another folder."
-        ) from error
+            f"log_dir={os.path.abspath(log_dir)!r} cannot be written: {error.strerror}.",
+            hint="Set log_dir to another folder.",
+        ) from None
+
+
+def _check_space(run_dir: Path) -> None:
+    """Where it is missing, the ranks would fail one after the other, with errors that name no file."""
+    probe = run_dir / "space"
+    try:
+        probe.write_bytes(bytes(_SPACE_BYTES))
+        probe.unlink()
+    except OSError:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
 
 
 def make_log(log: Path) -> None:

@@ -23,7 +23,7 @@ from unsloth_multigpu.config import (
 )
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
-from unsloth_multigpu.launch.cause import HANG, Cause
+from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
@@ -129,7 +129,7 @@ class _Supervisor:
     def _tell_failure(self, exit_codes: dict[int, int]) -> int:
         self.watch.close()
         kinds = {event.kind for event in self.watch.events()}
-        if self.stop.number and "stopped" in kinds and "exception" not in kinds:
+        if self.stop.is_asked() and kinds & {"stopped", INTERRUPTED} and "exception" not in kinds:
             return self._tell_stop()
         cause = self.watch.cause(exit_codes)
         _tell(cause, self.log_dir, self.launcher.num_ranks)
@@ -176,14 +176,17 @@ def rank_environment(
 
 def exit_like(code: int) -> None:
     """Ends this process as `DDPLauncher.run` says: with an exit code, or by the signal -code."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # Its reader may be gone.
-            stream.flush()
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    # The script must not go on in the supervisor, not even in an `except SystemExit` around the user's line.
-    os._exit(code if code >= 0 else 128 - code)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            # Its reader may be gone; None or closed: this process was started without it.
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+    finally:
+        # The script must not go on in the supervisor, not even in an `except SystemExit` around the user's line.
+        os._exit(code if code >= 0 else 128 - code)
 
 
 def _tell(cause: Cause, log_dir: Path, num_ranks: int) -> None:

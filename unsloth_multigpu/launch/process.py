@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.logs import get_logger
 
@@ -90,9 +91,15 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
             process.wait(limit_s)
     with suppress(ProcessLookupError):  # The usual case: nobody is left in the group.
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    wait_after_kill(process)
     if left := kill_marked(marker):
         logger.warning("pids=%s do not end: a driver may hold them", left)
+
+
+def wait_after_kill(process: subprocess.Popen[Any]) -> None:
+    """Collects a process that was sent SIGKILL; a driver may hold it, and then it is left to init."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_LIMIT_S)
 
 
 def find_marked(marker: str) -> list[int]:

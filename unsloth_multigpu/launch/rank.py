@@ -19,6 +19,7 @@ from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
+from unsloth_multigpu.logs import tell
 from unsloth_multigpu.report import EventWriter
 
 _PR_SET_PDEATHSIG = 1
@@ -46,9 +47,12 @@ def enter_rank(identity: RankIdentity, hang_timeout_s: float = 120.0) -> tuple[E
     if run_dir is None:
         os.environ.update(identity.variables())
         return None, BeatPage(None, identity.rank)
+    if identity.local_rank > 0 and not os.environ.get("PYTHONBREAKPOINT"):
+        os.environ["PYTHONBREAKPOINT"] = "0"  # There is nobody at its prompt; the one of rank 0 is for the user.
     _same_random_choices(int(os.environ[ENV_RUN_SEED]))
     die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
-    faulthandler.enable()
+    if sys.stderr is not None:  # Closed by whoever started the command.
+        faulthandler.enable()
     _ignore_stop_signal()
     beat = BeatPage(run_dir, identity.rank)
     start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
@@ -131,18 +135,22 @@ def _ignore_stop_signal() -> None:
 def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         _has_failed.set()
-        if issubclass(kind, KeyboardInterrupt):
-            return  # The supervisor says it once for all ranks.
-        text = "".join(traceback.format_exception(kind, error, tb))
+        # Gives a text also where the exception's own str() raises.
+        shown = traceback.TracebackException(kind, error, tb, compact=True)
+        facts = {"error": f"{kind.__name__}: {shown}", "traceback": "".join(shown.format())}
         exit_code = error.exit_code if isinstance(error, MultiGPUError) else 1
         try:
-            events.write("exception", error=f"{kind.__name__}: {error}", traceback=text, exit_code=exit_code)
+            if issubclass(kind, KeyboardInterrupt):
+                # A signal that the supervisor has sent it says itself, once for all ranks.
+                events.write("interrupted", **facts, exit_code=128 + signal.SIGINT)
+                return
+            events.write("exception", **facts, exit_code=exit_code)
         except OSError as full:
-            sys.stderr.write(f"{text}(not reported to the supervisor: {full})\n")
+            tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")
         else:
             # Rank 0 owns the terminal, where the supervisor prints the first failure's text once and first.
             if identity.rank > 0:
-                sys.stderr.write(text)
+                tell(facts["traceback"])
         # Last: where memory is used up, there is none for a thread either.
         threading.Thread(target=_exit_after, args=(TEARDOWN_LIMIT_S, exit_code), daemon=True).start()
 

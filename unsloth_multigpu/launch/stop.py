@@ -76,16 +76,20 @@ class Stop:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._page.close()
 
+    def is_asked(self) -> bool:
+        """True once a signal has come to this process, or to another node."""
+        if self._received and not self.number:
+            # It came while the engine was between two starts, or closing the ranks, and asked nobody.
+            self.number, self.how = self._received[0][0], "at once"
+        return self.number != 0
+
     def begin_round(self, attempt: int) -> None:
         """Called before each start of the ranks; `attempt` = how often they were started before.
 
         Raises:
             RestartRefused: The ranks were to stop, or failed by what a restart cannot cure.
         """
-        if self._received and not self.number:
-            # It came while the engine was between two starts, and asked nobody.
-            self.number, self.how = self._received[0][0], "at once"
-        if self.number:
+        if self.is_asked():
             raise RestartRefused(f"no restart after {signal.Signals(self.number).name}")
         if any(_is_permanent(event) for event in read_events(self._run_dir, attempt - 1)):
             raise RestartRefused("no restart: the ranks would fail the same way")

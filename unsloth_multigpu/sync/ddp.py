@@ -28,6 +28,33 @@ _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 _READ_BY_WEIGHT = ("lm_head", "embed")
 
 
+class ReadableDDP(nn.parallel.DistributedDataParallel):
+    """DDP that knows the plain values of the model in it: a loss that a script wrote reads `model.config`.
+
+    Not its methods and modules: what they compute would pass by DDP, and gradients would not meet.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = None if name.startswith("_") or name == "module" else getattr(self.module, name, None)
+            if value is None or callable(value):
+                raise
+            return value
+
+
+def forget_evaluation(trainer: Any) -> None:
+    """Takes back what `evaluate()` or another `sync` made of the model: accelerate prepares no model twice."""
+    model, wrapped = trainer.model, trainer.model_wrapped
+    if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
+        return
+    trainer.model_wrapped = model
+    is_prepared = vars(model).pop("_is_accelerate_prepared", False)
+    if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is put around it anew.
+        model.forward = vars(model).pop("_original_forward")
+
+
 def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[str, Any]:
     """What DDP is told where the script said nothing: attributes of accelerate's `DistributedDataParallelKwargs`.
 
@@ -53,13 +80,16 @@ def uses_every_parameter(model: nn.Module) -> bool:
     """True if each trainable parameter surely gets a gradient in every step, so that DDP need not search the graph.
 
     Sure are dense text models whose config says so, with all parameters trained or with LoRA on some of them. Mixtures
-    of experts, towers for images or sound, dropped layers, models without a config and LoRA on embeddings or the output
-    head are not.
+    of experts, towers for images or sound, dropped layers, models without a config or of a class that is not
+    transformers' and LoRA on embeddings or the output head are not.
     """
     # PEFT models pass attribute reads on to the base model; its config is the architecture's.
     config: Any = getattr(model, "config", None)
     if config is None or isinstance(config, dict):
         return False
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not type(base).__module__.startswith("transformers."):
+        return False  # A class of the script, whatever its name says.
     names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
     # Read by attribute as well, since a config may map one name to another.
     if any(getattr(config, name, None) for name in names) or _has_any(config.to_dict(), names):

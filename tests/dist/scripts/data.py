@@ -6,6 +6,7 @@ Usage: data.py N OUT [NAMES], with NAMES in commas: only these.
 import json
 import os
 import sys
+import uuid
 from pathlib import Path
 
 import unsloth_multigpu as ump
@@ -93,6 +94,38 @@ class SumOverCount(Trainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
+class Summed(Trainer):
+    """A loss that is a plain sum: nothing divides it, whatever is in the step."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        flat = (logits.reshape(-1, model.config.vocab_size), inputs["labels"][:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(*flat, reduction="sum")
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class OldStep(Trainer):
+    """A step as it was written before transformers counted tokens."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class OldMeanStep(OldStep, MeanLoss):
+    """The same, with a loss of its own for a model that takes loss arguments."""
+
+
+class PlainLoader(Trainer):
+    """A loader that accelerate has not prepared, with a sampler of the script's."""
+
+    def get_train_dataloader(self):
+        sampler = torch.utils.data.WeightedRandomSampler([1.0 + i for i in range(len(ROWS))], len(ROWS))
+        return torch.utils.data.DataLoader(ROWS, batch_size=3, sampler=sampler, collate_fn=collate)
+
+
 def mean_of_outputs(outputs, labels, num_items_in_batch=None):
     """A `compute_loss_func` that takes the count and does not use it."""
     return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -171,17 +204,28 @@ class Inside(torch.nn.Module):
         return self.llm(**kwargs)
 
 
+class WithoutOptions(torch.nn.Module):
+    """A model of the script, which takes the arguments that it needs and no others."""
+
+    def __init__(self):
+        super().__init__()
+        self.llm = small_model()
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        return self.llm(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
 def small_model():
     torch.manual_seed(0)
     return tiny_llama(hidden_size=16, num_layers=1)
 
 
-def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None, **settings):
-    settings = {"num_train_epochs": 2, "save_strategy": "no", **settings}
+def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None, eval_data=None, **settings):
+    settings = {"num_train_epochs": 2, "save_strategy": "no", "gradient_accumulation_steps": 2, **settings}
     args = TrainingArguments(
         str(out / name),
         per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=3,
         learning_rate=1e-2,
         logging_steps=1,
         report_to=[],
@@ -189,12 +233,16 @@ def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None
         **settings,
     )
     data = Rows() if data is None else data
-    loss_option = {} if loss is None else {"compute_loss_func": loss}
-    return kind(model=(model or small_model)(), args=args, train_dataset=data, data_collator=collator, **loss_option)
+    options = {"eval_dataset": eval_data, **({} if loss is None else {"compute_loss_func": loss})}
+    return kind(model=(model or small_model)(), args=args, train_dataset=data, data_collator=collator, **options)
 
 
-def train(name, trainer, **options):
-    if sys.argv[3:] and name not in sys.argv[3].split(","):
+def is_asked(name):
+    return not sys.argv[3:] or name in sys.argv[3].split(",")
+
+
+def train(name, trainer, more=lambda: {}, **options):
+    if not is_asked(name):
         return
     record = Record(trainer)
     trainer.train(**options)
@@ -207,6 +255,7 @@ def train(name, trainer, **options):
         "tokens_seen": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,
         "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],
+        **more(),
     }
     (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
 
@@ -222,9 +271,33 @@ train("mean_loss", build("mean_loss", MeanLoss))
 train("own_token_loss", build("own_token_loss", OwnTokenLoss))
 train("sum_over_count", build("sum_over_count", SumOverCount))
 train("mean_function", build("mean_function", loss=mean_of_outputs))
+train("summed", build("summed", Summed, gradient_accumulation_steps=1, dataloader_drop_last=True))
+accumulated = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "remove_unused_columns": False}
+train("old_step", build("old_step", OldStep, model=WithoutOptions, **accumulated))
+train("old_mean_step", build("old_mean_step", OldMeanStep))
+train("plain_loader", build("plain_loader", PlainLoader))
 train("smoothed", build("smoothed", label_smoothing_factor=0.1))
 train("wrapper", build("wrapper", model=Inside, remove_unused_columns=False))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
+if is_asked("evaluated"):
+    # A model whose loss is a mean, evaluated before its training too, in a folder of another name on each rank.
+    evaluated = {"model": bert, "collator": collate_masked, "eval_data": ROWS[:12], "eval_strategy": "epoch"}
+    trainer = build(uuid.uuid4().hex, **evaluated)
+    trainer.compute_metrics = lambda prediction: {"rank": rank}
+    heard, before = [], trainer.evaluate()["eval_loss"]
+    hear = type(
+        "Hear", (TrainerCallback,), {"on_evaluate": lambda *_, metrics, **__: heard.append(metrics["eval_rank"])}
+    )
+    trainer.add_callback(hear())
+    train(
+        "evaluated",
+        trainer,
+        lambda: {
+            "eval_loss": [before, trainer.evaluate()["eval_loss"]],
+            "heard": heard,
+            "dir": trainer.args.output_dir,
+        },
+    )
 train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))
 train("list", build("list", data=ROWS))
 train("silent", build("silent", data=Silent()))

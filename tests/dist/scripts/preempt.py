@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -42,6 +43,9 @@ class Places(TrainerCallback):
         Path(f"step_{rank}").write_text(str(state.global_step))
         if rank == "1":
             time.sleep(0.02)
+        if state.global_step == 1 and "UNSLOTH_MULTIGPU_RUN_DIR" in os.environ:
+            # As srun sends it to every process; what it means is the supervisor's to say.
+            os.kill(os.getpid(), signal.SIGUSR1)
         if args.stuck and rank == "1" and state.global_step == 2:
             Path("stuck").touch()
             time.sleep(3600)

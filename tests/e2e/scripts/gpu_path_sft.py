@@ -38,7 +38,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("model")
 parser.add_argument("out", type=Path)
 parser.add_argument("--plain", action="store_true", help="without the plugin")
-parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--batch-size", type=int, default=3)
 options = parser.parse_args()
 
 rank = int(os.environ.get("RANK", "0"))
@@ -58,8 +58,8 @@ def note_writes(event: str, arguments: tuple) -> None:
         written.append(str(Path(target).relative_to(options.out)))
 
 
-# Seven samples in steps of four: the second step of each epoch has three, which two ranks cannot share evenly.
-texts = [f"#{i:02d} " + "lora "[: 1 + 2 * (i % 3)] for i in range(7)]
+# Five samples in steps of three, which two ranks cannot share evenly; the second step of each epoch has two.
+texts = [f"#{i}" + "lora"[: 2 * (i % 3)] for i in range(5)]
 model, tokenizer = FastLanguageModel.from_pretrained(
     options.model, max_seq_length=64, dtype=torch.float32, load_in_4bit=False, device_map="cpu"
 )
@@ -83,7 +83,7 @@ class NewStep(TrainerCallback):
 
 def note_samples(module, args, kwargs):
     if samples and torch.is_grad_enabled():
-        samples[-1] += re.findall(r"#(\d\d)", tokenizer.decode(kwargs["input_ids"].flatten()))
+        samples[-1] += re.findall(r"#(\d)", tokenizer.decode(kwargs["input_ids"].flatten()))
 
 
 model.register_forward_pre_hook(note_samples, with_kwargs=True)

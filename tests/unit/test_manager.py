@@ -1,0 +1,81 @@
+"""What ranks say to each other beside gradients: with whom they meet, what they compare, how long they wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core import manager as module
+from unsloth_multigpu.core.manager import DDPManager, find_accelerator
+from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
+from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.start import visible_accelerators
+
+ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "torchrun", "127.0.0.1", 29500)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+    """A launcher's, which outlives the ranks."""
+    store = dist.HashStore()
+    monkeypatch.setattr(module, "TCPStore", lambda *_, **__: store)
+    return store
+
+
+def test_keys_of_an_attempt_are_not_seen_in_the_next(store: dist.HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        for number in (0, 1):  # A later enable_multi_gpu() in the same process.
+            manager = DDPManager(ONE_OF_TWO, MultiGPUConfig(), number)
+            assert not manager.is_published("key")
+            manager.publish("key")
+            assert manager.is_published("key")
+
+
+@pytest.mark.timeout(20)
+def test_wait_has_an_end(store: dist.HashStore) -> None:
+    manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
+    with pytest.raises(RankTimeoutError, match=r"rank 0 waited 0\.05 seconds for a word of rank 1"):
+        manager.wait_for("key", "a word of rank 1", timeout_s=0.05)
+    manager.publish("key", "word")
+    assert manager.wait_for("key", "a word of rank 1", timeout_s=0.05) == "word"
+
+
+def test_group_of_another_size_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(DivergenceError, match="has rank=0 world_size=1, the launcher said rank=0 world_size=2"):
+            DDPManager(ONE_OF_TWO, MultiGPUConfig()).open_group()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_facts_that_differ_are_named_and_so_are_those_that_one_rank_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
+    monkeypatch.setattr(manager, "gather_int64", lambda values: [values, [values[0] + 1]])
+    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, '{"seed": "2", "same": "3", "theirs": "4"}'])
+    with pytest.raises(DivergenceError) as caught:
+        manager.check_same({"seed": 1, "same": 3})
+    assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)
+
+
+def test_accelerator_is_found_as_torch_2_6_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises() -> torch.device:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    # That version's way to ask would open the device.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: pytest.fail("opened"))
+    for answer, is_available, found in (
+        (raises, True, None),
+        (lambda: torch.device("cuda"), False, None),
+        (lambda: torch.device("mps"), True, None),
+        (lambda: torch.device("cuda"), True, torch.device("cuda")),
+    ):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", answer)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_available=is_available: is_available)
+        assert find_accelerator() == found
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: pytest.fail("opened"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert visible_accelerators() == ("cuda", 3)
