@@ -41,6 +41,18 @@ class Counting(Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class OwnLoss(Trainer):
+    """A loss that a script wrote."""
+
+    def __init__(self, *args, is_sum, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.is_sum = is_sum
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs)["loss"]
+        return loss * inputs["labels"][:, 1:].ne(-100).sum() if self.is_sum else loss
+
+
 class OwnMean(torch.nn.Module):
     """Takes no count; averages over the labels of the batch, or over rows of which each has its own mean."""
 
@@ -85,10 +97,10 @@ def collate(rows):
     return {**batch, "labels": padded("labels", -100) if is_list else torch.tensor([r["labels"] for r in rows])}
 
 
-def scale_of(tmp_path, model, label_of=None, rows=None):
+def scale_of(tmp_path, model, label_of=None, rows=None, trainer_class=Trainer):
     torch.manual_seed(0)
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
-    trainer = Trainer(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collate)
+    trainer = trainer_class(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collate)
     return find_loss_scale(trainer, functools.partial(few_samples, trainer, trainer.get_train_dataloader()))
 
 
@@ -157,6 +169,13 @@ def test_first_rows_of_equally_many_labels_do_not_hide_the_mean(tmp_path, over, 
     assert len(rows) == 8
     scale = scale_of(tmp_path, OwnMean(over), rows=rows)
     assert (scale.is_token_normalised, scale.weighing) == (False, over)
+
+
+@pytest.mark.parametrize(("is_sum", "weighing"), [(True, "sum"), (False, "next tokens")])
+def test_loss_of_a_script_is_tried_where_the_model_takes_no_count(tmp_path, is_sum, weighing):
+    torch.manual_seed(1)
+    scale = scale_of(tmp_path, OwnMean("next tokens"), list, trainer_class=functools.partial(OwnLoss, is_sum=is_sum))
+    assert (scale.weighing, scale.rows_are_independent) == (weighing, False)
 
 
 def test_model_of_a_script_is_not_trusted(tmp_path):

@@ -89,8 +89,8 @@ def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossS
         is_multiplied=False,
         rows_are_independent=name == "DPOTrainer" and _has_pairwise_loss(trainer),
     )
-    if not counts_items and not is_stock:
-        return plain  # A loss that a script wrote may count its calls.
+    if not counts_items and name:
+        return plain  # Means over rows, some of which count their calls.
     with kept_random_state(), _kept_metrics(trainer):
         samples = few_samples()
         if not samples:

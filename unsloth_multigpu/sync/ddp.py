@@ -88,7 +88,7 @@ def uses_every_parameter(model: nn.Module) -> bool:
     if config is None or isinstance(config, dict):
         return False
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not type(base).__module__.startswith("transformers."):
+    if not type(base).__module__.startswith(("transformers.", "unsloth")):  # Unsloth compiles classes into its modules.
         return False  # A class of the script, whatever its name says.
     names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
     # Read by attribute as well, since a config may map one name to another.
