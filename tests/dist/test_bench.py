@@ -18,7 +18,7 @@ QUICK = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--ba
 def test_bench_compares_the_arms(tmp_path):
     home = tmp_path / "tmp"
     home.mkdir()
-    arms = "one_process,ours,torchrun,group,accelerate,ours_one,unguarded"
+    arms = "one_process,ours,torchrun,group,accelerate,ours_one"
     outputs = ["--save-steps", "2", "--json", "out/bench.json", "--report", "report"]
     run = run_python([*BENCH, *QUICK, "--arms", arms, *outputs], tmp_path, {**LIBRARIES, "TMPDIR": str(home)})
     assert run.code == 0, run.err

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.helpers.run import BARE, ROOT, Finished, environment_with, finish, wait_until
+from tests.helpers.run import ROOT, Finished, environment_with, finish, light, wait_until
 
 BIN = Path(sys.executable).parent
 START_S = 60.0
@@ -134,7 +134,7 @@ class Deployment:
     def _environment(self) -> dict[str, str]:
         return environment_with(
             {
-                **BARE,
+                **light("datasets", "peft", "triton"),
                 "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",  # Flower looks for its own commands there.
                 "PYTHONPATH": str(ROOT),
                 "FLWR_HOME": str(self.home),

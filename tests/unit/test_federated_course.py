@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
@@ -45,6 +46,14 @@ START = {
     "num_batches_tracked": np.array(0),
 }
 NUM_CLIENTS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Flower collects garbage with every array; the libraries that other tests have loaded are none."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
