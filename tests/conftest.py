@@ -16,8 +16,9 @@ import pytest
 
 GRACE_S = 1.0  # What is ending by itself may take this long.
 
-# What importing unsloth, torch, the Hugging Face libraries and bitsandbytes sets once for the process.
+# What importing unsloth, torch, the Hugging Face libraries, bitsandbytes and Flower sets once for the process.
 SET_BY_LIBRARIES = (
+    "GRPC_",
     "BITSANDBYTES_",
     "BNB_",
     "CUDA_MODULE_LOADING",

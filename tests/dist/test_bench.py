@@ -53,7 +53,7 @@ def test_bench_compares_the_arms(tmp_path):
 @pytest.mark.slow
 def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     options = ["--arms", "one_process,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
-    options += ["--steps", "1", "--warmup", "1", "--json", "b.json"]
+    options += ["--steps", "1", "--warmup", "1", "--interleave", "steps", "--json", "b.json"]
     run = run_python([*BENCH, *QUICK, *options], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
     outcome = json.loads((tmp_path / "b.json").read_text())
@@ -68,6 +68,7 @@ def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     assert num_micro_batches["torchrun"] == [2, 2]
     assert "accumulation 2, 2 ranks; scripts for one GPU accumulate 4" in run.out
     assert "bf16, lora training" in run.out
+    assert "turns: all arms of a round are in memory at once" in run.out
 
 
 @pytest.mark.slow
@@ -94,9 +95,12 @@ def test_slow_rank_is_waited_for(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_bench_leaves_nothing(tmp_path, number, code):
-    process = start([*BENCH, *QUICK, "--arms", "torchrun"], tmp_path, {**LIBRARIES, "TMPDIR": str(tmp_path)})
+@pytest.mark.parametrize(
+    ("number", "code", "interleave"), [(signal.SIGINT, 130, "runs"), (signal.SIGTERM, 143, "steps")]
+)
+def test_stopped_bench_leaves_nothing(tmp_path, number, code, interleave):
+    options = ["--arms", "torchrun", "--interleave", interleave]
+    process = start([*BENCH, *QUICK, *options], tmp_path, {**LIBRARIES, "TMPDIR": str(tmp_path)})
     # torchrun and its two ranks, in whose command the settings file stands.
     wait_until(lambda: len(orphans(f"{tmp_path}/unsloth_multigpu_bench_")) >= 3, 60, "ranks")
     process.send_signal(number)

@@ -220,6 +220,8 @@ def test_rows_come_from_files_and_repeat(tmp_path) -> None:
         ["--lengths", "fixed:20", "--strategies", "ddp"],
         ["--lengths", "text:2"],
         ["--arms", "ours", "--strategies", "ddp"],
+        ["--interleave", "steps", "--strategies", "ddp"],
+        ["--interleave", "epochs"],
     ],
 )
 def test_wrong_value_is_named_at_once(arguments, capsys, monkeypatch) -> None:
@@ -454,8 +456,8 @@ def planted_rounds(monkeypatch, *, fails_in: str = "") -> list[str]:
     ran = []
 
     def run(arm, options, folder):
-        ran.append(folder.name)
-        if folder.name == fails_in:
+        ran.append(f"{folder.parent.name.split('_')[0]}_{folder.stem}")
+        if ran[-1] == fails_in:
             raise LaunchError("it failed", hint="")
         # An infinite norm: no JSON has it.
         ranks = range(bench_arm.num_processes(arm, options))

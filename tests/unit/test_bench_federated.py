@@ -26,7 +26,7 @@ def planted(monkeypatch):
         if isinstance(error := spoiled.get(arm.name), LaunchError):
             raise error
         slots = [300 * MIB] * arm.num_at_once if arm.kind == "slots" else []
-        seconds = {"slots:2": 2.0, "slots:1": 4.0, "threads:2": 8.0}[arm.name] + 0.1 * (folder.name[0] == "2")
+        seconds = {"slots:2": 2.0, "slots:1": 4.0, "threads:2": 8.0}[arm.name] + 0.1 * (folder.parent.name[0] == "2")
         weights = {"a": torch.tensor([1.0]), "b": torch.tensor([1.0, 2.0 + spoiled.get(arm.name, 0.0)])}
         return ArmRun((seconds,) * options.num_rounds, 5.0, "cpu", (200 * MIB, *slots), (2.0, 1.0), weights)
 
@@ -85,6 +85,7 @@ def test_arm_that_fails_ends_the_bench(planted, capsys) -> None:
         (["--federated", "--steps", "0"], "--steps 0: expected at least 1"),
         (["--federated", "--ranks", "4"], "--ranks 4 does not go with --federated"),
         (["--federated", "--slow-rank", "1:0.5"], "--slow-rank 1:0.5 does not go with --federated"),
+        (["--federated", "--interleave", "steps"], "--interleave steps does not go with --federated"),
         (["--clients", "3"], "--clients 3 is for --federated"),
         (["--rounds", "3"], "--rounds 3 is for --federated"),
     ],

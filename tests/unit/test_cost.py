@@ -37,6 +37,7 @@ def test_attention_follows_the_shape_of_the_model() -> None:
     frozen = attention_factor(4096, 32, 6_600_000_000, is_frozen=True)
     assert full == pytest.approx(2 * 4096 * 32 / 6.6e9)
     assert frozen == pytest.approx(1.5 * full)
+    assert attention_factor(4096, 32, 6_600_000_000, is_frozen=True, is_causal=True) == pytest.approx(0.75 * full)
     assert attention_factor(4096, 32, 0, is_frozen=True) == 0
 
 

@@ -97,6 +97,7 @@ LAYERS = {
     "core.exchange": 3,
     "core.facts": 3,
     "core.balance": 3,
+    "core.attention": 3,
     "core.collation": 3,
     "core.stopwatch": 3,
     "core.traffic": 3,

@@ -8,11 +8,12 @@ import importlib.util
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, part_available
+from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, num_processes, part_available
 from unsloth_multigpu.cli.bench_option import BenchOptions
 from unsloth_multigpu.cli.bench_run import tell
 from unsloth_multigpu.cli.federated_option import check_not_federated
@@ -82,10 +83,27 @@ def _run_rounds(
     arms: Sequence[Arm], options: BenchOptions
 ) -> tuple[dict[str, list[list[RankRecord]]], LaunchError | None]:
     """`runs[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early."""
-    from unsloth_multigpu.cli.bench_run import run_arm, run_rounds
+    from unsloth_multigpu.cli import bench_run
+    from unsloth_multigpu.cli.bench_turn import run_together
 
     by_name = {arm.name: arm for arm in arms}
-    return run_rounds(list(by_name), options.num_repeats, lambda name, folder: run_arm(by_name[name], options, folder))
+
+    def run(name: str, folder: Path, **turns: Any) -> list[RankRecord]:
+        return bench_run.run_arm(by_name[name], options, folder, **turns)
+
+    def run_round(names: Sequence[str], folder: Path) -> dict[str, list[RankRecord]]:
+        num_ranks = {name: num_processes(by_name[name], options) for name in names}
+        folders = {name: bench_run.arm_folder(folder, name) for name in names}
+
+        def run_in_turns(name: str, check: Callable[[], None]) -> list[RankRecord]:
+            return bench_run.timed_run(name, folders[name], partial(run, turns=folder, check=check))
+
+        return run_together(num_ranks, options.num_warmup + options.num_steps, folder, run_in_turns)
+
+    is_together = options.interleave == "steps"
+    return bench_run.run_rounds(
+        list(by_name), options.num_repeats, run_round if is_together else bench_run.one_by_one(run)
+    )
 
 
 def _publish(

@@ -82,7 +82,7 @@ def run_federated(arguments: argparse.Namespace) -> int:
         DivergenceError: Two arms trained other weights.
     """
     from unsloth_multigpu.cli.bench import check_outputs
-    from unsloth_multigpu.cli.bench_run import run_rounds, tell
+    from unsloth_multigpu.cli.bench_run import one_by_one, run_rounds, tell
 
     arms = parse_arms(arguments.federated)
     options = FederatedOptions.from_arguments(arguments)
@@ -96,7 +96,9 @@ def run_federated(arguments: argparse.Namespace) -> int:
     by_name = {arm.name: arm for arm in arms}
     with exit_on_sigterm():
         runs, failed = run_rounds(
-            list(by_name), options.num_repeats, lambda name, folder: _run_arm(by_name[name], options, folder)
+            list(by_name),
+            options.num_repeats,
+            one_by_one(lambda name, folder: _run_arm(by_name[name], options, folder)),
         )
     if runs[arms[0].name]:
         _publish(arguments.json, options, runs)

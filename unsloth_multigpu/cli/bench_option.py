@@ -52,6 +52,7 @@ class BenchOptions:
             timed, and is tested after each. None = one epoch of speed alone.
         num_steps, num_warmup: Optimizer steps that are measured, and those before them.
         num_repeats: Rounds; each runs every arm once.
+        interleave: "runs": the arms of a round run one after the other; "steps": all at once, and they take turns.
         slow_rank: This rank computes at `slow_speed` of its speed. None = no such rank.
         save_steps: Optimizer steps between two checkpoints of the arms that may save. None = no checkpoints.
         device: "cpu" or "cuda".
@@ -74,6 +75,7 @@ class BenchOptions:
     num_steps: int = NUM_STEPS
     num_warmup: int = NUM_WARMUP
     num_repeats: int = 3
+    interleave: str = "runs"
     slow_rank: int | None = None
     slow_speed: float = 1.0
     save_steps: int | None = None
@@ -97,6 +99,11 @@ class BenchOptions:
                 f"--epochs {arguments.epochs} is for --strategies; arms run one epoch.",
                 hint="Give --steps, or --strategies all.",
             )
+        if arguments.interleave == "steps" and is_learning:
+            raise ConfigError(
+                "--interleave steps is for --arms; strategies do more than steps.",
+                hint="Leave --interleave out, or give --arms.",
+            )
         options = cls(
             arms=tuple(arms),
             num_ranks=arguments.ranks,
@@ -112,6 +119,7 @@ class BenchOptions:
             num_steps=_given(arguments.steps, NUM_STEPS_OF_EPOCH if is_learning else NUM_STEPS),
             num_warmup=_given(arguments.warmup, NUM_WARMUP if slow_rank is None else NUM_WARMUP_SLOW),
             num_repeats=arguments.repeats,
+            interleave=arguments.interleave,
             slow_rank=slow_rank,
             slow_speed=slow_speed,
             save_steps=arguments.save_steps,

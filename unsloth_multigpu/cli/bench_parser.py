@@ -107,6 +107,13 @@ def _add_measurement(run: argparse._ArgumentGroup) -> None:
         ("save-steps", None, f"steps between two checkpoints, of all arms but {UNGUARDED} [none are saved]"),
     ):
         run.add_argument(f"--{name}", type=int, metavar="N", default=value, help=text)
+    run.add_argument(
+        "--interleave",
+        choices=("runs", "steps"),
+        default=_DEFAULTS.interleave,
+        help="steps = all arms are in memory at once and take turns step by step, which ratios need on a machine that "
+        f"others disturb [{_DEFAULTS.interleave}: one after the other]",
+    )
     limit_s = _DEFAULTS.timeout_s
     run.add_argument("--timeout-s", type=float, metavar="S", default=limit_s, help=f"limit of one run [{limit_s:g}]")
     run.add_argument("--json", metavar="FILE", help="write all figures there")

@@ -28,9 +28,12 @@ Result = TypeVar("Result")
 
 
 def run_rounds(
-    names: Sequence[str], num_rounds: int, run: Callable[[str, Path], Result]
+    names: Sequence[str], num_rounds: int, run_round: Callable[[Sequence[str], Path], Mapping[str, Result]]
 ) -> tuple[dict[str, list[Result]], LaunchError | None]:
-    """Runs every arm in every round, each time in an empty folder of its own.
+    """Runs every arm in every round.
+
+    Args:
+        run_round: Gets the names in the order of the round and an empty folder; returns the results.
 
     Returns:
         `results[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early.
@@ -39,21 +42,43 @@ def run_rounds(
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         for number in range(1, num_rounds + 1):
             first = (number - 1) % len(names)
-            this_round = {}
-            # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
-            for name in [*names[first:], *names[:first]]:
-                folder = Path(root, f"{number}_{name.replace(':', '_')}")
-                folder.mkdir()
-                begin_s = time.monotonic()
-                try:
-                    this_round[name] = run(name, folder)
-                except LaunchError as failed:
-                    return results, failed
-                elapsed_s = time.monotonic() - begin_s
-                tell(f"round {number}/{num_rounds}  {name:<22} {elapsed_s:6.1f} s with start-up")
+            folder = Path(root, f"{number}_of_{num_rounds}")
+            folder.mkdir()
+            try:
+                # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
+                this_round = run_round([*names[first:], *names[:first]], folder)
+            except LaunchError as failed:
+                return results, failed
             for name, result in this_round.items():
                 results[name].append(result)
     return results, None
+
+
+def one_by_one(run: Callable[[str, Path], Result]) -> Callable[[Sequence[str], Path], Mapping[str, Result]]:
+    """A round in which arms run one after the other, each in an empty folder of its own."""
+
+    def run_round(names: Sequence[str], folder: Path) -> Mapping[str, Result]:
+        return {name: timed_run(name, arm_folder(folder, name), run) for name in names}
+
+    return run_round
+
+
+def arm_folder(folder: Path, name: str) -> Path:
+    """Makes the folder of an arm in that of the round."""
+    # What an arm leaves behind is found by this path: it must not be the beginning of another's.
+    made = folder / f"{name.replace(':', '_')}.arm"
+    made.mkdir()
+    return made
+
+
+def timed_run(name: str, folder: Path, run: Callable[[str, Path], Result]) -> Result:
+    """Runs an arm and says how long that took."""
+    begin_s = time.monotonic()
+    result = run(name, folder)
+    elapsed_s = time.monotonic() - begin_s
+    number, _, num_rounds = folder.parent.name.split("_")
+    tell(f"round {number}/{num_rounds}  {name:<22} {elapsed_s:6.1f} s with start-up")
+    return result
 
 
 def tell(line: str) -> None:
@@ -61,11 +86,19 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
+def run_arm(
+    arm: Arm,
+    options: BenchOptions,
+    folder: Path,
+    turns: Path | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> list[RankRecord]:
     """Trains once and returns the records of its ranks, rank 0 first.
 
     Args:
         folder: An empty folder, where it works.
+        turns: The folder of a `bench_turn.Conductor`, where it takes turns with others.
+        check: Called twice a second. It raises where the arm is to be ended.
 
     Raises:
         LaunchError: See `run_worker`.
@@ -74,12 +107,14 @@ def run_arm(arm: Arm, options: BenchOptions, folder: Path) -> list[RankRecord]:
     records = run_worker(
         f"{arm.name} ({arm.text})",
         arm_command(arm, options),
-        {"arm": arm.name, "options": dataclasses.asdict(options)},
+        {"arm": arm.name, "options": dataclasses.asdict(options), "turns": None if turns is None else str(turns)},
         folder,
         arm_environment(arm, options, folder, os.environ),
-        options.timeout_s,
+        # Those that it takes turns with count in its time.
+        options.timeout_s * (1 if turns is None else len(options.arms)),
         results=[f"rank_{rank}.json" for rank in range(num_processes(arm, options))],
         hint=f"Run it alone: unsloth-multigpu bench {flag} {arm.name}",
+        look=lambda _: check(),
     )
     return list(map(RankRecord.from_json, records))
 

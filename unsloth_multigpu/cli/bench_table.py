@@ -113,6 +113,8 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
         f"steps: {steps}; {options.num_repeats} round(s), seed {options.seed}",
         f"threads: {num_threads} in every rank of every arm (OMP_NUM_THREADS=1)",
     ]
+    if options.interleave == "steps":
+        lines.append("turns: all arms of a round are in memory at once, and one computes at a time, a step")
     if options.num_epochs is not None:
         lines.append(
             f"training: AdamW, constant learning rate {LEARNING_RATE:g}; all strategies deal samples in order "

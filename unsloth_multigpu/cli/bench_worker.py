@@ -13,6 +13,7 @@ from typing import Any
 from unsloth_multigpu.cli.bench_arm import Arm, num_accumulated, num_devices, speed_of
 from unsloth_multigpu.cli.bench_data import NUM_ID_TOKENS, make_rows, make_test_rows
 from unsloth_multigpu.cli.bench_option import HEAD_SIZE, BenchOptions
+from unsloth_multigpu.cli.bench_turn import Turn
 from unsloth_multigpu.cli.strategy_arm import find_arm
 from unsloth_multigpu.cli.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
 
@@ -30,7 +31,8 @@ def main(settings_file: str) -> None:
 
         enable_multi_gpu(num_gpus=num_devices(arm, options), device=options.device, **arm.line)
     rank = int(os.environ.get("RANK", "0"))
-    record = _train(arm, options, rank)
+    turn = None if settings["turns"] is None else Turn(Path(settings["turns"]), arm.name, rank)
+    record = _train(arm, options, rank, turn)
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)
@@ -45,7 +47,7 @@ def _leave_group() -> None:
         dist.destroy_process_group()
 
 
-def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
+def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dict[str, Any]:
     import torch
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback
@@ -59,10 +61,15 @@ def _train(arm: Arm, options: BenchOptions, rank: int) -> dict[str, Any]:
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            if turn is not None:
+                turn.wait()
             meter.mark_begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.mark_step()
+            if turn is not None:
+                turn.wait()
+                meter.mark_begin()
 
     class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ _NOT_FOR_CLIENTS: Mapping[str, Any] = {
     "accumulation": 1,
     "epochs": None,
     "save_steps": None,
+    "interleave": "runs",
     "report": None,
 }
 

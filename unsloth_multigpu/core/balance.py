@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
+from unsloth_multigpu.core.attention import attention_of
 from unsloth_multigpu.core.collation import as_collated
 from unsloth_multigpu.core.loss import LossScale, has_router_loss
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.stopwatch import Lap, Stopwatch
-from unsloth_multigpu.data.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
+from unsloth_multigpu.data.cost import CostModel, fit_cost, relative_speeds, without_outliers
 from unsloth_multigpu.data.deal import Balance, Piece, balance_step
 from unsloth_multigpu.data.length import read_lengths
 from unsloth_multigpu.errors import ConfigError, SetupError
@@ -53,6 +53,8 @@ class Balancer:
         self._lengths: list[int] = []
         self._regroup = True
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
+        # Work and seconds of micro-batches in the first exchanges, rank by rank.
+        self._first_laps: list[Sequence[tuple[float, float]]] = []
         self._num_steps = 0
         # Steps of earlier runs; this process has to get warm again.
         self._num_resumed = 0
@@ -160,7 +162,7 @@ class Balancer:
             "floor_tokens": self._config.micro_batch_floor_tokens,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(assumed, attention=_attention_of(self._trainer.model), **given)
+        return dataclasses.replace(assumed, attention=attention_of(self._trainer.model), **given)
 
     def _check_limit(self) -> None:
         limit, longest = self._config.max_tokens_per_micro_batch, max(self._lengths)
@@ -224,8 +226,11 @@ class Balancer:
         assert self.balance is not None
         cost, speeds, config = self.balance.cost, self.balance.speeds, self._config
         if may_fit:
-            exact = [_throughput(cost, rank) for rank in laps]
-            pooled = [(work, s * rate / exact[0]) for rank, rate in zip(laps, exact, strict=True) for work, s in rank]
+            # Few laps of a busy machine tell little: those of earlier exchanges count as well. In tokens, in which
+            # ranks, and moments, of different speeds agree.
+            self._first_laps.extend(laps)
+            rates = [_throughput(cost, rank) for rank in self._first_laps]
+            pooled = [(w, s * rate) for rank, rate in zip(self._first_laps, rates, strict=True) for w, s in rank]
             found = fit_cost(cost, pooled)
             if config.micro_batch_overhead_tokens is None:
                 cost = dataclasses.replace(cost, overhead_tokens=found.overhead_tokens)
@@ -265,22 +270,6 @@ def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:
         else "the loss of a micro-batch may depend on which rows are in it together",
         hint="Set balance='auto', and leave max_tokens_per_micro_batch out.",
     )
-
-
-def _attention_of(model: nn.Module) -> float:
-    """The `q` of the cost from the model's shape; 0 for a model that does not tell it."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))
-    # By the names of their sizes: weights of quantised layers are packed.
-    matrices: list[Any] = [m for m in model.modules() if hasattr(m, "in_features") and hasattr(m, "out_features")]
-    # PEFT's layers have the sizes of the layer that they hold.
-    matrices = [m for m in matrices if not hasattr(m, "base_layer")]
-    num_weights = sum(int(m.in_features) * int(m.out_features) for m in matrices)
-    if not isinstance(hidden_size, int) or not isinstance(num_layers, int):
-        return 0.0
-    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return attention_factor(hidden_size, num_layers, num_weights, is_frozen=num_trained < num_weights / 2)
 
 
 def _throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:

@@ -67,20 +67,24 @@ class CostModel:
         return self.of_work(self.work(lengths))
 
 
-def attention_factor(hidden_size: int, num_layers: int, num_weights: int, *, is_frozen: bool) -> float:
+def attention_factor(
+    hidden_size: int, num_layers: int, num_weights: int, *, is_frozen: bool, is_causal: bool = False
+) -> float:
     """The `q` of `L + q L^2`: operations of attention per token and context token, over those of the matrices.
 
     Forward, a token costs `2 num_weights` in the matrices and `4 hidden_size num_layers` per context token in attention
     (Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1). Backward, attention costs twice as much;
-    so do the matrices, but once where their weights are frozen.
+    so do the matrices, but once where their weights are frozen. Fused causal kernels skip the half that is masked.
 
     Args:
         hidden_size: Of the model.
         num_layers: Of the model.
         num_weights: Elements of the matrices that each token is multiplied with.
         is_frozen: Their weights get no gradient, as with LoRA.
+        is_causal: Tokens attend to those before them, in a kernel that computes no others.
     """
-    attention, matrices = 3 * 4 * hidden_size * num_layers, (2 if is_frozen else 3) * 2 * num_weights
+    attention = 3 * 4 * hidden_size * num_layers * (0.5 if is_causal else 1.0)
+    matrices = (2 if is_frozen else 3) * 2 * num_weights
     return attention / matrices if num_weights else 0.0
 
 
