@@ -52,7 +52,7 @@ def test_bench_compares_the_arms(tmp_path):
 
 @pytest.mark.slow
 def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
-    options = ["--arms", "one_process,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
+    options = ["--arms", "one_process,ours,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
     options += ["--steps", "1", "--warmup", "1", "--interleave", "steps", "--json", "b.json"]
     run = run_python([*BENCH, *QUICK, *options], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
@@ -68,6 +68,7 @@ def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     assert num_micro_batches["torchrun"] == [2, 2]
     assert "accumulation 2, 2 ranks; scripts for one GPU accumulate 4" in run.out
     assert "bf16, lora training" in run.out
+    assert run.err.count("round 1/1  all arms") == 1
     assert "turns: all arms of a round are in memory at once" in run.out
 
 

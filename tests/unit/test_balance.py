@@ -155,15 +155,18 @@ def test_speeds_are_one_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_causal", "part"), [("sdpa", True, 0.5), ("eager", True, 1.0), ("sdpa", False, 1.0)]
+    ("kind", "is_causal", "has_encoder", "part"),
+    [("sdpa", True, False, 0.5), ("eager", True, False, 1.0), ("sdpa", False, False, 1.0), ("sdpa", True, True, 1.0)],
 )
-def test_shape_of_the_model_gives_the_weight_of_attention(kind: str, is_causal: bool, part: float) -> None:
+def test_shape_of_the_model_gives_the_weight_of_attention(
+    kind: str, is_causal: bool, has_encoder: bool, part: float
+) -> None:
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 24), "adapted": nn.Identity()})
     # As a layer of PEFT: it has the sizes of the layer that it holds.
     vars(model["adapted"]).update(base_layer=model["a"], in_features=8, out_features=8)
     vars(model["a"]).update(is_causal=is_causal)
     model.config = SimpleNamespace(  # type: ignore[assignment]
-        hidden_size=8, num_hidden_layers=2, _attn_implementation=kind
+        hidden_size=8, num_hidden_layers=2, _attn_implementation=kind, is_encoder_decoder=has_encoder
     )
     ours = balancer()
     ours._trainer.model = model
@@ -198,13 +201,13 @@ def test_costs_are_measured_in_the_first_steps() -> None:
 def test_costs_of_a_disturbed_moment_count_with_those_of_before() -> None:
     ours = prepared(loader())
     measured_steps(ours, 8)
-    for step in range(8):
-        # Twice as slow, and each micro-batch besides waits as long as a hundred tokens take: too few to be believed.
-        disturbed = ((float(work), Lap((work + 100) * 2e-5)) for work in (50, 900))
-        ours._laps.extend(disturbed if step == 0 else ())  # type: ignore[arg-type]
-        measured_steps(ours, 1)
+    # Twice as slow, and each micro-batch besides waits as long as a hundred tokens take.
+    disturbed = [(float(work), Lap((work + 100) * 2e-5)) for work in (50, 200, 900)] * 4
+    ours._laps.extend(disturbed)  # type: ignore[arg-type]
+    for _ in range(8):
+        ours.end_step()
     assert ours.balance is not None
-    assert ours.balance.cost.overhead_tokens == 16
+    assert ours.balance.cost.overhead_tokens == 32  # Those laps alone say 128.
 
 
 def small_and_slow(mine: list[float]) -> list[list[float]]:

@@ -89,6 +89,12 @@ def test_run_is_measured_without_its_warm_up() -> None:
     assert measure.step_s == (3.0, 1.0)
 
 
+def test_rank_that_is_late_in_one_step_makes_it_late_where_ranks_meet() -> None:
+    ranks = [rank(0, step(wall_s=3.0), step(wall_s=1.0)), rank(1, step(wall_s=2.0), step(wall_s=2.0))]
+    once = measure_run(ranks, num_warmup=0).tokens_per_s
+    assert once * 4.0 == pytest.approx(measure_run(ranks, num_warmup=0, meets=True).tokens_per_s * 5.0)
+
+
 def test_ratios_are_taken_within_each_round() -> None:
     # The ratio of the medians would be 20 / 20.
     assert ratios([10.0, 20.0, 60.0], [5.0, 20.0, 30.0]) == Spread(2.0, 1.0, 2.0)
@@ -456,7 +462,7 @@ def planted_rounds(monkeypatch, *, fails_in: str = "") -> list[str]:
     ran = []
 
     def run(arm, options, folder):
-        ran.append(f"{folder.parent.name.split('_')[0]}_{folder.stem}")
+        ran.append(f"{folder.parent.name}_{folder.stem}")
         if ran[-1] == fails_in:
             raise LaunchError("it failed", hint="")
         # An infinite norm: no JSON has it.

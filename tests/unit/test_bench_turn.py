@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import threading
 import time
@@ -18,21 +20,23 @@ NUM_STEPS = 3
 RANKS = {"one": 1, "two": 2}
 
 
-def train(folder, arm, rank, did):
+def train(folder, arm, rank, did, meet):
     turn = Turn(folder, arm, rank)
     turn.wait()
     for step in range(NUM_STEPS):
         did.append((arm, step, "begin"))
-        time.sleep(0.005)
+        meet.wait(10)  # Both ranks of an arm compute at once.
         did.append((arm, step, "end"))
         turn.wait()
+    turn.close()
 
 
 def test_one_arm_computes_at_a_time_and_another_is_first_in_each_step(tmp_path) -> None:
     did: list[tuple[str, int, str]] = []
 
     def run(arm, check):
-        ranks = [threading.Thread(target=train, args=(tmp_path, arm, r, did)) for r in range(RANKS[arm])]
+        meet = threading.Barrier(RANKS[arm])
+        ranks = [threading.Thread(target=train, args=(tmp_path, arm, r, did, meet)) for r in range(RANKS[arm])]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -40,20 +44,14 @@ def test_one_arm_computes_at_a_time_and_another_is_first_in_each_step(tmp_path) 
         check()
         return arm.upper()
 
-    assert run_together(RANKS, NUM_STEPS, tmp_path, run) == {"one": "ONE", "two": "TWO"}
+    assert run_together(RANKS, NUM_STEPS, tmp_path, 10.0, run) == {"one": "ONE", "two": "TWO"}
     assert len(did) == 2 * NUM_STEPS * sum(RANKS.values())
-    turns = []
-    for arm, step, what in did:
-        if not turns or turns[-1][:2] != (arm, step):
-            turns.append((arm, step, []))
-        turns[-1][2].append(what)
-    assert [turn[:2] for turn in turns] == [("one", 0), ("two", 0), ("two", 1), ("one", 1), ("one", 2), ("two", 2)]
-    # Both ranks of an arm compute at once.
-    assert all(whats[: RANKS[arm]] == ["begin"] * RANKS[arm] for arm, _, whats in turns)
+    turns = [turn for turn, _ in itertools.groupby(did, key=lambda what: what[:2])]
+    assert turns == [("one", 0), ("two", 0), ("two", 1), ("one", 1), ("one", 2), ("two", 2)]
 
 
 def test_rank_hears_that_the_benchmark_has_ended(tmp_path) -> None:
-    conductor = Conductor(tmp_path, {"two": 2})
+    conductor = Conductor(tmp_path, {"two": 2}, 10.0)
     early, late = (Turn(tmp_path, "two", rank) for rank in range(2))
     ended: list[BaseException] = []
 
@@ -76,6 +74,20 @@ def test_rank_hears_that_the_benchmark_has_ended(tmp_path) -> None:
     waiting.join(10)
     wait(late)
     assert [str(error).split("\n")[0] for error in ended] == ["The benchmark has ended."] * 2
+    early.close()
+    late.close()
+    with pytest.raises(LaunchError, match="benchmark has ended"):
+        Turn(tmp_path, "two", 0)
+
+
+def test_rank_that_does_not_end_its_step_is_named(tmp_path) -> None:
+    conductor = Conductor(tmp_path, {"two": 2}, 0.1)
+    turn = Turn(tmp_path, "two", 1)
+    os.write(turn._done, b"two.1\n")
+    with pytest.raises(LaunchError, match=r"No end of a step within 0.1 s: two\.0 \(arm\.rank\)"):
+        conductor.conduct(NUM_STEPS, lambda: None)
+    turn.close()
+    conductor.close()
 
 
 @pytest.mark.parametrize("ends", ["raise SystemExit(3)", ""])

@@ -320,6 +320,20 @@ def test_no_evaluation_takes_the_time_that_is_left(tmp_path, page):
     assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], False)
 
 
+def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path, page):
+    trainer = FakeTrainer()
+    steered = preemption(trainer, tmp_path)
+    points = []
+
+    def note_points(step):
+        is_reached = lambda point, number: points.append(point) or 0  # noqa: E731
+        steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
+
+    with steered.on_trainer():
+        trainer.train(2, num_eval_batches=2, on_step=note_points)
+    assert points == [(step << 20) + batch for step in (1, 2) for batch in (0, 1, 2)] + [(2 << 20) + 3]
+
+
 def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path, page):
     trainer = FakeTrainer()
     steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)

@@ -9,7 +9,6 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +90,16 @@ def _run_rounds(
     def run(name: str, folder: Path, **turns: Any) -> list[RankRecord]:
         return bench_run.run_arm(by_name[name], options, folder, **turns)
 
-    def run_round(names: Sequence[str], folder: Path) -> dict[str, list[RankRecord]]:
+    def run_round(names: Sequence[str], folder: Path, label: str) -> dict[str, list[RankRecord]]:
         num_ranks = {name: num_processes(by_name[name], options) for name in names}
         folders = {name: bench_run.arm_folder(folder, name) for name in names}
 
         def run_in_turns(name: str, check: Callable[[], None]) -> list[RankRecord]:
-            return bench_run.timed_run(name, folders[name], partial(run, turns=folder, check=check))
+            return run(name, folders[name], turns=folder, check=check)
 
-        return run_together(num_ranks, options.num_warmup + options.num_steps, folder, run_in_turns)
+        num_steps = options.num_warmup + options.num_steps
+        with bench_run.told(label, "all arms"):
+            return run_together(num_ranks, num_steps, folder, options.timeout_s, run_in_turns)
 
     is_together = options.interleave == "steps"
     return bench_run.run_rounds(
@@ -123,7 +124,8 @@ def _publish(
     num_threads = " or ".join(map(str, sorted({rank.num_threads for rank in ranks})))
     is_learning = options.num_epochs is not None
     # Training is chaotic: what rounding changes grows from step to step.
-    results = summarize(runs, options.num_warmup, options.num_steps if is_learning else None)
+    num_compared = options.num_steps if is_learning else None
+    results = summarize(runs, options.num_warmup, num_compared, meets=options.interleave == "steps")
     learned = summarize_strategies(runs, options) if is_learning else []
     tables = strategy_tables(learned, {r.name: r for r in results}) if is_learning else [result_table(results)]
     lines = [*machine_lines(), *conditions(options, num_tokens, devices, num_threads), *variable_lines(), *remarks]

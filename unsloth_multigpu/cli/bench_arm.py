@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.cli.bench_option import BenchOptions
-from unsloth_multigpu.config import INTERNAL_VARIABLES, MultiGPUConfig
+from unsloth_multigpu.config import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.versions import installed_version
 
@@ -220,6 +220,9 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     variables |= {name: str(folder) for name in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE")}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if options.interleave == "steps":
+        # While others have their turns a rank makes no progress.
+        variables.setdefault(f"{ENV_PREFIX}HANG_TIMEOUT_S", f"{options.timeout_of_turns_s:g}")
     if options.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif num_devices(arm, options) == 1:

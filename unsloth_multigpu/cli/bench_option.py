@@ -57,7 +57,7 @@ class BenchOptions:
         save_steps: Optimizer steps between two checkpoints of the arms that may save. None = no checkpoints.
         device: "cpu" or "cuda".
         is_card_shared: All ranks use the one visible card, over gloo.
-        timeout_s: Limit of one arm's run, in seconds.
+        timeout_s: Limit of one arm's run, in seconds; where arms take turns, of one step.
         seed: Of weights, lengths and tokens.
     """
 
@@ -139,6 +139,11 @@ class BenchOptions:
     def num_samples_per_step(self) -> int:
         """Samples of an optimizer step over all ranks: the same number in every arm."""
         return self.batch_size * self.accumulation * self.num_ranks
+
+    @property
+    def timeout_of_turns_s(self) -> float:
+        """The limit of a run of all arms in turns, in seconds."""
+        return self.timeout_s * (1 + len(self.arms) * (self.num_warmup + self.num_steps + 1))
 
     @property
     def num_rows(self) -> int:

@@ -115,6 +115,8 @@ def _add_measurement(run: argparse._ArgumentGroup) -> None:
         f"others disturb [{_DEFAULTS.interleave}: one after the other]",
     )
     limit_s = _DEFAULTS.timeout_s
-    run.add_argument("--timeout-s", type=float, metavar="S", default=limit_s, help=f"limit of one run [{limit_s:g}]")
+    run.add_argument(
+        "--timeout-s", type=float, metavar="S", default=limit_s, help=f"limit of one run, or turn [{limit_s:g}]"
+    )
     run.add_argument("--json", metavar="FILE", help="write all figures there")
     run.add_argument("--report", metavar="DIR", help="write report.html, its plots and bench.json there")

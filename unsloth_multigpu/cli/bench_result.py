@@ -16,7 +16,7 @@ class StepRecord:
     """One optimizer step of one rank.
 
     Args:
-        wall_s: From the end of the step before to its own.
+        wall_s: From the end of the step before to its own; where arms take turns, from the begin of its turn.
         cpu_s: CPU time of the process in the same span.
         compute_s: Time in forward and backward, without waiting for other ranks.
         micro_batches: Of each: rows, longest row, tokens that are no padding.
@@ -151,13 +151,19 @@ class ArmResult:
 Runs = Mapping[str, Sequence[Sequence[RankRecord]]]
 
 
-def measure_run(ranks: Sequence[RankRecord], num_warmup: int) -> RunMeasure:
-    """Figures of one run, without its first `num_warmup` steps."""
+def measure_run(ranks: Sequence[RankRecord], num_warmup: int, *, meets: bool = False) -> RunMeasure:
+    """Figures of one run, without its first `num_warmup` steps.
+
+    Args:
+        meets: Ranks waited for each other behind each step, as those of an arm do where arms take turns. Else who is
+            late in one step may be early in the next.
+    """
     timed = [rank.steps[num_warmup:] for rank in ranks]
     steps = list(zip(*timed, strict=True))
     sizes = [size for rank in ranks for size in rank.sizes(num_warmup)]
     num_tokens = sum(tokens for _, _, tokens in sizes)
-    wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
+    step_s = tuple(max(rank.wall_s for rank in step) for step in steps)
+    wall_s = sum(step_s) if meets else max(sum(step.wall_s for step in rank) for rank in timed)
     return RunMeasure(
         tokens_per_s=num_tokens / wall_s,
         padding_share=1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),
@@ -165,7 +171,7 @@ def measure_run(ranks: Sequence[RankRecord], num_warmup: int) -> RunMeasure:
         cpu_s=sum(max(rank.cpu_s for rank in step) for step in steps),
         peak_bytes=max(rank.peak_bytes for rank in ranks),
         largest_tokens=max(rows * longest for rank in ranks for rows, longest, _ in rank.sizes()),
-        step_s=tuple(max(rank.wall_s for rank in step) for step in steps),
+        step_s=step_s,
     )
 
 
@@ -195,13 +201,16 @@ def samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
     return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
 
 
-def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None) -> list[ArmResult]:
+def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None, *, meets: bool = False) -> list[ArmResult]:
     """One result per arm, in the order of `runs`.
 
     Args:
         num_compared: So many steps' gradient norms are compared. None = of all steps.
+        meets: See `measure_run`.
     """
-    measures = {name: [measure_run(ranks, num_warmup) for ranks in rounds] for name, rounds in runs.items()}
+    measures = {
+        name: [measure_run(ranks, num_warmup, meets=meets) for ranks in rounds] for name, rounds in runs.items()
+    }
     speeds = {name: [measure.tokens_per_s for measure in rounds] for name, rounds in measures.items()}
     reference = runs.get(REFERENCE)
     results = []

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,12 +28,13 @@ Result = TypeVar("Result")
 
 
 def run_rounds(
-    names: Sequence[str], num_rounds: int, run_round: Callable[[Sequence[str], Path], Mapping[str, Result]]
+    names: Sequence[str], num_rounds: int, run_round: Callable[[Sequence[str], Path, str], Mapping[str, Result]]
 ) -> tuple[dict[str, list[Result]], LaunchError | None]:
     """Runs every arm in every round.
 
     Args:
-        run_round: Gets the names in the order of the round and an empty folder; returns the results.
+        run_round: Gets the names in the order of the round, an empty folder and what the round is called; returns
+            the results.
 
     Returns:
         `results[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early.
@@ -42,11 +43,11 @@ def run_rounds(
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         for number in range(1, num_rounds + 1):
             first = (number - 1) % len(names)
-            folder = Path(root, f"{number}_of_{num_rounds}")
+            folder = Path(root, str(number))
             folder.mkdir()
             try:
                 # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
-                this_round = run_round([*names[first:], *names[:first]], folder)
+                this_round = run_round([*names[first:], *names[:first]], folder, f"round {number}/{num_rounds}")
             except LaunchError as failed:
                 return results, failed
             for name, result in this_round.items():
@@ -54,11 +55,15 @@ def run_rounds(
     return results, None
 
 
-def one_by_one(run: Callable[[str, Path], Result]) -> Callable[[Sequence[str], Path], Mapping[str, Result]]:
+def one_by_one(run: Callable[[str, Path], Result]) -> Callable[[Sequence[str], Path, str], Mapping[str, Result]]:
     """A round in which arms run one after the other, each in an empty folder of its own."""
 
-    def run_round(names: Sequence[str], folder: Path) -> Mapping[str, Result]:
-        return {name: timed_run(name, arm_folder(folder, name), run) for name in names}
+    def run_round(names: Sequence[str], folder: Path, label: str) -> Mapping[str, Result]:
+        results = {}
+        for name in names:
+            with told(label, name):
+                results[name] = run(name, arm_folder(folder, name))
+        return results
 
     return run_round
 
@@ -71,14 +76,12 @@ def arm_folder(folder: Path, name: str) -> Path:
     return made
 
 
-def timed_run(name: str, folder: Path, run: Callable[[str, Path], Result]) -> Result:
-    """Runs an arm and says how long that took."""
+@contextlib.contextmanager
+def told(label: str, name: str) -> Iterator[None]:
+    """Says how long an arm of a round took, if it did not fail."""
     begin_s = time.monotonic()
-    result = run(name, folder)
-    elapsed_s = time.monotonic() - begin_s
-    number, _, num_rounds = folder.parent.name.split("_")
-    tell(f"round {number}/{num_rounds}  {name:<22} {elapsed_s:6.1f} s with start-up")
-    return result
+    yield
+    tell(f"{label}  {name:<22} {time.monotonic() - begin_s:6.1f} s with start-up")
 
 
 def tell(line: str) -> None:
@@ -110,8 +113,8 @@ def run_arm(
         {"arm": arm.name, "options": dataclasses.asdict(options), "turns": None if turns is None else str(turns)},
         folder,
         arm_environment(arm, options, folder, os.environ),
-        # Those that it takes turns with count in its time.
-        options.timeout_s * (1 if turns is None else len(options.arms)),
+        # Whose turns may take long is for their conductor to know.
+        options.timeout_s if turns is None else options.timeout_of_turns_s,
         results=[f"rank_{rank}.json" for rank in range(num_processes(arm, options))],
         hint=f"Run it alone: unsloth-multigpu bench {flag} {arm.name}",
         look=lambda _: check(),

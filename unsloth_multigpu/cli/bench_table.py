@@ -114,7 +114,10 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
         f"threads: {num_threads} in every rank of every arm (OMP_NUM_THREADS=1)",
     ]
     if options.interleave == "steps":
-        lines.append("turns: all arms of a round are in memory at once, and one computes at a time, a step")
+        lines.append(
+            "turns: all arms of a round are in memory at once, and one trains at a time, a step; launchers that watch "
+            "waiting ranks go on"
+        )
     if options.num_epochs is not None:
         lines.append(
             f"training: AdamW, constant learning rate {LEARNING_RATE:g}; all strategies deal samples in order "

@@ -1,14 +1,14 @@
 """Arms that take turns step by step: what disturbs the machine for a while then disturbs all of them alike.
 
 All arms of a round are started, and only one computes at a time. Each rank says that its step is done in a pipe that
-all share, and goes on when it gets a byte in a pipe of its own. No other process can name them: they lie in the folder
-of the round, which only its owner may enter.
+all share, and goes on when it gets a byte in a pipe of its own. Only their owner may open them.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -30,12 +30,28 @@ class Turn:
         folder: Where the conductor has made the pipes.
         arm: The arm's name, without white space.
         rank: Of this process in the arm.
+
+    Raises:
+        LaunchError: The benchmark has ended.
     """
 
     def __init__(self, folder: Path, arm: str, rank: int) -> None:
         self._line = _name(arm, rank) + "\n"
-        self._done = os.open(folder / "done", os.O_WRONLY)
-        self._go = os.open(folder / _name(arm, rank), os.O_RDONLY)
+        with ExitStack() as stack:
+            try:
+                # Else opening waits for the other end, which may be gone.
+                self._done = os.open(folder / "done", os.O_WRONLY | os.O_NONBLOCK)
+                stack.callback(os.close, self._done)
+                self._go = os.open(folder / _name(arm, rank), os.O_RDONLY | os.O_NONBLOCK)
+                stack.callback(os.close, self._go)
+            except OSError as error:
+                raise _ended() from error
+            os.set_blocking(self._go, True)
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """This rank takes no more turns."""
+        self._stack.close()
 
     def wait(self) -> None:
         """Says that this rank has done a step, and returns when the arm may do its next one.
@@ -46,7 +62,7 @@ class Turn:
         with suppress(BrokenPipeError):
             os.write(self._done, self._line.encode())
         if not os.read(self._go, 1):
-            raise LaunchError("The benchmark has ended.", hint="Start it again.")
+            raise _ended()
 
 
 class Conductor:
@@ -55,9 +71,11 @@ class Conductor:
     Args:
         folder: An empty folder, for the pipes.
         num_ranks: Of each arm.
+        limit_s: Of one turn, and of the time until all ranks have come.
     """
 
-    def __init__(self, folder: Path, num_ranks: Mapping[str, int]) -> None:
+    def __init__(self, folder: Path, num_ranks: Mapping[str, int], limit_s: float) -> None:
+        self._limit_s = limit_s
         self._ranks = {arm: [_name(arm, rank) for rank in range(count)] for arm, count in num_ranks.items()}
         self._waiting: set[str] = set()
         self._begun = ""
@@ -80,6 +98,9 @@ class Conductor:
 
         Args:
             check: Called now and then; raises where an arm has ended.
+
+        Raises:
+            LaunchError: A rank did not end its step within the limit.
         """
         arms = list(self._ranks)
         self._wait_for(arms, check)
@@ -97,7 +118,13 @@ class Conductor:
             os.write(self._pipes[name], b".")
 
     def _wait_for(self, arms: Sequence[str], check: Callable[[], None]) -> None:
-        while not self._waiting.issuperset(self._names(arms)):
+        end_s = time.monotonic() + self._limit_s
+        while missing := set(self._names(arms)) - self._waiting:
+            if time.monotonic() > end_s:
+                raise LaunchError(
+                    f"No end of a step within {self._limit_s:g} s: {', '.join(sorted(missing))} (arm.rank).",
+                    hint="Give --timeout-s more, or run that arm alone.",
+                )
             if not select.select([self._pipes["done"]], [], [], _LOOK_S)[0]:
                 check()
                 continue
@@ -112,6 +139,7 @@ def run_together(
     num_ranks: Mapping[str, int],
     num_steps: int,
     folder: Path,
+    limit_s: float,
     run: Callable[[str, Callable[[], None]], Result],
 ) -> dict[str, Result]:
     """Runs all arms at once, each in a thread of its own, and gives them turns.
@@ -120,11 +148,12 @@ def run_together(
         num_ranks: Of each arm.
         num_steps: Of each arm.
         folder: An empty folder, for the pipes.
+        limit_s: See `Conductor`.
         run: Runs an arm, whose ranks know `folder`; it calls its second argument now and then, which raises where
             another arm has failed.
 
     Raises:
-        LaunchError: An arm failed; the others have been ended.
+        LaunchError: An arm failed or took too long; the others have been ended.
     """
     stop = Event()
 
@@ -134,19 +163,23 @@ def run_together(
 
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(num_ranks)))
-        conductor = Conductor(folder, num_ranks)
+        conductor = Conductor(folder, num_ranks, limit_s)
         stack.callback(conductor.close)
         stack.callback(stop.set)
         runs: dict[str, Future[Result]] = {arm: pool.submit(run, arm, check_stop) for arm in num_ranks}
 
         def check_runs() -> None:
-            for one in runs.values():
+            for arm, one in runs.items():
                 if one.done():
                     one.result()
-                    raise LaunchError("An arm has ended before its last step.", hint="Run the arms one by one.")
+                    raise LaunchError(f"The arm {arm} has ended before its last step.", hint="Run it alone.")
 
         conductor.conduct(num_steps, check_runs)
         return {arm: one.result() for arm, one in runs.items()}
+
+
+def _ended() -> LaunchError:
+    return LaunchError("The benchmark has ended.", hint="Start it again.")
 
 
 def _name(arm: str, rank: int) -> str:

@@ -33,6 +33,8 @@ def main(settings_file: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     turn = None if settings["turns"] is None else Turn(Path(settings["turns"]), arm.name, rank)
     record = _train(arm, options, rank, turn)
+    if turn is not None:
+        turn.close()
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)

@@ -22,12 +22,11 @@ def attention_of(model: nn.Module) -> float:
     if not isinstance(hidden_size, int) or not isinstance(num_layers, int):
         return 0.0
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    # transformers' attention layers say it; "eager" computes what it then masks.
+    # transformers' attention layers say it. "eager" computes what it then masks; so does "sdpa" where rows are padded,
+    # but the long rows, with which it counts, mostly stand alone. The lengths of an encoder's rows are planned with.
     is_causal = any(getattr(m, "is_causal", False) is True for m in modules)
+    is_causal &= not getattr(config, "is_encoder_decoder", False)
+    skips = getattr(config, "_attn_implementation", None) != "eager"
     return attention_factor(
-        hidden_size,
-        num_layers,
-        num_weights,
-        is_frozen=num_trained < num_weights / 2,
-        is_causal=is_causal and getattr(config, "_attn_implementation", None) != "eager",
+        hidden_size, num_layers, num_weights, is_frozen=num_trained < num_weights / 2, is_causal=is_causal and skips
     )

@@ -131,7 +131,7 @@ class Preemption:
                 self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
 
     def begin_step(self) -> None:
-        """A step is done, and no evaluation follows yet."""
+        """A step is done. Batches are counted from it, so that those of many evaluations fit into a point's bits."""
         self._batch = 0
 
     def next_batch(self) -> None:
