@@ -94,6 +94,8 @@ class MultiGPUConfig:
         grace_s: Seconds from a signal to stop until the run ends: the time to finish a step and to save.
         on_nan: What a gradient norm that is no finite number does: "raise" ends the run, "skip" leaves the step out on
             all ranks, "off" leaves it to the script.
+        inexact: What is done where a micro-batch's loss is not made up of the losses of its parts, and ranks share it:
+            "warn" says so with its size and goes on, "raise" refuses.
         nnodes: Nodes of the run: a number, or "MIN:MAX" for nodes that come and go.
         rdzv_endpoint: HOST:PORT where nodes meet, served by the node of that name. Needed for several nodes.
         rdzv_id: Name of the run among those that meet there. Needed for several nodes.
@@ -131,6 +133,7 @@ class MultiGPUConfig:
     resume: str = "off"
     grace_s: float = 30.0
     on_nan: str = "raise"
+    inexact: str = "warn"
     nnodes: str = "1"
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None

@@ -20,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "grad_compression": ("bf16", "fp16", "powersgd"),
     "resume": ("off", "auto"),
     "on_nan": ("raise", "skip", "off"),
+    "inexact": ("warn", "raise"),
     "ddp_backend": ("nccl", "gloo", "xccl"),
     "gradient_aggregation": ("mean", "sum", "weighted"),
 }

@@ -77,6 +77,7 @@ def enable_multi_gpu(
     resume: str | None = None,
     grace_s: float | None = None,
     on_nan: str | None = None,
+    inexact: str | None = None,
     nnodes: str | int | None = None,
     rdzv_endpoint: str | None = None,
     rdzv_id: str | None = None,
@@ -121,6 +122,8 @@ def enable_multi_gpu(
         resume: "auto" goes on from the last whole checkpoint of this training, "off" does what the script says ["off"].
         grace_s: Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the run ends, to finish a step and to save [30].
         on_nan: "raise", "skip" the step on all ranks, or "off", when the gradient is not finite ["raise"].
+        inexact: "warn", with its size, or "raise", where ranks share a micro-batch whose loss cannot be shared exactly
+            ["warn"].
         nnodes: Nodes of the run, "2" or "MIN:MAX" ["1"].
         rdzv_endpoint: HOST:PORT where nodes meet [none].
         rdzv_id: Name of the run among those that meet there [none].

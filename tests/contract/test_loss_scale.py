@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from unsloth_multigpu.core.loss import WEIGHINGS, count_weights, find_loss_scale
-from unsloth_multigpu.core.steps import few_samples
-from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.core.loss import find_loss_scale
+from unsloth_multigpu.core.trial import draw_samples
+from unsloth_multigpu.core.weighing import weight_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 BERT = BertConfig(num_labels=3, **SIZES)
@@ -101,7 +100,7 @@ def scale_of(tmp_path, model, label_of=None, rows=None, trainer_class=Trainer):
     torch.manual_seed(0)
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
     trainer = trainer_class(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collate)
-    return find_loss_scale(trainer, functools.partial(few_samples, trainer, trainer.get_train_dataloader()))
+    return find_loss_scale(trainer, functools.partial(draw_samples, trainer, trainer.get_train_dataloader()))
 
 
 def test_language_model_is_a_sum_over_the_steps_tokens(tmp_path):
@@ -125,28 +124,13 @@ def test_rows_that_meet_each_other_do_not_count_alone(tmp_path, mix):
     assert not scale_of(tmp_path, model, ONE_LABEL["classes"]).rows_are_independent
 
 
-@pytest.mark.parametrize(
-    ("losses", "has_router", "is_proven"),
-    [(["sigmoid"], False, True), (["sigmoid", "sft"], False, False), (["sigmoid"], True, False)],
-)
-def test_pairs_of_dpo_count_alone_unless_a_part_of_the_loss_mixes_them(losses, has_router, is_proven, caplog):
-    trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer", "compute_loss": None})()
-    trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.label_smoother = False, None, None
-    trainer.args = SimpleNamespace(loss_type=losses, gradient_accumulation_steps=3)
-    trainer.accelerator = SimpleNamespace(num_processes=2)
-    trainer.model = SimpleNamespace(config=SimpleNamespace(output_router_logits=has_router))
-    assert find_loss_scale(trainer, list).rows_are_independent is is_proven
-    assert ["partly a mean over tokens" in line for line in caplog.messages] == [True] * ("sft" in losses)
-    trainer.args.gradient_accumulation_steps = 4
-    caplog.clear()
-    find_loss_scale(trainer, list)
-    assert not caplog.messages
-
-
 def test_weights_of_a_micro_batch_are_its_rows_or_its_labels():
     labels = torch.tensor([[1, 2, -100, 4], [-100, 2, 3, -100]])
-    weights = {w: count_weights({"labels": labels}, w) for w in WEIGHINGS if w != "sum"}
-    assert weights == {"rows": 2, "next tokens": 4, "tokens": 5}
+    inputs = {"labels": labels, "weights": labels.ne(2).float()}
+    names = ("rows", "next tokens", "tokens", "sum", "sum of weights", "next labelled sum of weights")
+    assert [weight_of(inputs, name) for name in names] == [2, 4, 5, 1, 6, 2]
+    assert weight_of({"labels": torch.tensor([0, 2, -100])}, "class weights", (1.0, 5.0, 10.0)) == 11
+    assert [weight_of({"labels": torch.tensor([0, 2, -100])}, name) for name in ("rows", "tokens")] == [3, 2]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -186,8 +170,9 @@ def test_model_of_a_script_is_not_trusted(tmp_path):
 def test_undivided_part_is_refused_however_small(tmp_path, coefficient):
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}
     router = {"output_router_logits": True, "router_aux_loss_coef": coefficient}
-    with pytest.raises(SetupError, match="neither divided by them as a whole nor a mean"):
-        scale_of(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **router)), list)
+    scale = scale_of(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **router)), list)
+    assert "neither divided by them as a whole nor a mean" in scale.misfit.problem
+    assert not scale.misfit.may_be_shared
 
 
 def test_trial_leaves_no_trace(tmp_path):
@@ -196,7 +181,7 @@ def test_trial_leaves_no_trace(tmp_path):
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, **own)
     trainer = Counting(model=model, args=args, train_dataset=rows_with(list), data_collator=collate)
     trainer._metrics = {"train": []}
-    calls = functools.partial(few_samples, trainer, trainer.get_train_dataloader())
+    calls = functools.partial(draw_samples, trainer, trainer.get_train_dataloader())
     assert find_loss_scale(trainer, calls).is_token_normalised
     assert trainer._metrics == {"train": []}
     assert args.average_tokens_across_devices is False

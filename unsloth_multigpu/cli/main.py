@@ -43,6 +43,7 @@ RUN_OPTIONS: dict[str, tuple[type, str]] = {
     "resume": (str, '"auto" = go on from the last whole checkpoint of this training [off]'),
     "grace_s": (float, "seconds from a signal to stop until the end: the time to finish a step and to save [30]"),
     "on_nan": (str, '"raise", "skip" the step or "off", when the gradient is not finite [raise]'),
+    "inexact": (str, '"warn" or "raise", where ranks share a micro-batch whose loss cannot be shared exactly [warn]'),
     "nnodes": (str, 'nodes of the run, "2" or "MIN:MAX" for nodes that come and go [1]'),
     "rdzv_endpoint": (str, "HOST:PORT where nodes meet [none]"),
     "rdzv_id": (str, "name of the run among those that meet there [none]"),

@@ -255,10 +255,11 @@ class Balancer:
 
 def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:
     """True where micro-batches can be made anew, False where only rows can be exchanged between them."""
-    if scale.is_token_normalised and has_router_loss(trainer):
+    if scale.misfit is not None:
+        has_router = has_router_loss(trainer)
         raise SetupError(
-            "the router's loss counts once for each micro-batch",
-            hint="Set output_router_logits=False in the model's config, or balance='off'.",
+            f"micro-batches cannot be made anew: {scale.misfit.problem}",
+            hint="Set output_router_logits=False in the model's config." if has_router else "Set balance='off'.",
         )
     if scale.is_token_normalised:
         return True

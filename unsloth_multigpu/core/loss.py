@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
+from unsloth_multigpu.core.trial import ZERO_LOSS, Fit, LossTrial, Sample
+from unsloth_multigpu.core.weighing import ROWS, SUM, weight_of
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
+_STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 # Two counts so far apart that a part of the loss which is not divided by them shows, however small.
 _FEW_ITEMS, _MANY_ITEMS = 64, 2**24
 # Those of DPO's losses whose pairs do not meet each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
-# Where TRL's trainers collect what they log.
-_METRICS = ("_metrics", "_stored_metrics", "_total_train_tokens")
-_MEANS = ("rows", "next tokens", "tokens")
-WEIGHINGS = (*_MEANS, "sum")
-# A preference term, which is a mean over rows, and one of likelihood, which is a mean over the chosen tokens.
-_MIXED_TRAINERS = ("ORPOTrainer", "CPOTrainer")
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why parts of a micro-batch do not make up its loss, and by how much.
+
+    Args:
+        problem: In words.
+        value: Relative misfit of the loss on a few rows; nan = not measured.
+        gradient: The same of the gradient, as the norm of the difference by the norm.
+        norm_ratio: Norm of the gradient that the parts make up by that of the whole.
+        may_be_shared: Parts can at least be weighed; else only whole micro-batches can be dealt.
+    """
+
+    problem: str
+    value: float = math.nan
+    gradient: float = math.nan
+    norm_ratio: float = 1.0
+    may_be_shared: bool = True
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return self.problem
+        size = "its gradient differs" if not math.isfinite(self.gradient) else f"the gradient by {self.gradient:.2g}"
+        norm = f", with {self.norm_ratio:.3g} times the norm" if math.isfinite(self.gradient) else ""
+        return f"{self.problem}: on a few rows the loss is off by {self.value:.2g} and {size}{norm}"
+
+
+ROUTER = Misfit("the router's loss counts once for each micro-batch, whatever is in it")
+UNSEEN = Misfit("its data can be read only once, so that it cannot be tried")
 
 
 @dataclass(frozen=True)
@@ -42,102 +66,161 @@ class LossScale:
         is_token_normalised: The loss is a sum divided by the step's `num_items_in_batch`, so a step's gradient does not
             depend on which micro-batch or rank a sample is in.
         is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging.
-        weighing: What a loss that is not token-normalised averages over, one of `WEIGHINGS`; "sum": nothing.
+        weighing: What a loss that is not token-normalised averages over, see `weighing.candidates`; "sum": nothing.
         rows_are_independent: The loss is a mean over rows, each of which counts the same beside whatever others.
+        class_weights: Of the classes, where the mean is weighted by them.
+        misfit: Why a micro-batch has to stay whole; None = its parts make it up.
+        is_watched: The loss is a script's own and may change its form: it is tried again now and then.
     """
 
     is_token_normalised: bool
     is_multiplied: bool
-    weighing: str = "rows"
+    weighing: str = ROWS
     rows_are_independent: bool = False
+    class_weights: tuple[float, ...] = ()
+    misfit: Misfit | None = None
+    is_watched: bool = False
 
-    def to_numbers(self) -> list[float]:
-        """For sending; `from_numbers` reads it."""
-        numbers = (self.is_token_normalised, self.is_multiplied, WEIGHINGS.index(self.weighing))
-        return [float(number) for number in (*numbers, self.rows_are_independent)]
+    def to_text(self) -> str:
+        """For sending; `from_text` reads it."""
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_numbers(cls, numbers: list[float]) -> LossScale:
-        """The scale that `to_numbers` wrote."""
-        return cls(bool(numbers[0]), bool(numbers[1]), WEIGHINGS[int(numbers[2])], bool(numbers[3]))
+    def from_text(cls, text: str) -> LossScale:
+        """The scale that `to_text` wrote."""
+        values = json.loads(text)
+        misfit = values.pop("misfit")
+        return cls(
+            **{**values, "class_weights": tuple(values["class_weights"])}, misfit=Misfit(**misfit) if misfit else None
+        )
+
+    def weight(self, inputs: Any) -> float:
+        """What a part of a micro-batch counts among its other parts."""
+        return weight_of(inputs, self.weighing, self.class_weights)
 
 
-def find_loss_scale(trainer: Any, few_samples: Callable[[], list[Any]]) -> LossScale:
+def find_loss_scale(
+    trainer: Any, draw_samples: Callable[[], list[Sample]], compute_loss: Callable[..., Any] | None = None
+) -> LossScale:
     """Finds out how the trainer's loss scales. Every rank must call it, with the same samples.
 
-    Of TRL's and Unsloth's SFTTrainer it is known. A model of transformers may take loss arguments and still average its
-    loss, and what a script wrote may do anything: these are tried on a few samples, without gradient.
+    Of TRL's and Unsloth's SFTTrainer with a known model it is known. Everything else may do anything, a model of
+    transformers too, and is tried on a few rows. What does not fit has a `misfit`.
 
     Args:
         trainer: A transformers Trainer.
-        few_samples: Returns some samples, their first half and their second, each collated on the device.
+        draw_samples: Gives the samples of the trial, see `trial.draw_samples`.
+        compute_loss: The trainer's bound `compute_loss`, without what this package puts around it; None = as it is.
 
     Raises:
-        SetupError: The loss is neither a sum over the step's count nor a mean, or cannot be seen.
+        SetupError: The loss takes the step's count, and cannot be seen with it or is multiplied by something else than
+            the number of ranks.
     """
+    compute_loss = compute_loss or trainer.compute_loss
+    compute_loss = compute_loss or trainer.compute_loss
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-    owner = _owner(trainer, "compute_loss")
-    name = owner.__name__.removeprefix("_Unsloth") if owner.__module__.startswith(_KNOWN_AUTHORS) else ""
+    name = author_of(trainer, compute_loss)
+    is_own = not name or not _has_stock_model(trainer)
+    if counts_items and name == "SFTTrainer" and not is_own and trainer.label_smoother is None:
+        return replace(_declared_scale(trainer), misfit=ROUTER if has_router_loss(trainer) else None)
+    plain = LossScale(is_token_normalised=False, is_multiplied=False)
+    with kept_random_state():
+        samples = draw_samples()
+    if not samples:
+        return replace(_declared_scale(trainer) if counts_items else plain, misfit=UNSEEN)
+    trial = LossTrial(trainer, compute_loss)
+    scale, misfit, count = plain, None, None
+    first = samples[0].whole
+    # Without labels there is nothing to count, and the Trainer hands no count on.
+    if counts_items and isinstance(first, Mapping) and isinstance(first.get("labels"), torch.Tensor):
+        scale, misfit = _scale_of_counted(trainer, trial, first)
+        count = _FEW_ITEMS
+    if trainer._train_batch_size > 1 and misfit is None:
+        fit = trial.fit(samples, count, SUM if scale.is_token_normalised else "")
+        misfit = Misfit(fit.problem, fit.value, fit.gradient, fit.norm_ratio) if fit.problem else None
+        if not scale.is_token_normalised:
+            is_alone = misfit is None and fit.weighing == ROWS and _counts_rows_alone(trainer, name, samples, fit)
+            scale = replace(
+                scale, weighing=fit.weighing, class_weights=fit.class_weights, rows_are_independent=is_alone
+            )
+    if is_own:
+        text = "loss: %s was called %d times on a few rows before the first step, to find how it is averaged"
+        logger.info(text, name_of(trainer, compute_loss), trial.num_calls)
+    return replace(scale, misfit=misfit, is_watched=is_own and misfit is None and trainer._train_batch_size > 1)
+
+
+class LossWatch:
+    """Tries a script's own loss again while it trains: it may leave the form that it had at the start.
+
+    After 1, 2, 4, 8, ... steps, each time on other rows, without gradient: a few forward passes.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        compute_loss: See `find_loss_scale`.
+        scale: What was found at the start.
+        draw_samples: Gives samples that begin behind so many rows.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        compute_loss: Callable[..., Any],
+        scale: LossScale,
+        draw_samples: Callable[[int], list[Sample]],
+    ) -> None:
+        self._trial = LossTrial(trainer, compute_loss)
+        self._scale = scale
+        self._draw_samples = draw_samples
+        self._trainer = trainer
+        self._num_steps = 0
+
+    def next_step(self) -> Misfit | None:
+        """Called before each step; what was found to be wrong now."""
+        self._num_steps += 1
+        if self._num_steps < 2 or self._num_steps & (self._num_steps - 1):
+            return None
+        with kept_random_state():
+            samples = self._draw_samples(self._num_steps)
+        has_count = self._scale.is_multiplied or self._scale.is_token_normalised
+        weighing = SUM if self._scale.is_token_normalised else self._scale.weighing
+        fit = self._trial.fit(samples, _FEW_ITEMS if has_count else None, weighing, with_gradient=False)
+        has_form = math.isfinite(fit.value) and fit.value > self._trial.bound.value
+        return Misfit(fit.problem, fit.value) if has_form else None
+
+
+def author_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
+    """Name of the class of transformers, TRL or Unsloth whose loss it is; "" = the script's own."""
+    owner = owner_of(trainer, "compute_loss")
+    is_method = getattr(compute_loss, "__self__", None) is trainer
     # TRL marks some trainers by a text in the place of the function.
-    is_own = callable(trainer.compute_loss_func) or trainer.label_smoother is not None
-    if counts_items and name == "SFTTrainer" and not is_own:
-        return _declared_scale(trainer)
-    _warn_of_mixed_means(trainer, name)
-    is_stock = owner.__module__.startswith("transformers.")
-    plain = LossScale(
-        is_token_normalised=False,
-        is_multiplied=False,
-        rows_are_independent=name == "DPOTrainer" and _has_pairwise_loss(trainer),
-    )
-    if not counts_items and name:
-        return plain  # Means over rows, some of which count their calls.
-    with kept_random_state(), _kept_metrics(trainer):
-        samples = few_samples()
-        if not samples:
-            return _declared_scale(trainer) if counts_items else plain
-        labels = samples[0].get("labels") if isinstance(samples[0], Mapping) else None
-        if not isinstance(labels, torch.Tensor):
-            # Without labels there is nothing to count, and the Trainer hands no count on.
-            return plain
-        trial = _Trial(trainer, samples)
-        scale = trial.scale() if counts_items else plain
-        if scale.is_token_normalised:
-            return scale
-        count = _FEW_ITEMS if counts_items else None
-        return trial.weighed(scale, count, is_stock=is_stock and not callable(trainer.compute_loss_func))
+    if not is_method or callable(trainer.compute_loss_func) or not _is_known(owner):
+        return ""
+    return str(owner.__name__).removeprefix("_Unsloth")
+
+
+def name_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
+    """The loss, as a user knows it."""
+    if callable(trainer.compute_loss_func):
+        return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
+    if getattr(compute_loss, "__self__", None) is not trainer:
+        return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
+    owner = owner_of(trainer, "compute_loss")
+    is_of_model = owner.__module__.startswith("transformers.")
+    return f"the loss of {type(_base_model(trainer)).__name__}" if is_of_model else f"{owner.__name__}.compute_loss"
 
 
 def is_scripts_own(trainer: Any, method: str) -> bool:
     """True where the class that has the method is of the script: not of transformers, TRL or Unsloth."""
-    return not _owner(trainer, method).__module__.startswith(("transformers.", *_KNOWN_AUTHORS))
+    return not _is_known(owner_of(trainer, method))
 
 
-def _owner(trainer: Any, method: str) -> Any:
+def owner_of(trainer: Any, method: str) -> Any:
+    """The class of the trainer that defines the method."""
     return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
 
 
-def few_samples(trainer: Any, loader: Any) -> list[Any]:
-    """A few samples from the start of the data, all, their first half and their second, each collated on the device.
-
-    An empty list for a stream that can be read only once.
-    """
-    rows = iter(loader.dataset)
-    if rows is loader.dataset:
-        return []
-    few = list(islice(rows, max(2, min(8, trainer._train_batch_size))))
-    middle = (len(few) + 1) // 2
-    return [trainer._prepare_inputs(loader.collate_fn(part)) for part in (few, few[:middle], few[middle:]) if part]
-
-
-def _warn_of_mixed_means(trainer: Any, name: str) -> None:
-    loss_types = set(getattr(trainer.args, "loss_type", ())) if name == "DPOTrainer" else set()
-    is_mixed = name in _MIXED_TRAINERS or (len(loss_types) > 1 and "sft" in loss_types)
-    if is_mixed and trainer.args.gradient_accumulation_steps % trainer.accelerator.num_processes:
-        logger.warning(
-            "%s: its loss is partly a mean over tokens, so a micro-batch that ranks share counts a little differently; "
-            "it is exact where gradient_accumulation_steps is a multiple of the number of ranks",
-            name,
-        )
+def _is_known(owner: Any) -> bool:
+    return str(owner.__module__).startswith(("transformers.", *_KNOWN_AUTHORS))
 
 
 def has_router_loss(trainer: Any) -> bool:
@@ -147,13 +230,8 @@ def has_router_loss(trainer: Any) -> bool:
     return bool(getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False))
 
 
-def _has_pairwise_loss(trainer: Any) -> bool:
-    return set(trainer.args.loss_type) <= _PAIRWISE_LOSSES and not has_router_loss(trainer)
-
-
 def _declared_scale(trainer: Any) -> LossScale:
-    base = _base_model(trainer)
-    loss_function = getattr(base, "loss_function", None)
+    loss_function = getattr(_base_model(trainer), "loss_function", None)
     takes_count = loss_function is not None and "num_items_in_batch" in inspect.signature(loss_function).parameters
     return LossScale(takes_count or trainer.compute_loss_func is not None, is_multiplied=True)
 
@@ -163,123 +241,60 @@ def _base_model(trainer: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-class _Trial:
-    """Losses of a few samples, of their first half and of their second."""
+def _has_stock_model(trainer: Any) -> bool:
+    return type(_base_model(trainer)).__module__.startswith(_STOCK_MODELS)
 
-    def __init__(self, trainer: Any, samples: list[Any]) -> None:
-        self._trainer = trainer
-        self._whole, *self._parts = samples
 
-    def _loss(self, inputs: Any, num_items: int | None, *, over_ranks: bool = False) -> float:
-        trainer, args = self._trainer, self._trainer.args
-        before, args.average_tokens_across_devices = args.average_tokens_across_devices, over_ranks
-        count = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items, device=args.device)}
-        try:
-            # The same dropout masks each time.
-            with (
-                torch.no_grad(),
-                trainer.compute_loss_context_manager(),
-                trainer.accelerator.autocast(),
-                _forked(args.device),
-            ):
-                return float(trainer.compute_loss(trainer.model, dict(inputs), **count))
-        finally:
-            args.average_tokens_across_devices = before
-
-    def scale(self) -> LossScale:
-        """Is it divided by the count, and multiplied by the number of ranks?"""
-        few, many = (self._loss(self._whole, n) for n in (_FEW_ITEMS, _MANY_ITEMS))
-        multiplied = self._loss(self._whole, _FEW_ITEMS, over_ranks=True)
-        is_sum, is_mean = (math.isclose(many, x, rel_tol=0.01) for x in (few * _FEW_ITEMS / _MANY_ITEMS, few))
-        if not math.isfinite(few) or is_sum == is_mean:
-            raise SetupError(
-                f"The loss of the first samples is {few:.4g} where {_FEW_ITEMS} tokens are said to be in the step, and "
-                f"{many:.4g} where {_MANY_ITEMS} are: it is neither divided by them as a whole nor a mean, so ranks "
-                "cannot be weighed.",
-                hint="A part that is not divided, as a router's, goes with SFTTrainer; else use global_batch='scale'.",
-            )
-        is_multiplied = math.isclose(multiplied, few * self._trainer.accelerator.num_processes, rel_tol=0.01)
-        return LossScale(is_token_normalised=is_sum, is_multiplied=is_multiplied)
-
-    def weighed(self, scale: LossScale, count: int | None, *, is_stock: bool) -> LossScale:
-        """What a mean is taken over, and whether rows may be exchanged between micro-batches."""
-        model = self._trainer.model
-        was_training = model.training
-        samples = _told_apart(self._whole, *self._parts)
-        model.eval()  # Without dropout, whose masks depend on the place in a micro-batch.
-        try:
-            whole, *means = (self._loss(inputs, count) for inputs in samples)
-        finally:
-            model.train(was_training)
-        predicted = {w: _mean_of(means, [count_weights(part, w) for part in samples[1:]]) for w in _MEANS}
-        # A loss that grows with the rows in another way, as their logarithm, is no sum.
-        if math.isclose(sum(means), whole, rel_tol=0.02):
-            predicted["sum"] = sum(means)
-        # Sorted by what is likelier where some agree, as with rows of one length.
-        weighing = min(predicted, key=lambda w: abs(predicted[w] - whole))
-        return replace(
-            scale, weighing=weighing, rows_are_independent=is_stock and self._rows_count_alone(whole, predicted)
+def _scale_of_counted(trainer: Any, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
+    """Is a loss that is told the step's count divided by it, and multiplied by the number of ranks?"""
+    few, many, multiplied = _losses_by_count(trial, inputs)
+    if max(map(abs, (few, many, multiplied))) < ZERO_LOSS:
+        with trial.moved_weights():
+            few, many, multiplied = _losses_by_count(trial, inputs)
+    if not all(map(math.isfinite, (few, many, multiplied))):
+        raise SetupError(
+            f"The loss of the first rows is {few:.4g}, so that nobody can see how it is averaged.",
+            hint="Look at the first rows of the data: each needs a label that is not -100.",
         )
-
-    def _rows_count_alone(self, whole: float, predicted: Mapping[str, float]) -> bool:
-        """True only where the samples prove it: the mean over rows is met, and no other one could be meant."""
-        base, labels = _base_model(self._trainer), self._whole["labels"]
-        if not type(base).__module__.startswith("transformers.") or has_router_loss(self._trainer):
-            return False
-        if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in base.modules()):
-            return False
-        if not math.isclose(whole, predicted["rows"], rel_tol=1e-4):
-            return False
-        if labels.dim() < 2:
-            # Weights of classes show only where there are several.
-            return labels.is_floating_point() or len(set(labels.tolist())) > 1
-        return not any(math.isclose(whole, predicted[w], rel_tol=1e-3) for w in _MEANS if w != "rows")
-
-
-def _told_apart(whole: Any, *parts: Any) -> list[Any]:
-    """Takes labels from the second half's rows where all halves have as many: nothing would show what is averaged."""
-    labels, last = whole["labels"], parts[-1]["labels"]
-    if labels.dim() < 2 or labels.is_floating_point() or len(parts) < 2 or labels.shape[1] != last.shape[1]:
-        return [whole, *parts]
-    if len({count_weights(part, "tokens") / len(part["labels"]) for part in parts}) > 1:
-        return [whole, *parts]
-    labels = torch.cat([labels[: -len(last)], _without_half(labels[-len(last) :])])
-    return [{**whole, "labels": labels}, *parts[:-1], {**parts[-1], "labels": _without_half(last)}]
+    num_ranks = trainer.accelerator.num_processes
+    is_multiplied = math.isclose(multiplied, few * num_ranks, rel_tol=0.01)
+    if not is_multiplied and not math.isclose(multiplied, few, rel_tol=0.01):
+        raise SetupError(
+            f"The loss of the first rows is {few:.4g} where each rank counts its tokens, and {multiplied:.4g} where "
+            f"they are counted over {num_ranks} ranks: neither the same nor {num_ranks} times as much.",
+            hint="Multiply it by accelerator.num_processes where args.average_tokens_across_devices is set, as "
+            "Trainer.compute_loss does, or not at all.",
+        )
+    bound = max(trial.bound.value, 1e-3)
+    is_sum, is_mean = (math.isclose(many, x, rel_tol=bound) for x in (few * _FEW_ITEMS / _MANY_ITEMS, few))
+    scale = LossScale(is_token_normalised=is_sum and not is_mean, is_multiplied=is_multiplied)
+    if is_sum != is_mean:
+        return scale, None
+    problem = (
+        f"it is {few:.4g} where {_FEW_ITEMS} tokens are said to be in the step, and {many:.4g} where {_MANY_ITEMS} "
+        "are: neither divided by them as a whole nor a mean"
+    )
+    return scale, Misfit(problem, may_be_shared=False)
 
 
-def _without_half(labels: torch.Tensor) -> torch.Tensor:
-    """Rows that lose the first half of their labels: a prompt has none, and a row keeps one at least."""
-    labelled = labels.ne(-100)
-    return labels.masked_fill(labelled & (labelled.cumsum(1) <= labelled.sum(1, keepdim=True) // 2), -100)
+def _losses_by_count(trial: LossTrial, inputs: Any) -> tuple[float, float, float]:
+    few, many = (trial.value(inputs, n) for n in (_FEW_ITEMS, _MANY_ITEMS))
+    return few, many, trial.value(inputs, _FEW_ITEMS, over_ranks=True)
 
 
-def _mean_of(means: list[float], weights: list[int]) -> float:
-    return sum(w * m for w, m in zip(weights, means, strict=True)) / max(1, sum(weights))
-
-
-@contextmanager
-def _kept_metrics(trainer: Any) -> Iterator[None]:
-    """Keeps what a trainer collects for its log while its loss is tried."""
-    kept = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
-    try:
-        yield
-    finally:
-        vars(trainer).update(kept)
-
-
-def _forked(device: torch.device) -> Any:
-    """Keeps torch's random state, on the CPU and on `device`."""
-    if device.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
-
-
-def count_weights(inputs: Any, weighing: str) -> int:
-    """Rows or labelled tokens of a micro-batch; tokens that are predicted from the one before lose the row's first."""
-    labels = inputs["labels"]
-    if weighing == "rows" or labels.dim() < 2:
-        return len(labels)
-    return int((labels[:, 1:] if weighing == "next tokens" else labels).ne(-100).sum())
+def _counts_rows_alone(trainer: Any, name: str, samples: Sequence[Sample], fit: Fit) -> bool:
+    """True only where it is known that no other mean than that over rows is meant: then rows may be exchanged."""
+    if not _has_stock_model(trainer) or has_router_loss(trainer):
+        return False
+    if name == "DPOTrainer":
+        return set(trainer.args.loss_type) <= _PAIRWISE_LOSSES
+    labels = samples[0].whole.get("labels") if isinstance(samples[0].whole, Mapping) else None
+    if name != "Trainer" or not isinstance(labels, torch.Tensor):
+        return False
+    if labels.dim() < 2:
+        # Weights of classes show only where there are several.
+        return labels.is_floating_point() or len(set(labels.tolist())) > 1
+    return not fit.is_one_of_several
 
 
 def merge_metrics(trainer: Any, manager: DDPManager) -> None:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.core.loss import LossScale, count_weights, find_loss_scale, has_router_loss
+from unsloth_multigpu.core.loss import LossScale, find_loss_scale, has_router_loss
 from unsloth_multigpu.core.replica import INDEXED, check_gradients, copy_of, find_devices, kept_buffers, take_gradients
 from unsloth_multigpu.core.shard import HINT, count_rows, cut_rows, shard_factors
 from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.core.trial import Sample
+from unsloth_multigpu.core.weighing import weight_of
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.report import RankReport, RunReport
@@ -210,21 +212,26 @@ class SerialTrainer:
         return [Shard(*facts) for facts in zip(pieces, self._devices, factors, shares, strict=False)]
 
     def _find_scale(self, inputs: Any) -> LossScale:
-        def few_samples() -> list[Any]:
-            return [self.trainer._prepare_inputs(part) for part in (dict(inputs), *cut_rows(inputs, 2))]
+        def draw_samples() -> list[Sample]:
+            whole, *parts = (self.trainer._prepare_inputs(part) for part in (dict(inputs), *cut_rows(inputs, 2)))
+            return [Sample(whole, tuple(parts))]
 
         try:
-            return find_loss_scale(self.trainer, few_samples)
+            scale = find_loss_scale(self.trainer, draw_samples)
         except SetupError as error:
             raise SetupError(error.args[0], hint=HINT) from error
+        if scale.misfit is not None:
+            what = f"The loss of a micro-batch cannot be cut into shards: {scale.misfit}."
+            if self.config.inexact == "raise" or not scale.misfit.may_be_shared:
+                raise SetupError(what, hint=HINT)
+            self._tell(f"{what} This is not quite the training of one device")
+        return scale
 
-    def _weight(self, scale: LossScale, piece: Mapping[str, Any]) -> int:
-        """Labelled tokens of a shard, or its rows where those count."""
-        if not isinstance(piece.get("labels"), torch.Tensor):
-            return count_rows(piece)
+    def _weight(self, scale: LossScale, piece: Mapping[str, Any]) -> float:
+        """Labelled tokens of a shard, or what else its mean is taken over."""
         # transformers 4 does not say that a loss does not shift.
         counted = "next tokens" if getattr(self.trainer, "_loss_shifts_labels", True) else "tokens"
-        return count_weights(piece, counted if scale.is_token_normalised else scale.weighing)
+        return weight_of(piece, counted) if scale.is_token_normalised else scale.weight(piece)
 
     def _tell(self, fact: str) -> None:
         if fact not in self._told:

@@ -48,7 +48,7 @@ def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]
     return [{name: v if _length(v) is None else v[part] for name, v in inputs.items()} for part in parts]
 
 
-def shard_factors(weights: Sequence[int], aggregation: str, scale: LossScale) -> list[float]:
+def shard_factors(weights: Sequence[float], aggregation: str, scale: LossScale) -> list[float]:
     """What the losses of a micro-batch's shards are multiplied by before their gradients are added up.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from torch.utils.data import DataLoader
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.loss import (
     LossScale,
-    count_weights,
-    few_samples,
+    LossWatch,
+    Misfit,
     find_loss_scale,
     is_scripts_own,
     merge_metrics,
+    name_of,
 )
 from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.trial import draw_samples
+from unsloth_multigpu.core.weighing import ROWS, SUM
 from unsloth_multigpu.data.deal import check_divisible, equation
 from unsloth_multigpu.data.sampler import StepLoader, step_loader
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape
@@ -54,6 +58,10 @@ class StepFeed:
         self._scale = LossScale(is_token_normalised=True, is_multiplied=True)
         self._piece_factor = 1.0
         self._in_loss = self._must_count = False
+        # The trainer's own `compute_loss`, and what tries it again.
+        self._loss: Callable[..., Any] = trainer.compute_loss
+        self._watch: LossWatch | None = None
+        self._is_whole = False
         self._is_seedable = True
         self._loader: StepLoader | None = None
         # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
@@ -108,14 +116,20 @@ class StepFeed:
                 hint="Return a DataLoader or accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
             )
         loader = raw[0]
-        scale = find_loss_scale(trainer, functools.partial(few_samples, trainer, loader))
+        draw = functools.partial(draw_samples, trainer, loader)
+        with self._by_itself():
+            scale = find_loss_scale(trainer, draw, self._loss)
         # Ranks that decided differently would deal differently.
-        self._scale = LossScale.from_numbers(self.manager.gather_floats(scale.to_numbers())[0])
+        self._scale = LossScale.from_text(self.manager.gather_texts(scale.to_text())[0])
+        if self._scale.is_watched and self.manager.identity.world_size > 1:
+            self._watch = LossWatch(trainer, self._loss, self._scale, lambda skip: draw(skip=skip))
+        is_whole = self._is_whole = self._keeps_whole(self._scale.misfit)
         shape = StepShape(
             rank=self.manager.identity.rank,
             world_size=self.manager.identity.world_size,
             num_accumulated=self.num_accumulated,
-            regroup=self._scale.is_token_normalised,
+            regroup=self._scale.is_token_normalised and not is_whole,
+            whole=is_whole,
             planner=self.balancer.deal,
             seed=trainer.args.seed,
             # As the generators of the training itself, see the callback of `DDPTrainer`.
@@ -124,11 +138,49 @@ class StepFeed:
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
         dealt = self.balancer.prepare(loader, self._scale)
-        logger.info("samples per step: %s%s", equation(sizes, shape.world_size, regroup=shape.regroup), dealt)
+        how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
+        logger.info("samples per step: %s%s", how, dealt)
         self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return steps
+
+    def _keeps_whole(self, misfit: Misfit | None) -> bool:
+        """True where the script's micro-batches are dealt whole, because its loss is known for whole ones only.
+
+        Raises:
+            SetupError: They cannot, and `inexact="raise"`, or parts cannot be weighed at all.
+        """
+        world_size = self.manager.identity.world_size
+        if misfit is None or world_size == 1:
+            return False
+        if self.num_accumulated >= world_size or self.trainer._train_batch_size == 1:
+            if self.trainer._train_batch_size > 1:
+                logger.info("loss: %s: %s; so micro-batches stay whole", name_of(self.trainer, self._loss), misfit)
+            return True
+        self._announce(misfit, can_go_on=misfit.may_be_shared)
+        return False
+
+    def _announce(self, misfit: Misfit, *, can_go_on: bool = True) -> None:
+        """Says that this is not quite the training of one process, or refuses it."""
+        what = f"The loss of a micro-batch cannot be shared exactly. {name_of(self.trainer, self._loss)}: {misfit}."
+        ways = (
+            f"Set gradient_accumulation_steps={self.manager.identity.world_size} or a multiple of it, with a smaller "
+            "per_device_train_batch_size: micro-batches then stay whole, which is exact. Or divide a sum over rows or "
+            "tokens by num_items_in_batch."
+        )
+        if not can_go_on or self.manager.config.inexact == "raise":
+            raise SetupError(what, hint=ways)
+        logger.warning("%s Micro-batches that ranks share count differently than in one process. %s", what, ways)
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """The loss is called as for a micro-batch: without other ranks."""
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self._in_loss = False
 
     def _as_one_process(self, loader: Any) -> Any:
         from accelerate.data_loader import prepare_data_loader
@@ -163,28 +215,29 @@ class StepFeed:
         if self._is_alone and num_items is not None:
             # A rank whose only micro-batch is a filler has no token of its own.
             num_items = max(num_items, 1) if isinstance(num_items, int) else num_items.clamp(min=1)
-        is_split = step.num_references % self.manager.identity.world_size != 0
-        if is_split and "tokens" in self._scale.weighing and not self._scale.is_token_normalised:
-            self._weigh_by_labels(step)
+        is_split = step.num_references % self.manager.identity.world_size != 0 and not self._is_whole
+        if is_split and self._scale.weighing not in (ROWS, SUM) and not self._scale.is_token_normalised:
+            self._weigh(step)
         return [step], num_items
 
-    def _weigh_by_labels(self, step: Step) -> None:
-        """A mean over tokens: a part of a micro-batch counts by its labelled tokens, not by its rows."""
+    def _weigh(self, step: Step) -> None:
+        """A mean over tokens, or a weighted one: a part of a micro-batch counts by these, not by its rows."""
         mine = [0.0] * step.num_references
         for micro_batch in step.micro_batches:
             if not micro_batch.piece.is_filler:
-                micro_batch.num_labels = count_weights(micro_batch.inputs, self._scale.weighing)
-            mine[micro_batch.piece.reference] += micro_batch.num_labels
+                micro_batch.weight = self._scale.weight(micro_batch.inputs)
+            mine[micro_batch.piece.reference] += micro_batch.weight
         if self._is_alone:
             for micro_batch in step.micro_batches:
-                micro_batch.share = float(micro_batch.num_labels)
+                micro_batch.share = micro_batch.weight
             return
         totals = [sum(counts) for counts in zip(*self.manager.gather_floats(mine), strict=True)]
         for micro_batch in step.micro_batches:
-            micro_batch.share = micro_batch.num_labels / max(1.0, totals[micro_batch.piece.reference])
+            micro_batch.share = micro_batch.weight / (totals[micro_batch.piece.reference] or 1.0)
 
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
+        self._try_again()
         losses = []
         self._must_count = num_items is not None and (self._scale.is_token_normalised or self._scale.is_multiplied)
         # Read by losses that are means of micro-batches, and by auxiliary losses.
@@ -199,7 +252,9 @@ class StepFeed:
             self._piece_factor = self._factor(micro_batch, step, num_items)
             self.balancer.stopwatch.start()
             with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
-                losses.append(original(model, micro_batch.inputs, num_items))
+                loss = original(model, micro_batch.inputs, num_items)
+            # A mean over nothing is no number; it counts nothing, and must not reach the log.
+            losses.append(loss if self._piece_factor else torch.zeros_like(loss))
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
             self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)
@@ -207,6 +262,15 @@ class StepFeed:
         self.trainer.args.gradient_accumulation_steps = 1
         self.balancer.end_step()
         return torch.stack(losses).sum()
+
+    def _try_again(self) -> None:
+        if self._watch is None:
+            return
+        with self._by_itself():
+            misfit = self._watch.next_step()
+        if misfit is not None:
+            self._watch = None
+            self._announce(replace(misfit, problem=f"it has left the form that it had at the start; {misfit.problem}"))
 
     def _compute_loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
@@ -222,9 +286,9 @@ class StepFeed:
             self._in_loss = False
         if not model.training or self._piece_factor == 1.0:
             return result
-        if isinstance(result, tuple):
-            return (result[0] * self._piece_factor, *result[1:])
-        return result * self._piece_factor
+        loss, *others = result if isinstance(result, tuple) else (result,)
+        weighed = loss * self._piece_factor if self._piece_factor else _without_effect(loss)
+        return (weighed, *others) if isinstance(result, tuple) else weighed
 
     def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.gather` and its like, which TRL's losses call for metrics (and KTO's for its estimate of KL).
@@ -277,6 +341,26 @@ class StepFeed:
         if is_divided and self.trainer.compute_loss_func is None:
             return len(step.micro_batches) / step.num_references
         return 1.0
+
+
+def _without_effect(loss: torch.Tensor) -> torch.Tensor:
+    """Zero, with a gradient of zero: what ranks exchange gradients for, and nothing else."""
+    if bool(torch.isfinite(loss)):
+        return loss * 0.0
+    # Zero times a gradient that is no number is none either. The same parameters, without the way in between.
+    parameters, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "Checkpoint" in node.name():
+            return loss * 0.0  # It has parameters that cannot be seen.
+        if hasattr(node, "variable"):
+            parameters.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    zero = sum((p.reshape(-1)[:1].sum() * 0.0 for p in parameters), start=torch.zeros_like(loss))
+    return zero if zero.requires_grad else loss * 0.0
 
 
 @contextmanager

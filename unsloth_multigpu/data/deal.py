@@ -47,8 +47,8 @@ class Balance:
     max_tokens: int | None = None
 
 
-def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool) -> list[list[Piece]]:
-    """Splits one optimizer step into contiguous shares, as even as whole samples allow.
+def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False) -> list[list[Piece]]:
+    """Splits one optimizer step into contiguous shares, as even as whole samples, or micro-batches, allow.
 
     Args:
         sizes: Rows of each micro-batch that the one-process run would do in this step.
@@ -56,22 +56,24 @@ def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool) -> list[l
         regroup: True where the loss is a sum divided by the step's token count: then rows may be grouped anew, up to
             the largest of `sizes` together. False where each micro-batch is averaged by itself: then no piece mixes
             rows of two of them, and they stay whole if their number divides evenly.
+        whole: True where a micro-batch must never be cut, whatever their number: the loss is known for whole ones only.
 
     Returns:
         `plan[rank]` = its micro-batches, at least one. Every position of the step occurs once outside of fillers.
     """
     num_rows = sum(sizes)
-    if not regroup and len(sizes) % world_size == 0:
-        per_rank = len(sizes) // world_size
-        cuts = [sum(sizes[: r * per_rank]) for r in range(world_size + 1)]
+    if whole or (not regroup and len(sizes) % world_size == 0):
+        cuts = [sum(sizes[: r * len(sizes) // world_size]) for r in range(world_size + 1)]
     else:
         cuts = [r * num_rows // world_size for r in range(world_size + 1)]
     shares = [range(cuts[r], cuts[r + 1]) for r in range(world_size)]
-    if regroup:
+    if regroup and not whole:
         plan = [_even_pieces(share, max(sizes, default=1)) for share in shares]
     else:
         plan = [_pieces_within(share, sizes) for share in shares]
-    return [pieces or [_filler(0)] for pieces in plan]
+    # Some models cannot compute a part, such as one row of a batch norm.
+    filler = _filler(*range(sizes[0])) if whole else _filler(0)
+    return [pieces or [filler] for pieces in plan]
 
 
 def balance_step(lengths: Sequence[int], sizes: Sequence[int], balance: Balance, *, regroup: bool) -> list[list[Piece]]:
@@ -121,8 +123,8 @@ def _planned_piece(part: Sequence[int], lengths: Sequence[int], cost: CostModel,
     return Piece(tuple(part), share, work=cost.work([lengths[i] for i in part]))
 
 
-def _filler(position: int) -> Piece:
-    return Piece((position,), share=0.0, is_filler=True)
+def _filler(*positions: int) -> Piece:
+    return Piece(positions, share=0.0, is_filler=True)
 
 
 def check_divisible(num_samples: int, world_size: int) -> None:
@@ -139,9 +141,9 @@ def check_divisible(num_samples: int, world_size: int) -> None:
         )
 
 
-def equation(sizes: Sequence[int], world_size: int, *, regroup: bool) -> str:
+def equation(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False) -> str:
     """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
-    plan = deal_step(sizes, world_size, regroup=regroup)
+    plan = deal_step(sizes, world_size, regroup=regroup, whole=whole)
     pieces = [0 if p.is_filler else len(p.positions) for share in plan for p in share]
     if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
         return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"

@@ -29,6 +29,7 @@ class StepShape:
         world_size: Number of ranks.
         num_accumulated: Micro-batches of one step of the one-process run.
         regroup: See `deal_step`.
+        whole: See `deal_step`.
         planner: Deals steps whose samples it knows by their lengths.
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
@@ -41,11 +42,12 @@ class StepShape:
     planner: StepPlanner
     seed: int = 0
     rank_seed: int = 0
+    whole: bool = False
 
     def pieces(self, sizes: Sequence[int], samples: Sequence[int] | None = None) -> list[Piece]:
         """This rank's pieces of a step; `samples` are its indices in a data set with random access."""
         plan = None if samples is None else self.planner(samples, sizes)
-        return (plan or deal_step(sizes, self.world_size, regroup=self.regroup))[self.rank]
+        return (plan or deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole))[self.rank]
 
 
 class MicroBatch:
@@ -55,7 +57,8 @@ class MicroBatch:
         self.inputs = inputs
         self.piece = piece
         self.share = piece.share
-        self.num_labels = 0
+        # Labels, rows or weights that its mean loss is taken over, where parts of a micro-batch are weighed by them.
+        self.weight = 0.0
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader for page-locked copies."""

@@ -1,0 +1,176 @@
+"""Keeps what the script's own code may change when it is run once more: a trial must leave no trace."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.core.random_state import kept_random_state
+
+# Numbers and texts, and containers of them: counters, lists of metrics, running sums.
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_CONTAINERS = (list, dict, set, collections.deque)
+# A container of more is data and no state of a loss; copying it at each trial would cost.
+_MOST_ITEMS = 10_000
+_DATA = ("train_dataset", "eval_dataset")
+
+
+@contextmanager
+def kept_training_state(trainer: Any) -> Iterator[None]:
+    """Restores on leaving what a forward and backward pass of the trainer's loss may have changed.
+
+    That is: random states, gradients, buffers of the model (running statistics, counters), attributes of the trainer,
+    of the model's modules and of the script's loss function, and variables which that function closes over or reads
+    from its module; of containers the contents, where these are plain values. What the loss writes elsewhere (a file, a
+    tracker) cannot be taken back; `Trainer.log` does nothing meanwhile.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(kept_random_state())
+        stack.enter_context(_forked(trainer.args.device))
+        stack.enter_context(_kept_tensors(trainer.model))
+        for values in _namespaces(trainer):
+            stack.callback(
+                functools.partial(_restore, values, {n: _copied(v) for n, v in values.items() if n not in _DATA})
+            )
+        for cell in _cells(trainer):
+            stack.callback(functools.partial(_restore_cell, cell, _copied(cell.cell_contents)))
+        stack.enter_context(_silent(trainer))
+        yield
+
+
+def _forked(device: torch.device) -> Any:
+    """Keeps the random state of an accelerator."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+@contextmanager
+def _kept_tensors(model: nn.Module) -> Iterator[None]:
+    buffers = [(m, n, b, b.detach().clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                # One that is not written would count as changed: autograd knows versions of tensors.
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _namespaces(trainer: Any) -> list[dict[str, Any]]:
+    """Dictionaries of attributes and variables that the loss may write."""
+    found = [vars(trainer), *(vars(module) for module in trainer.model.modules())]
+    for function in _loss_functions(trainer):
+        owner = getattr(function, "__self__", None)
+        found.extend(vars(o) for o in (function, owner) if o not in (None, trainer) and hasattr(o, "__dict__"))
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        variables = getattr(function, "__globals__", {})
+        if code is not None:
+            found.append(_Names(variables, code.co_names))
+    return found
+
+
+class _Names(dict[str, Any]):
+    """The variables of a module that one function names; writes go to the module."""
+
+    def __init__(self, variables: dict[str, Any], names: tuple[str, ...]) -> None:
+        super().__init__({name: variables[name] for name in names if name in variables})
+        self._variables = variables
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._variables[name] = value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._variables
+
+    def __getitem__(self, name: str) -> Any:
+        return self._variables[name]
+
+
+def _cells(trainer: Any) -> list[types.CellType]:
+    cells = [cell for f in _loss_functions(trainer) for cell in getattr(f, "__closure__", None) or ()]
+    return [cell for cell in cells if _is_filled(cell) and _is_plain(cell.cell_contents)]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _loss_functions(trainer: Any) -> list[Any]:
+    """The script's own functions of the loss; those of libraries keep nothing but in attributes."""
+    named = next((vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), None)
+    found = [named, getattr(trainer, "compute_loss_func", None)]
+    return [getattr(f, "func", f) for f in found if callable(f)]
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a plain value, and for containers that hold no more of them than a state would."""
+    stack, num_items = [value], 0
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _CONTAINERS):
+            num_items += len(item)
+            if num_items > _MOST_ITEMS:
+                return False
+            stack.extend(item.values() if isinstance(item, dict) else item)
+        elif not isinstance(item, _PLAIN):
+            return False
+    return True
+
+
+def _copied(value: Any) -> tuple[Any, Any]:
+    """The object, and a copy of it where it is a container that can be restored."""
+    return value, copy.deepcopy(value) if isinstance(value, _CONTAINERS) and _is_plain(value) else None
+
+
+def _restored(kept: tuple[Any, Any]) -> Any:
+    """The same object with what it held: others may hold it as well."""
+    value, held = kept
+    if held is not None and value != held:
+        value.clear()
+        (value.update if isinstance(value, (dict, set)) else value.extend)(held)
+    return value
+
+
+def _restore(values: dict[str, Any], kept: Mapping[str, tuple[Any, Any]]) -> None:
+    for name in [name for name in values if name not in kept and name not in _DATA and _is_plain(values[name])]:
+        del values[name]  # Made by the trial.
+    for name, value in kept.items():
+        values[name] = _restored(value)
+
+
+def _restore_cell(cell: types.CellType, kept: tuple[Any, Any]) -> None:
+    cell.cell_contents = _restored(kept)
+
+
+@contextmanager
+def _silent(trainer: Any) -> Iterator[None]:
+    """Keeps what the loss logs by itself out of trackers and the history."""
+    before = vars(trainer).get("log")
+    trainer.log = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        if before is None:
+            del trainer.log
+        else:
+            trainer.log = before

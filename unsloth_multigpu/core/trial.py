@@ -1,0 +1,456 @@
+"""Tries a trainer's loss on a few rows: is the loss of a micro-batch made up of the losses of its parts, and how?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.core.observe import LossObserver, is_linear_in_means
+from unsloth_multigpu.core.snapshot import kept_training_state
+from unsloth_multigpu.core.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
+from unsloth_multigpu.fault.memory import is_out_of_memory
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
+
+# Rows of a trial, and how many are read to choose them from.
+_MOST_ROWS, _ROWS_READ = 8, 32
+# Elements of the parameters whose gradient is compared. Coefficients of rows are the same for all parameters.
+_PROBED_ELEMENTS = 2**20
+# Weights that make all losses equal hide how they are averaged; then these parameters are moved by so much.
+_SHIFT = 0.02
+# Gradients of fp16 activations vanish below 6e-8.
+_FP16_SCALE = 2.0**10
+# A loss of nothing but rounding.
+ZERO_LOSS = 1e-6
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Largest relative misfit of an exact weighing: what rounding alone makes.
+
+    Rows in smaller micro-batches are computed by other kernels and added up in another order. In fp32, exact losses of
+    17 kinds had a misfit of 6e-7 at most and inexact ones of 1.2e-4 at least; the bound lies between. Activations of 8
+    or 11 bits round by 4e-3 or 5e-4, of which the mean over tokens leaves less and a gradient, whose elements round by
+    themselves, all.
+
+    Args:
+        value: Of the loss.
+        gradient: Of the gradient, as the norm of the difference by the norm.
+    """
+
+    value: float
+    gradient: float
+
+
+_BOUNDS = {
+    torch.float64: Bound(1e-5, 1e-5),
+    torch.float32: Bound(1e-5, 1e-5),
+    torch.float16: Bound(3e-3, 2e-2),
+    torch.bfloat16: Bound(1e-2, 5e-2),
+}
+_TF32 = Bound(1e-3, 5e-3)
+
+
+def rounding_bound(trainer: Any) -> Bound:
+    """The bound of the lowest precision in which the trainer computes."""
+    precision = getattr(trainer.accelerator, "mixed_precision", "no")
+    found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
+    found |= {torch.float16} if precision == "fp16" else {torch.bfloat16} if precision in ("bf16", "fp8") else set()
+    # Quantised weights are computed in the type of the others.
+    bounds = [_BOUNDS[dtype] for dtype in found] or [_BOUNDS[torch.float32]]
+    if trainer.args.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        bounds.append(_TF32)
+    return max(bounds, key=lambda bound: bound.value)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A few rows as one micro-batch, and the same rows as several.
+
+    Args:
+        whole: Collated, on the device.
+        parts: Of neighbouring rows, each collated by itself.
+    """
+
+    whole: Any
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well losses of parts make up the loss of the whole.
+
+    Args:
+        weighing: By which they fit best, see `weighing.candidates`; "" = none could be tried.
+        value: Relative misfit of the loss.
+        gradient: Relative misfit of the gradient; nan = it was not tried.
+        norm_ratio: Norm of the gradient that the parts make up by that of the whole.
+        class_weights: Of the classes, where labels are weighted by them.
+        is_one_of_several: Another weighing of tokens or rows fits as well.
+        problem: Why it does not fit, in words; "" = it does.
+    """
+
+    weighing: str
+    value: float = 0.0
+    gradient: float = 0.0
+    norm_ratio: float = 1.0
+    class_weights: tuple[float, ...] = ()
+    is_one_of_several: bool = False
+    problem: str = ""
+
+
+def draw_samples(trainer: Any, loader: Any, *, skip: int = 0) -> list[Sample]:
+    """Two samples from the start of the data, behind `skip` rows. Empty for a stream that can be read only once.
+
+    They never have more rows than the script's micro-batch. Of the rows that are read, the first sample takes short
+    ones, whose lengths differ: they cost little memory, and padding shows. The second takes them as they come, with one
+    that has no label where there is one.
+    """
+    rows = iter(loader.dataset)
+    if rows is loader.dataset:
+        return []
+    read = list(islice(rows, skip, skip + _ROWS_READ))
+    labelled = [row for row in read if _has_label(row)]
+    num_rows = min(_MOST_ROWS, int(trainer._train_batch_size), len(labelled))
+    if not num_rows:
+        return []
+    by_size = sorted(labelled, key=_size_of)
+    short = by_size[: max(num_rows, len(read) // 2)]
+    samples = [[short[i * (len(short) - 1) // max(1, num_rows - 1)] for i in range(num_rows)]]
+    if num_rows > 1:
+        without = [row for row in read if not _has_label(row)][: 1 if num_rows > 2 else 0]
+        samples.append([labelled[-1], *without, *labelled[len(without) - num_rows : -1]])
+    collated = [_collated(trainer, loader, s, n) for s, n in zip(samples, (num_rows // 2 or 1, 1), strict=False)]
+    return [sample for sample in collated if sample is not None]
+
+
+def _has_label(row: Any) -> bool:
+    labels = row.get("labels") if isinstance(row, Mapping) else None
+    return not (isinstance(labels, (list, tuple)) and labels and all(label == IGNORED for label in labels))
+
+
+def _size_of(row: Any) -> int:
+    values = row.values() if isinstance(row, Mapping) else row if isinstance(row, (list, tuple)) else [row]
+    return sum(
+        int(v.numel()) if isinstance(v, torch.Tensor) else len(v) if hasattr(v, "__len__") else 1 for v in values
+    )
+
+
+def _collated(trainer: Any, loader: Any, rows: list[Any], cut: int) -> Sample | None:
+    whole, again = (loader.collate_fn(list(rows)) for _ in range(2))
+    parts = [part for part in (rows[:cut], rows[cut:]) if part]
+    if len(parts) < 2:
+        collated = [again]
+    elif _is_equal(whole, again):
+        collated = [loader.collate_fn(part) for part in parts]
+    else:
+        # A collator that draws would give the parts other masks than the whole.
+        collated = _cut(whole, [slice(0, cut), slice(cut, len(rows))])
+    if not collated:
+        return None
+    prepared = [trainer._prepare_inputs(batch) for batch in (whole, *collated)]
+    return Sample(prepared[0], tuple(prepared[1:]))
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return first.shape == second.shape and torch.equal(first, second)
+    if isinstance(first, Mapping):
+        return all(_is_equal(first[name], second[name]) for name in first)
+    return True
+
+
+def _cut(whole: Any, parts: Sequence[slice]) -> list[Any]:
+    """The parts of a collated batch; empty where it is not made of rows."""
+    if not isinstance(whole, Mapping):
+        return []
+    rows = count_rows(whole)
+    if any(isinstance(v, torch.Tensor) and v.dim() and len(v) != rows for v in whole.values()):
+        return []
+    return [{n: v[part] if hasattr(v, "__getitem__") else v for n, v in whole.items()} for part in parts]
+
+
+class LossTrial:
+    """Calls the trainer's loss on samples. Each call begins with the same state, and leaves none behind.
+
+    The model is in training mode, as when it trains: what depends on that is seen. Only dropout is off, whose masks
+    depend on the place in a micro-batch.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        compute_loss: Its bound `compute_loss`, without what this package puts around it.
+
+    Attributes:
+        num_calls: How often the loss was called.
+    """
+
+    def __init__(self, trainer: Any, compute_loss: Callable[..., Any]) -> None:
+        self._trainer = trainer
+        self._compute_loss = compute_loss
+        self._probes = _probes(trainer.model)
+        self._has_gradient = bool(self._probes)
+        self._is_training = True
+        self._shift = 0.0
+        self.bound = rounding_bound(trainer)
+        self.num_calls = 0
+
+    def value(self, inputs: Any, num_items: int | None, *, over_ranks: bool = False) -> float:
+        """The loss of a micro-batch.
+
+        Args:
+            inputs: Collated, on the device.
+            num_items: Labelled tokens that are said to be in the step; None = the loss is not told.
+            over_ranks: The trainer is told that these are counted over all ranks.
+        """
+        return self._measure(inputs, num_items, over_ranks=over_ranks, with_gradient=False).loss
+
+    def fit(
+        self, samples: Sequence[Sample], num_items: int | None, weighing: str = "", *, with_gradient: bool = True
+    ) -> Fit:
+        """The weighing by which the losses of parts make up the loss of the whole, in all samples.
+
+        Args:
+            samples: What it is tried on.
+            num_items: See `value`.
+            weighing: Only this one is tried; "" = all `candidates`.
+            with_gradient: Gradients are compared as well, in which a loss that is no mean shows even where the parts
+                have nearly the same loss.
+        """
+        samples = [sample for sample in samples if len(sample.parts) > 1]
+        if not samples:
+            return Fit(weighing or ROWS, problem="there were no rows to try it on")
+        found = self._fit(samples, num_items, weighing, with_gradient)
+        if found.problem and self._is_random(samples[0].whole, num_items):
+            # A model that draws more than dropout: judged without what it does in training alone.
+            self._is_training = False
+            found = self._fit(samples, num_items, weighing, with_gradient)
+            self._is_training = True
+        return found
+
+    def _fit(self, samples: Sequence[Sample], num_items: int | None, weighing: str, with_gradient: bool) -> Fit:
+        def measured_of(inputs: Any) -> _Measured:
+            return self._measure(inputs, num_items, with_gradient=with_gradient)
+
+        wholes = [measured_of(sample.whole) for sample in samples]
+        told = [_told_apart(s) if w.ignores else s for s, w in zip(samples, wholes, strict=True)]
+        wholes = [w if t is s else measured_of(t.whole) for t, s, w in zip(told, samples, wholes, strict=True)]
+        samples = told
+        try:
+            measured = [(w, [measured_of(part) for part in s.parts]) for s, w in zip(samples, wholes, strict=True)]
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            # Batch norm of one row, a loss that wants pairs.
+            problem = f"a part of it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
+            return Fit(weighing or ROWS, math.nan, math.nan, problem=problem)
+        if all(whole.is_zero for whole, _ in measured) and not self._shift and self._probes:
+            with self.moved_weights():
+                return self._fit(samples, num_items, weighing, with_gradient)
+        tables = {whole.class_weights for whole, _ in measured}
+        table = tables.pop() if len(tables) == 1 else ()
+        names = [weighing] if weighing else _common([*candidates(s.whole, len(table))] for s in samples)
+        fits = [self._judged(name, samples, measured, table) for name in names]
+        best = min(fits, key=lambda fit: max(fit.value / self.bound.value, fit.gradient / self.bound.gradient))
+        if not best.problem and not all(whole.is_linear for whole, _ in measured):
+            problem = "it is no linear function of the means that it is made of, and may count rows differently later"
+            return replace(best, problem=problem)
+        return replace(best, is_one_of_several=sum(not fit.problem for fit in fits) > 1)
+
+    def _judged(
+        self,
+        name: str,
+        samples: Sequence[Sample],
+        measured: Sequence[tuple[_Measured, list[_Measured]]],
+        table: tuple[float, ...],
+    ) -> Fit:
+        value = gradient = 0.0
+        ratio = 1.0
+        for sample, (whole, parts) in zip(samples, measured, strict=True):
+            weights = [weight_of(part, name, table) for part in sample.parts]
+            total = 1.0 if name == SUM else sum(weights)
+            if not total:
+                return Fit(name, math.inf, math.inf, problem="no row of the sample counts")
+            # A mean over nothing is no number, and counts nothing.
+            made = [(w / total, part) for w, part in zip(weights, parts, strict=True) if w]
+            misfit, off, norm_ratio = _misfit(whole, made)
+            value, gradient = max(value, misfit), max(gradient, off)
+            ratio = norm_ratio if abs(math.log(norm_ratio)) > abs(math.log(ratio)) else ratio
+        is_exact = value <= self.bound.value and gradient <= self.bound.gradient
+        problem = "" if is_exact else "its parts do not make it up, however they are weighed"
+        return Fit(name, value, gradient, ratio, table if "class weights" in name else (), problem=problem)
+
+    def _is_random(self, inputs: Any, num_items: int | None) -> bool:
+        first, second = (self._measure(inputs, num_items, with_gradient=False, seed=seed).loss for seed in (1, 2))
+        return first != second
+
+    def _measure(
+        self,
+        inputs: Any,
+        num_items: int | None,
+        *,
+        over_ranks: bool = False,
+        with_gradient: bool = True,
+        seed: int | None = None,
+    ) -> _Measured:
+        if with_gradient and self._has_gradient:
+            try:
+                return self._call(inputs, num_items, over_ranks, with_gradient=True, seed=seed)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                logger.info("the loss is tried without its gradient, for which memory is short")
+                self._has_gradient = False
+        return self._call(inputs, num_items, over_ranks, with_gradient=False, seed=seed)
+
+    def _call(
+        self, inputs: Any, num_items: int | None, over_ranks: bool, *, with_gradient: bool, seed: int | None
+    ) -> _Measured:
+        trainer, args = self._trainer, self._trainer.args
+        self.num_calls += 1
+        count = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items, device=args.device)}
+        counts_over_ranks = args.average_tokens_across_devices
+        observed = LossObserver()
+        with kept_training_state(trainer), self._shifted(), torch.set_grad_enabled(with_gradient):
+            if seed is not None:
+                torch.manual_seed(seed)
+            args.average_tokens_across_devices = over_ranks
+            trainer.model.train(self._is_training)
+            try:
+                with trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), observed:
+                    loss = self._compute_loss(trainer.model, dict(inputs), **count)
+            finally:
+                args.average_tokens_across_devices = counts_over_ranks
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            gradient, is_linear = None, True
+            if with_gradient and loss.requires_grad and bool(torch.isfinite(loss)):
+                is_linear = is_linear_in_means(loss, count_rows(inputs))
+                gradient = self._gradient(loss)
+            ignores = observed.ignores or _has_ignored(inputs)
+            return _Measured(float(loss.detach()), gradient, is_linear, observed.class_weights, ignores)
+
+    def _gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        scale = _FP16_SCALE if self._trainer.accelerator.mixed_precision == "fp16" else 1.0
+        # Not torch.autograd.grad, which reentrant checkpointing refuses.
+        (loss * scale).backward()
+        parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.detach().cpu().reshape(-1) for p in self._probes]
+        return torch.cat([part.double() for part in parts]) / scale
+
+    @contextmanager
+    def moved_weights(self) -> Iterator[None]:
+        """Calls the loss beside the trainable weights while it is open: where it is zero, nothing shows."""
+        before, self._shift = self._shift, _SHIFT
+        try:
+            yield
+        finally:
+            self._shift = before
+
+    @contextmanager
+    def _shifted(self) -> Iterator[None]:
+        """Moves the probed parameters during one call."""
+        if not self._shift:
+            yield
+            return
+        generator = torch.Generator().manual_seed(0)
+        kept = [p.detach().clone() for p in self._probes]
+        try:
+            with torch.no_grad():
+                for p in self._probes:
+                    p.add_(torch.randn(p.shape, generator=generator).to(p) * self._shift)
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self._probes, kept, strict=True):
+                    p.copy_(value)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One call of the loss.
+
+    Args:
+        loss: Its value.
+        gradient: Of the probed parameters, float64 on the CPU; None = not computed.
+        is_linear: See `is_linear_in_means`.
+        class_weights: Those that it was seen to use.
+        ignores: Labels of -100 are left out.
+    """
+
+    loss: float
+    gradient: torch.Tensor | None
+    is_linear: bool = True
+    class_weights: tuple[float, ...] = ()
+    ignores: bool = False
+
+    @property
+    def is_zero(self) -> bool:
+        """Nothing but rounding, say of a student that begins as its teacher."""
+        return abs(self.loss) < ZERO_LOSS
+
+
+def _common(lists: Iterable[list[str]]) -> list[str]:
+    first, *others = lists
+    return [name for name in first if all(name in other for other in others)]
+
+
+def _misfit(whole: _Measured, made: Sequence[tuple[float, _Measured]]) -> tuple[float, float, float]:
+    """Relative misfits of loss and gradient, and the ratio of the gradients' norms."""
+    losses = [part.loss for _, part in made]
+    if not made or not all(map(math.isfinite, (whole.loss, *losses))):
+        return math.inf, math.inf, 1.0
+    loss = math.fsum(share * part.loss for share, part in made)
+    size = max(abs(whole.loss), math.fsum(abs(share * part.loss) for share, part in made), _TINY)
+    value = abs(loss - whole.loss) / size
+    gradients = [(share, part.gradient) for share, part in made if part.gradient is not None]
+    if whole.gradient is None or len(gradients) < len(made):
+        return value, 0.0, 1.0
+    together = torch.stack([share * gradient for share, gradient in gradients]).sum(0)
+    norm, norm_together = float(whole.gradient.norm()), float(together.norm())
+    # Where rows' gradients cancel, their rounding does not.
+    size = max(norm, 1e-3 * math.fsum(abs(share) * float(g.norm()) for share, g in gradients), _TINY)
+    off = float((together - whole.gradient).norm()) / size
+    return value, off, (norm_together / norm if norm and norm_together else 1.0)
+
+
+def _probes(model: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters near the loss, as many as fit."""
+    found, left = [], _PROBED_ELEMENTS
+    trainable = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    for parameter in reversed(trainable):
+        if parameter.numel() <= left:
+            found.append(parameter)
+            left -= parameter.numel()
+    return found or sorted(trainable, key=lambda p: p.numel())[:1]
+
+
+def _told_apart(sample: Sample) -> Sample:
+    """Takes labels from the last part's rows where all parts have as many: nothing would show what is averaged."""
+    labels = sample.whole.get("labels") if isinstance(sample.whole, Mapping) else None
+    parts = sample.parts
+    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
+        return sample
+    last = parts[-1]["labels"]
+    if labels.shape[1] != last.shape[1]:
+        return sample
+    if len({weight_of(part, "tokens") / len(part["labels"]) for part in parts}) > 1:
+        return sample
+    labels = torch.cat([labels[: -len(last)], _without_half(labels[-len(last) :])])
+    changed = {**parts[-1], "labels": _without_half(last)}
+    return Sample({**sample.whole, "labels": labels}, (*parts[:-1], changed))
+
+
+def _has_ignored(inputs: Any) -> bool:
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    return isinstance(labels, torch.Tensor) and bool((labels == IGNORED).any())
+
+
+def _without_half(labels: torch.Tensor) -> torch.Tensor:
+    """Rows that lose the first half of their labels: a prompt has none, and a row keeps one at least."""
+    labelled = labels.ne(IGNORED)
+    return labels.masked_fill(labelled & (labelled.cumsum(1) <= labelled.sum(1, keepdim=True) // 2), IGNORED)

@@ -1,0 +1,103 @@
+"""What the mean in a loss is taken over: the weight of a part of a micro-batch among its other parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+IGNORED = -100
+ROWS, SUM = "rows", "sum"
+# Labels that are predicted from the token before lose the first of each row.
+_NEXT, _TOKENS = "next tokens", "tokens"
+_LABELLED_ROWS, _NEXT_LABELLED_ROWS = "labelled rows", "rows with a next token"
+_CLASSES, _NEXT_CLASSES = "class weights", "class weights of next tokens"
+_OF = " of "
+# Sums of one of the inputs, such as weights of rows or tokens: of all its values, of those with a label, and the same
+# where labels are those of the next token.
+_ALL, _LABELLED, _AFTER_FIRST, _NEXT_LABELLED = "sum", "labelled sum", "sum after first", "next labelled sum"
+
+
+def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[float] = ()) -> float:
+    """The weight of a part of a micro-batch: its loss is a mean over so much.
+
+    Args:
+        inputs: The part, collated.
+        weighing: One of `candidates`.
+        class_weights: Weight of each class, where labels are weighted by their class.
+
+    Returns:
+        Rows, labels, or a sum of weights; 1 where losses of parts add up ("sum").
+    """
+    if weighing == SUM:
+        return 1.0
+    labels: Any = inputs.get("labels")
+    if weighing == ROWS or (not isinstance(labels, torch.Tensor) and _OF not in weighing):
+        return float(count_rows(inputs))
+    if weighing in (_NEXT, _TOKENS):
+        if labels.dim() < 2 and (weighing == _NEXT or labels.is_floating_point()):
+            return float(len(labels))
+        return float(_shifted(labels, weighing == _NEXT).ne(IGNORED).sum())
+    if weighing in (_LABELLED_ROWS, _NEXT_LABELLED_ROWS):
+        return float(_shifted(labels, weighing == _NEXT_LABELLED_ROWS).ne(IGNORED).any(1).sum())
+    if weighing in (_CLASSES, _NEXT_CLASSES):
+        table = torch.tensor(class_weights, dtype=torch.float64, device=labels.device)
+        counted = _shifted(labels, weighing == _NEXT_CLASSES)
+        return float(table[counted[counted.ne(IGNORED)]].sum())
+    kind, _, name = weighing.partition(_OF)
+    values = _shifted(inputs[name], kind in (_AFTER_FIRST, _NEXT_LABELLED)).double()
+    if kind in (_LABELLED, _NEXT_LABELLED):
+        values = values * _shifted(labels, kind == _NEXT_LABELLED).ne(IGNORED)
+    return float(values.sum())
+
+
+def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]:
+    """Weighings that are tried for the loss of these inputs, the likeliest first where several fit.
+
+    Args:
+        inputs: A collated micro-batch.
+        num_classes: Number of class weights that the loss was seen to use.
+    """
+    labels: Any = inputs.get("labels")
+    has_classes = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
+    has_tokens = has_classes and labels.dim() >= 2
+    yield ROWS
+    if has_tokens:
+        yield _NEXT
+    if has_classes:
+        yield _TOKENS
+    yield SUM
+    if has_tokens and labels.dim() == 2:
+        yield _LABELLED_ROWS
+        yield _NEXT_LABELLED_ROWS
+    if num_classes and has_classes:
+        valid = labels[labels.ne(IGNORED)]
+        if valid.numel() and int(valid.min()) >= 0 and int(valid.max()) < num_classes:
+            yield _CLASSES
+            if has_tokens:
+                yield _NEXT_CLASSES
+    rows = count_rows(inputs)
+    for name, value in inputs.items():
+        is_weight = isinstance(value, torch.Tensor) and value.dim() in (1, 2) and name not in ("labels", "input_ids")
+        if not is_weight or value.is_complex() or len(value) != rows or bool((value < 0).any()):
+            continue
+        is_aligned = has_classes and value.shape == labels.shape
+        yield _ALL + _OF + name
+        if is_aligned:
+            yield _LABELLED + _OF + name
+        if value.dim() == 2:
+            yield _AFTER_FIRST + _OF + name
+        if is_aligned and value.dim() == 2:
+            yield _NEXT_LABELLED + _OF + name
+
+
+def count_rows(inputs: Mapping[str, Any]) -> int:
+    """Rows of a collated micro-batch: the first dimension of its labels, or of the first tensor that has one."""
+    labels = inputs.get("labels")
+    tensors = [labels, *inputs.values()]
+    return next((len(t) for t in tensors if isinstance(t, torch.Tensor) and t.dim()), 1)
+
+
+def _shifted(values: torch.Tensor, is_shifted: bool) -> torch.Tensor:
+    return values[:, 1:] if is_shifted else values
