@@ -6,7 +6,7 @@ import collections
 import copy
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ def kept_training_state(trainer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.enter_context(_forked(trainer.args.device))
-        stack.enter_context(_kept_tensors(trainer.model))
+        stack.enter_context(_kept_tensors(list(_modules(trainer))))
         for values in _namespaces(trainer):
             stack.callback(
                 functools.partial(_restore, values, {n: _copied(v) for n, v in values.items() if n not in _DATA})
@@ -54,9 +54,9 @@ def _forked(device: torch.device) -> Any:
 
 
 @contextmanager
-def _kept_tensors(model: nn.Module) -> Iterator[None]:
-    buffers = [(m, n, b, b.detach().clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
-    gradients = [(p, p.grad) for p in model.parameters()]
+def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[None]:
+    buffers = [(m, n, b, b.detach().clone()) for m in modules for n, b in m._buffers.items() if b is not None]
+    gradients = [(p, p.grad) for m in modules for p in m._parameters.values() if p is not None]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -74,7 +74,7 @@ def _kept_tensors(model: nn.Module) -> Iterator[None]:
 
 def _namespaces(trainer: Any) -> list[dict[str, Any]]:
     """Dictionaries of attributes and variables that the loss may write."""
-    found = [vars(trainer), *(vars(module) for module in trainer.model.modules())]
+    found = [vars(trainer), *(vars(module) for module in _modules(trainer))]
     for function in _loss_functions(trainer):
         owner = getattr(function, "__self__", None)
         found.extend(vars(o) for o in (function, owner) if o not in (None, trainer) and hasattr(o, "__dict__"))
@@ -118,8 +118,16 @@ def _is_filled(cell: types.CellType) -> bool:
 def _loss_functions(trainer: Any) -> list[Any]:
     """The script's own functions of the loss; those of libraries keep nothing but in attributes."""
     named = next((vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), None)
+    # `self.loss = some_function` is a usual way to hand one in.
     found = [named, getattr(trainer, "compute_loss_func", None)]
+    found += [v for v in vars(trainer).values() if isinstance(v, (types.FunctionType, functools.partial))]
     return [getattr(f, "func", f) for f in found if callable(f)]
+
+
+def _modules(trainer: Any) -> Iterator[nn.Module]:
+    """Those of the model, and of losses that are modules of their own."""
+    for value in {id(m): m for m in (trainer.model, *vars(trainer).values()) if isinstance(m, nn.Module)}.values():
+        yield from value.modules()
 
 
 def _is_plain(value: Any) -> bool:

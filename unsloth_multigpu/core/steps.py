@@ -27,7 +27,7 @@ from unsloth_multigpu.core.trial import draw_samples
 from unsloth_multigpu.core.weighing import ROWS, SUM
 from unsloth_multigpu.data.deal import check_divisible, equation
 from unsloth_multigpu.data.sampler import StepLoader, step_loader
-from unsloth_multigpu.data.step import MicroBatch, Step, StepShape
+from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
@@ -205,7 +205,8 @@ class StepFeed:
         for micro_batch in step.micro_batches:
             # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
             micro_batch.inputs = self.trainer._prepare_inputs(micro_batch.inputs)
-        inputs = [m.inputs for m in step.micro_batches]
+        # What a filler computes again counts in the step already.
+        inputs = [without_labels(m.inputs) if m.piece.is_filler else m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
         if self._scale.is_token_normalised and num_items is None:
             raise SetupError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -99,12 +100,16 @@ def collate_step(
     for micro_batch in micro_batches:
         # A mean over no labels is not a number; there the filler's share of zero is enough.
         if micro_batch.piece.is_filler and regroup:
-            _mute(micro_batch.inputs)
+            micro_batch.inputs = without_labels(micro_batch.inputs)
     return Step(micro_batches, num_references)
 
 
-def _mute(inputs: Any) -> None:
-    """Takes all labels out: a filler counts no token, and its token-normalised loss and gradient are zero."""
-    for key in ("labels", "shift_labels"):
-        if isinstance(inputs, Mapping) and isinstance(inputs.get(key), torch.Tensor):
-            inputs[key].fill_(-100)
+def without_labels(inputs: Any) -> Any:
+    """The same micro-batch, of which no token counts: its token-normalised loss and gradient are zero."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    labels = {k: v for k in ("labels", "shift_labels") if isinstance(v := inputs.get(k), torch.Tensor)}
+    # In a copy of the batch, whose class may give keys as attributes.
+    muted = copy.copy(inputs)
+    muted.update({k: torch.full_like(v, -100) for k, v in labels.items()})  # type: ignore[attr-defined]
+    return muted

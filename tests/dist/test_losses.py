@@ -1,0 +1,111 @@
+"""Losses that scripts write, on two and three ranks: the training of one process, or a warning that says it is not.
+
+Shapes are rows x batch size x accumulation. With 23x5x1 each micro-batch is shared, the last step's as well; with
+26x4x6 whole micro-batches are dealt, of which the last step has too few.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.run import BARE, run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "losses.py"
+SHARED, WHOLE = "23x5x1", "26x4x6"
+# A batch norm cannot do with one row.
+OTHER_SHAPES = {"batch_norm": "24x6x1"}
+# Parts of a micro-batch make up its loss, by rows, labels or a sum of weights.
+WEIGHED = (
+    *("classifier", "class_weights", "ignored_rows", "token_class_weights", "weighted_rows", "attended_mean"),
+    *("summed_target", "mean_target"),
+)
+# They do not.
+UNSHARED = ("two_means", "contrastive", "reads_padding", "batch_norm", "flooded", "focal", "questions")
+JOBS = [
+    *(f"{kind}:{OTHER_SHAPES.get(kind, SHARED)}" for kind in (*WEIGHED, *UNSHARED, "later_another")),
+    *(f"{kind}:{WHOLE}" for kind in ("class_weights", *UNSHARED, "router")),
+    # Half of the parts have no label, and their mean is no number.
+    *("masked:22x2x3", "masked:21x3x1"),
+    # Rows of several lengths that are never collated together.
+    *("classifier:21x1x4", "class_weights:21x1x4"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 did."""
+
+    facts: dict
+    weights: dict
+
+    @property
+    def warnings(self):
+        return [text for level, text in self.facts["said"] if level == "WARNING"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("losses")
+    for num_ranks in (1, 2, 3):
+        arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(JOBS), "--out", path / str(num_ranks)]
+        run = run_python([SCRIPT, *map(str, arguments)], path, BARE)
+        assert run.code == 0, run.err
+    return path
+
+
+def outcome(folder, num_ranks, job):
+    path = folder / str(num_ranks) / f"{job.replace(':', '_')}_0"
+    return Outcome(json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors")))
+
+
+def differences(folder, num_ranks, job):
+    """Largest relative difference of a gradient norm, and that of the weights."""
+    one, many = outcome(folder, 1, job), outcome(folder, num_ranks, job)
+    norms = zip(one.facts["grad_norm"], many.facts["grad_norm"], strict=True)
+    distance = sum(float(((one.weights[n].double() - many.weights[n].double()) ** 2).sum()) for n in one.weights)
+    size = sum(float((w.double() ** 2).sum()) for w in one.weights.values())
+    return max(abs(a - b) / max(a, 1e-9) for a, b in norms), (distance / size) ** 0.5
+
+
+EXACT = [job for job in JOBS if job.partition(":")[0] in (*WEIGHED, "masked") or not job.endswith("x1")]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("job", EXACT)
+def test_known_weighing_and_whole_micro_batches_are_exact(folder, job, num_ranks):
+    assert max(differences(folder, num_ranks, job)) < 1e-5
+    assert not outcome(folder, num_ranks, job).warnings
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("kind", UNSHARED)
+def test_loss_that_cannot_be_shared_is_announced_with_its_size(folder, kind, num_ranks):
+    job = f"{kind}:{OTHER_SHAPES.get(kind, SHARED)}"
+    (warning,) = outcome(folder, num_ranks, job).warnings
+    assert "The loss of a micro-batch cannot be shared exactly" in warning
+    assert f"Set gradient_accumulation_steps={num_ranks} or a multiple of it" in warning
+    assert "the loss is off by" in warning or "a part of it cannot be computed by itself" in warning
+    # Said for a reason: the training is another one.
+    assert max(differences(folder, num_ranks, job)) > 1e-5
+
+
+def test_loss_that_leaves_its_form_while_it_trains_is_announced_then(folder):
+    (warning,) = outcome(folder, 2, f"later_another:{SHARED}").warnings
+    assert "has left the form that it had at the start" in warning
+
+
+def test_script_is_told_how_often_its_loss_was_called(folder):
+    said = [text for _, text in outcome(folder, 2, f"class_weights:{SHARED}").facts["said"]]
+    assert sum("OwnLoss.compute_loss was called" in text and "times on a few rows" in text for text in said) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_logged_losses_are_finite_and_those_of_one_process(folder, num_ranks):
+    assert all(map(math.isfinite, outcome(folder, num_ranks, "masked:22x2x3").facts["loss"]))
+    for job in (f"class_weights:{SHARED}", f"contrastive:{WHOLE}"):
+        one, many = (outcome(folder, n, job).facts["loss"] for n in (1, num_ranks))
+        assert many == pytest.approx(one, rel=2e-4)
