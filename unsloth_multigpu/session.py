@@ -125,7 +125,7 @@ class Session:
             place = number if self.trainings is None else self.num_finished
             train = functools.partial(steered.run, original_train, arguments, place)
         if ENV_RECEIPT in os.environ:
-            self._record(trainer, train, is_filler=functools.partial(_computes_filler, steered))
+            self._record(trainer, train, steered)
         result = train()
         self.num_finished += 1
         if steered is not None:
@@ -141,13 +141,15 @@ class Session:
         self.report = steered.report
         return result
 
-    def _record(self, trainer: Any, train: Callable[[], Any], *, is_filler: Callable[[], bool]) -> NoReturn:
+    def _record(self, trainer: Any, train: Callable[[], Any], steered: DDPTrainer | None) -> NoReturn:
         """Runs the first steps of a training for `unsloth-multigpu verify`, and ends this process."""
         from unsloth_multigpu.proof.receipt import ReceiptRequest, Recorder, leave_process
 
         request = ReceiptRequest.read(os.environ)
         assert request is not None
-        recorder = Recorder(trainer, request, self.identity.rank, self.config, is_filler)
+        is_filler = functools.partial(_computes_filler, steered)
+        inexact = functools.partial(_inexact_loss, steered)
+        recorder = Recorder(trainer, request, self.identity.rank, self.config, is_filler, inexact)
         with recorder.on_trainer():
             train()
         recorder.write()
@@ -157,6 +159,10 @@ class Session:
 def _computes_filler(steered: DDPTrainer | None) -> bool:
     current = None if steered is None else steered.steps.current
     return current is not None and current.piece.is_filler
+
+
+def _inexact_loss(steered: DDPTrainer | None) -> str:
+    return "" if steered is None else steered.steps.inexact
 
 
 def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Console) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.balance import Balancer
-from unsloth_multigpu.core.loss import LossScale
+from unsloth_multigpu.core.loss import ROUTER, LossScale
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.errors import ConfigError, SetupError
@@ -122,11 +123,9 @@ def test_what_cannot_be_planned_is_said_or_an_error(
         assert ours.deal([0, 1], [2]) is None
 
 
-def test_router_of_experts_is_no_token_plan() -> None:
-    ours = balancer(balance="tokens")
-    ours._trainer.model.config = SimpleNamespace(output_router_logits=True)
-    with pytest.raises(SetupError, match="the router's loss counts once for each micro-batch"):
-        ours.prepare(loader(), TOKEN_SUM)
+def test_loss_that_is_known_for_whole_micro_batches_only_is_no_token_plan() -> None:
+    with pytest.raises(SetupError, match="micro-batches cannot be made anew: the router's loss counts once"):
+        balancer(balance="tokens").prepare(loader(), replace(TOKEN_SUM, misfit=ROUTER))
 
 
 def test_row_without_a_label_ends_an_exchange() -> None:

@@ -114,6 +114,7 @@ HANDED_ON = (
         "resume": "auto",
         "grace_s": 20.0,
         "on_nan": "skip",
+        "inexact": "raise",
         "nnodes": "1:2",
         "rdzv_endpoint": "node0:29400",
         "rdzv_id": "job7",

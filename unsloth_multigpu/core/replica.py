@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.shard import HINT
 from unsloth_multigpu.errors import SetupError
+
+HINT = "Leave enable_ddp=False, the legacy path, out: DDP trains in one process per device."
 
 INDEXED = ("cuda", "xpu")
 

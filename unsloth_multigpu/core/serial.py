@@ -17,8 +17,16 @@ from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.loss import LossScale, find_loss_scale, has_router_loss
-from unsloth_multigpu.core.replica import INDEXED, check_gradients, copy_of, find_devices, kept_buffers, take_gradients
-from unsloth_multigpu.core.shard import HINT, count_rows, cut_rows, shard_factors
+from unsloth_multigpu.core.replica import (
+    HINT,
+    INDEXED,
+    check_gradients,
+    copy_of,
+    find_devices,
+    kept_buffers,
+    take_gradients,
+)
+from unsloth_multigpu.core.shard import count_rows, cut_rows, shard_factors
 from unsloth_multigpu.core.steps import instance_attribute
 from unsloth_multigpu.core.trial import Sample
 from unsloth_multigpu.core.weighing import weight_of

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.core.loss import LossScale
+from unsloth_multigpu.core.replica import HINT
 from unsloth_multigpu.errors import SetupError
-
-HINT = "Leave enable_ddp=False, the legacy path, out: DDP trains in one process per device."
 
 
 def count_rows(inputs: Any) -> int:

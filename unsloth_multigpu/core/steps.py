@@ -46,6 +46,7 @@ class StepFeed:
 
     Attributes:
         current: The micro-batch that is being computed.
+        inexact: Why ranks cannot share the loss of a micro-batch exactly; "" where they can, or need not.
     """
 
     def __init__(self, trainer: Any, manager: DDPManager, beat: BeatPage) -> None:
@@ -68,6 +69,7 @@ class StepFeed:
         self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
         self.current: MicroBatch | None = None
+        self.inexact = ""
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
@@ -169,6 +171,7 @@ class StepFeed:
             "per_device_train_batch_size: micro-batches then stay whole, which is exact. Or divide a sum over rows or "
             "tokens by num_items_in_batch."
         )
+        self.inexact = f"{name_of(self.trainer, self._loss)}: {misfit}"
         if not can_go_on or self.manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
         logger.warning("%s Micro-batches that ranks share count differently than in one process. %s", what, ways)

@@ -22,7 +22,7 @@ import torch
 from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.proof.fingerprint import fingerprints
-from unsloth_multigpu.proof.source import find_precision, find_sources, turn_dropout_off
+from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
 from unsloth_multigpu.versions import installed_version
 
 UPDATES_FILE = "updates.safetensors"
@@ -83,6 +83,7 @@ class Recorder:
         rank: This rank.
         config: The run's options.
         is_filler: Tells whether the inputs of `training_step` only keep this rank in the exchange of gradients.
+        inexact: Tells why ranks cannot share the loss of a micro-batch exactly; "" where they can, or do not.
 
     Raises:
         SetupError: The training is not one of whole weights on every rank.
@@ -95,6 +96,7 @@ class Recorder:
         rank: int,
         config: MultiGPUConfig,
         is_filler: Callable[[], bool],
+        inexact: Callable[[], str] = lambda: "",
     ) -> None:
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise SetupError(
@@ -106,6 +108,7 @@ class Recorder:
         self._rank = rank
         self._config = config
         self._is_filler = is_filler
+        self._inexact = inexact
         self._first_step = 0
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
         self._figures: dict[int, dict[str, float | None]] = defaultdict(dict)
@@ -197,6 +200,10 @@ class Recorder:
     def write(self) -> None:
         """Leaves what was recorded in the request's folder."""
         self._save_updates()
+        if inexact := self._inexact():
+            # Found before the first step, or in a later one.
+            advice = "set gradient_accumulation_steps to a multiple of the ranks"
+            self._facts["sources"].append(asdict(Source("loss", inexact, advice)))
         steps = [
             {
                 "step": step,
