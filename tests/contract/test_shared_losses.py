@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import modules as bnb_modules
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -202,7 +204,7 @@ def gradient(trainer, batch):
     trainer.model.drop.p = 0.0
     loss = trainer.compute_loss(trainer.model, dict(batch))
     loss.backward()
-    return torch.cat([p.grad.reshape(-1).double() for p in trainer.model.parameters()])
+    return torch.cat([p.grad.reshape(-1).double() for p in trainer.model.parameters() if p.requires_grad])
 
 
 def shared(folder, loss, *, seed=0, num_ranks=2, model=None, collator=collate, batch_rows=None, **options):
@@ -345,6 +347,17 @@ def test_trial_leaves_no_trace(folder):
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(parameters, trainer.model.parameters(), strict=True))
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_trial_does_not_repack_weights_of_4_bits(folder, monkeypatch):
+    # As a processor with AVX512-BF16 has it: outside of training the layer packs its weights anew, for good.
+    monkeypatch.setattr(bnb_modules, "_convert_weight_packed_for_cpu", pytest.fail)
+    model = TinyModel()
+    model.norm = Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    model.norm.support_avx512bf16_for_cpu = True
+    model.embed.requires_grad_(False)
+    result = shared(folder, token_mean, model=model)
+    assert (result.misfit, result.weighing) == (None, "tokens")
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

@@ -88,6 +88,8 @@ class SerialTrainer:
         self._is_weighed = False
         self._told: set[str] = set()
         self._num_samples = 0
+        # The trainer's own `compute_loss`.
+        self._loss: Callable[..., Any] = trainer.compute_loss
         self._num_shards = 0
 
     def run(self, original_train: Callable[[], Any]) -> Any:
@@ -225,7 +227,7 @@ class SerialTrainer:
             return [Sample(whole, tuple(parts))]
 
         try:
-            scale = find_loss_scale(self.trainer, draw_samples)
+            scale = find_loss_scale(self.trainer, draw_samples, self._loss)
         except SetupError as error:
             raise SetupError(error.args[0], hint=HINT) from error
         if scale.misfit is not None:

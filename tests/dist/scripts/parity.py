@@ -37,6 +37,7 @@ from transformers import (  # noqa: E402
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
@@ -186,7 +187,12 @@ def record_samples(trainer):
             tokens = row if mask is None else row[mask[i].bool()]
             seen[trainer.state.global_step][fingerprint(tokens)] += 1
 
+    class Begin(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            seen.clear()  # Before it the loss is tried on a few rows.
+
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+    trainer.add_callback(Begin())
     return seen
 
 
