@@ -22,12 +22,16 @@ logger = get_logger(__name__)
 
 # Rows of a trial, and how many are read to choose them from.
 _MOST_ROWS, _ROWS_READ = 8, 32
+# Elements of all columns of a sample, if two rows have no more: some 2,000 tokens.
+_MOST_ELEMENTS = 6_000
 # Elements of the parameters whose gradient is compared. Coefficients of rows are the same for all parameters.
 _PROBED_ELEMENTS = 2**20
 # Weights that make all losses equal hide how they are averaged; then these parameters are moved by so much.
 _SHIFT = 0.02
 # Gradients of fp16 activations vanish below 6e-8.
 _FP16_SCALE = 2.0**10
+# Misfits, as parts of the bound, that say nothing about which of two weighings is meant.
+_SAME = 0.1
 # A loss of nothing but rounding.
 ZERO_LOSS = 1e-6
 _TINY = 1e-30
@@ -111,26 +115,31 @@ class Fit:
 def draw_samples(trainer: Any, loader: Any, *, skip: int = 0) -> list[Sample]:
     """Two samples from the start of the data, behind `skip` rows. Empty for a stream that can be read only once.
 
-    They never have more rows than the script's micro-batch. Of the rows that are read, the first sample takes short
-    ones, whose lengths differ: they cost little memory, and padding shows. The second takes them as they come, with one
-    that has no label where there is one.
+    They never have more rows than the script's micro-batch, and take short ones, which cost little. In the first sample
+    the second half is longer, so that padding shows. In the second the first row is the longest, and one has no label
+    where there is such a row.
     """
-    rows = iter(loader.dataset)
-    if rows is loader.dataset:
-        return []
-    read = list(islice(rows, skip, skip + _ROWS_READ))
-    labelled = [row for row in read if _has_label(row)]
+    read = _read(loader.dataset, skip)
+    labelled = sorted((row for row in read if _has_label(row)), key=_size_of)
     num_rows = min(_MOST_ROWS, int(trainer._train_batch_size), len(labelled))
+    while num_rows > 2 and sum(map(_size_of, labelled[:num_rows])) > _MOST_ELEMENTS:
+        num_rows -= 1
     if not num_rows:
         return []
-    by_size = sorted(labelled, key=_size_of)
-    short = by_size[: max(num_rows, len(read) // 2)]
+    short = labelled[: max(num_rows, len(labelled) // 2)]
     samples = [[short[i * (len(short) - 1) // max(1, num_rows - 1)] for i in range(num_rows)]]
     if num_rows > 1:
         without = [row for row in read if not _has_label(row)][: 1 if num_rows > 2 else 0]
-        samples.append([labelled[-1], *without, *labelled[len(without) - num_rows : -1]])
+        samples.append([short[-1], *without, *short[: num_rows - 1 - len(without)]])
     collated = [_collated(trainer, loader, s, n) for s, n in zip(samples, (num_rows // 2 or 1, 1), strict=False)]
     return [sample for sample in collated if sample is not None]
+
+
+def _read(dataset: Any, skip: int) -> list[Any]:
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return [dataset[(skip + i) % len(dataset)] for i in range(min(_ROWS_READ, len(dataset)))]
+    rows = iter(dataset)
+    return [] if rows is dataset else list(islice(rows, _ROWS_READ))
 
 
 def _has_label(row: Any) -> bool:
@@ -257,7 +266,10 @@ class LossTrial:
         table = tables.pop() if len(tables) == 1 else ()
         names = [weighing] if weighing else _common([*candidates(s.whole, len(table))] for s in samples)
         fits = [self._judged(name, samples, measured, table) for name in names]
-        best = min(fits, key=lambda fit: max(fit.value / self.bound.value, fit.gradient / self.bound.gradient))
+        misfits = [max(fit.value / self.bound.value, fit.gradient / self.bound.gradient) for fit in fits]
+        # Of several that fit as well as rounding lets them, the likeliest.
+        near = max(2 * min(misfits), _SAME)
+        best = next(fit for fit, misfit in zip(fits, misfits, strict=True) if misfit <= near)
         if not best.problem and not all(whole.is_linear for whole, _ in measured):
             problem = "it is no linear function of the means that it is made of, and may count rows differently later"
             return replace(best, problem=problem)

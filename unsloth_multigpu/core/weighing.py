@@ -55,6 +55,8 @@ def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[
 def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]:
     """Weighings that are tried for the loss of these inputs, the likeliest first where several fit.
 
+    Class weights that were seen come first: where all labels are of one class, rows would fit as well.
+
     Args:
         inputs: A collated micro-batch.
         num_classes: Number of class weights that the loss was seen to use.
@@ -62,6 +64,12 @@ def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]
     labels: Any = inputs.get("labels")
     has_classes = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
     has_tokens = has_classes and labels.dim() >= 2
+    if num_classes and has_classes:
+        valid = labels[labels.ne(IGNORED)]
+        if valid.numel() and int(valid.min()) >= 0 and int(valid.max()) < num_classes:
+            yield _CLASSES
+            if has_tokens:
+                yield _NEXT_CLASSES
     yield ROWS
     if has_tokens:
         yield _NEXT
@@ -71,12 +79,6 @@ def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]
     if has_tokens and labels.dim() == 2:
         yield _LABELLED_ROWS
         yield _NEXT_LABELLED_ROWS
-    if num_classes and has_classes:
-        valid = labels[labels.ne(IGNORED)]
-        if valid.numel() and int(valid.min()) >= 0 and int(valid.max()) < num_classes:
-            yield _CLASSES
-            if has_tokens:
-                yield _NEXT_CLASSES
     rows = count_rows(inputs)
     for name, value in inputs.items():
         is_weight = isinstance(value, torch.Tensor) and value.dim() in (1, 2) and name not in ("labels", "input_ids")
