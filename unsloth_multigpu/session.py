@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.patching import Patch, PatchRegistry
@@ -251,6 +252,9 @@ def _claim_device(session: Session) -> str:
     """Makes the rank's card the current one, so that "cuda" means it; returns the kind of device."""
     if session.identity.world_size == 1:
         return "any"
+    if session.config.device != "cpu":
+        # Read once, when the device is chosen below. Our own launcher has set them.
+        os.environ.update(allocator_variables(os.environ))
     import torch
 
     from unsloth_multigpu.core.manager import local_device
