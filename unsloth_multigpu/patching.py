@@ -177,7 +177,7 @@ class _Seam:
 
     def land(self, module: ModuleType) -> None:
         self.holder, raw = _locate(module, self.path)
-        if raw is _MISSING:
+        if raw is _MISSING or (self.patch.optional and self._is_alias()):
             self._record_absence()
             return
         is_wrapped = isinstance(raw, (staticmethod, classmethod))
@@ -221,6 +221,10 @@ class _Seam:
                 hint="Whatever put it there must call the function that it found. Load it before enable_multi_gpu(), "
                 "or leave it out.",
             )
+
+    def _is_alias(self) -> bool:
+        # A class that was renamed keeps its old name beside the new one, whose patch stands for both.
+        return isinstance(self.holder, type) and self.holder.__name__ != self.path.split(".")[-2]
 
     def _record_absence(self) -> None:
         if not self.patch.optional:

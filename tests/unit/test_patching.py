@@ -307,6 +307,18 @@ def test_missing_target_raises_unless_optional(write: Write, path: str) -> None:
     assert states(optional) == ["absent"]
 
 
+def test_other_name_of_a_class_is_patched_once(write: Write) -> None:
+    """A class was renamed and keeps its old name: the patch of the name that it has lands."""
+    module = importlib.import_module(write(SOURCE + "\n\nOldThing = Thing\n"))
+    both = registry(*(f"{module.__name__}:{name}.method" for name in ("Thing", "OldThing")), optional=True)
+    both.apply()
+    both.verify()
+    assert states(both) == ["landed", "absent"]
+    assert inspect.unwrap(module.Thing.method) is module.Thing.method.__wrapped__
+    both.undo()
+    assert not hasattr(module.Thing.method, "__wrapped__")
+
+
 def test_missing_parameter_raises_naming_it(write: Write) -> None:
     module = importlib.import_module(write())
     registry(f"{module.__name__}:function", needs=("x", "scale")).apply()

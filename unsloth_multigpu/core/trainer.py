@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -135,7 +136,10 @@ class DDPTrainer:
         """True where we choose the samples of a step; trainers that generate their samples do it themselves."""
         if not self.config.keeps_global_batch:
             return False
-        owner = next(cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls))
+        # Older trainers of TRL may first note what a reference model says of all samples, and else hand on to their base.
+        notes_all_first = bool(getattr(self.trainer.args, "precompute_ref_log_probs", False))
+        makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
+        owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))
         if hasattr(self.trainer.args, "steps_per_generation"):
             if plan := [a for a in asked_of_ddp(self.config) if not a.startswith(("grad_compression", "sync"))]:
                 raise SetupError(
@@ -259,6 +263,12 @@ def asked_of_ddp(config: MultiGPUConfig) -> list[str]:
         "sync": None if config.sync == "ddp" else config.sync,
     }
     return [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+
+
+def _hands_on(method: Callable[..., Any]) -> bool:
+    """True if a method calls the one of the same name that it overrides."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return code is not None and {"super", code.co_name} <= set(code.co_names)
 
 
 def _exit_code(error: SystemExit) -> int:

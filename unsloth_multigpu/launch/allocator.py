@@ -56,7 +56,8 @@ def _is_tegra(environment: Mapping[str, str]) -> bool:
         return forced in ("0", "false", "no", "off")
     if not platform.machine().lower().startswith(("aarch64", "arm")):
         return False
-    boards = " ".join(f"{os.path.basename(name)} {_read(name)}" for name in _BOARD_FILES if os.path.exists(name)).lower()
+    # The name of a file counts, too: that of NVIDIA's release is all that tells.
+    boards = " ".join(f"{os.path.basename(n)} {_read(n)}" for n in _BOARD_FILES if os.path.exists(n)).lower()
     # GB10 (DGX Spark) descends from Tegra, and has them.
     is_capable = any(name in boards for name in ("gb10", "dgx spark", "dgx-spark", "dgx_spark"))
     return not is_capable and any(name in boards for name in ("tegra", "jetson"))
