@@ -48,8 +48,8 @@ class Beat:
         alive_s: When the rank's pulse thread last ran, on the same clock; 0.0 before its first time.
         collective: Number of the last collective that this rank began; -1 where it is not known.
         operation: The collective that the rank waits in, "" where it waits in none or not for long.
-        longest_s: The longest time between two marks of the main thread within a step's work: a micro-batch, or all that
-            the device had still to do when the main thread waited for it. 0.0 before the first step.
+        longest_s: The longest time between two marks of the main thread within a step's work: a micro-batch, or all
+            that the device had still to do when the main thread waited for it. 0.0 before the first step.
     """
 
     step: int = -1
