@@ -209,10 +209,11 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
 
 
 def _patches(session: Session) -> list[Patch]:
+    from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches
     from unsloth_multigpu.hooks.trainer import trainer_patches
-    from unsloth_multigpu.hooks.unsloth import placement_patches
+    from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
 
     config, identity = session.config, session.identity
     device_type = _claim_device(session)
@@ -240,9 +241,12 @@ def _patches(session: Session) -> list[Patch]:
         return []
     from unsloth_multigpu.core.manager import local_device
 
+    device_index = local_device(identity, config).index or 0
     return [
         *patches,
-        *placement_patches(device_type, local_device(identity, config).index or 0),
+        *device_patches(device_type, device_index, identity.local_rank),
+        *placement_patches(device_type, device_index),
+        *offload_patches(identity.rank),
         *saving_patches(identity.rank, session.open_manager),
         *dataset_patches(os.environ.get(ENV_RUN_DIR), session.open_manager),
     ]

@@ -29,7 +29,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, forget_evaluation
+from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation
 
 logger = get_logger(__name__)
 
@@ -192,6 +192,8 @@ class DDPTrainer:
             stack.enter_context(instance_attribute(accelerator, "ddp_handler", handler))
             for name, value in settings.items():
                 stack.enter_context(instance_attribute(handler, name, value))
+            left_alone = NamesOutsideDDP(model)
+            stack.enter_context(instance_attribute(model, "_ddp_params_and_buffers_to_ignore", left_alone))
             wrapped = original(model, *args, **kwargs)
         inner = getattr(wrapped, "_orig_mod", wrapped)
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
