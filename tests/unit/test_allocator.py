@@ -42,9 +42,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ("2.10.0+rocm7.0", {}),
     ],
 )
-def test_variable_is_the_one_that_torch_reads(
-    versions: dict[str, str], torch: str, expected: dict[str, str]
-) -> None:
+def test_variable_is_the_one_that_torch_reads(versions: dict[str, str], torch: str, expected: dict[str, str]) -> None:
     versions["torch"] = torch
     assert allocator_variables({}) == expected
 
@@ -68,9 +66,7 @@ def test_nothing_is_set_where_it_would_fail(versions: dict[str, str], environmen
     assert allocator_variables(environment) == {}
 
 
-def test_container_on_wsl_is_known_by_its_kernel(
-    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_container_on_wsl_is_known_by_its_kernel(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     assert allocator_variables({}) == {}
 

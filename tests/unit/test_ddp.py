@@ -335,7 +335,6 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-
     model: Any = tiny(llama())
     model["embed"] = torch.nn.Linear(2, 2, device="meta").requires_grad_(False)
     model["head"] = torch.nn.Linear(2, 2).requires_grad_(False)

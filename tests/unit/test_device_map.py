@@ -93,7 +93,7 @@ def test_offloaded_weights_are_a_file_of_each_rank() -> None:
         return f"{temporary_location}/{name}.pt", f"/models/llama/{name}.pt"  # The second where the model is a folder.
 
     (first,), (second,) = offload_patches(0), offload_patches(1)
-    files = [first.wrap(offload_to_disk)(1, 2, "input_embeddings"), second.wrap(offload_to_disk)(1, 2, "input_embeddings")]
+    files = [patch.wrap(offload_to_disk)(1, 2, "input_embeddings") for patch in (first, second)]
     assert files[0] == ("buffers/rank_0/input_embeddings_rank_0.pt", "/models/llama/input_embeddings_rank_0.pt")
     assert not {*files[0]} & {*files[1]}
     assert second.wrap(offload_to_disk)(1, model=2, name="out", temporary_location="there")[0] == (

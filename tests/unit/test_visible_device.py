@@ -1,4 +1,4 @@
-"""Ranks whose device has another number than their place on the machine, and cards that cannot be connected directly."""
+"""Ranks whose device has another number than their place on the machine, and cards that cannot be connected."""
 
 from __future__ import annotations
 

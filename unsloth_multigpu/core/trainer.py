@@ -136,7 +136,7 @@ class DDPTrainer:
         """True where we choose the samples of a step; trainers that generate their samples do it themselves."""
         if not self.config.keeps_global_batch:
             return False
-        # Older trainers of TRL may first note what a reference model says of all samples, and else hand on to their base.
+        # Older trainers of TRL may first note what a reference model says of all samples; else they hand on.
         notes_all_first = bool(getattr(self.trainer.args, "precompute_ref_log_probs", False))
         makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
         owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))

@@ -57,8 +57,8 @@ def _checked(original: Callable[..., bool]) -> Callable[..., bool]:
             # Before the first collective, by which NCCL reads them.
             os.environ.update(dict.fromkeys(missing, "1"))
             logger.warning(
-                "this driver cannot connect these GPUs directly: %s. Gradients go through the host; a newer driver (550.40 "
-                "for the RTX 40 series) is faster",
+                "this driver cannot connect these GPUs directly: %s. Gradients go through the host; a newer driver "
+                "(550.40 for the RTX 40 series) is faster",
                 " ".join(f"{name}=1" for name in missing),
             )
         return is_supported

@@ -53,7 +53,7 @@ def offload_patches(rank: int) -> list[Patch]:
             target="unsloth.models._utils:offload_to_disk",
             supports="unsloth>=2026.10.1",
             wrap=functools.partial(_offloaded_apart, rank),
-            reason="All ranks would write one file, each while others read it as memory: a bus error, or wrong weights.",
+            reason="All ranks would write one file while others read it as memory: a bus error, or wrong weights.",
             needs=("name", "temporary_location"),
             optional=True,
         )
