@@ -40,6 +40,7 @@ LAYERS = {
     "patching": 1,
     "launch.identity": 1,
     "launch.allocator": 1,
+    "launch.spawned": 1,
     "launch.cause": 1,
     "launch.process": 1,
     "launch.stack": 1,

@@ -85,7 +85,7 @@ ALLOWED = {
     "federated/slot.py": {"pickle.dumps", "pickle.loads"},
     "federated/task.py": {"pickle.dumps", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
-    "plugin.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
+    "launch/spawned.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }
 MAY_LISTEN = {"launch/nodes.py"}
 # Collectives that pickle, by whatever object they are called.
