@@ -18,6 +18,7 @@ from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.report import EventWriter, RunReport
+from unsloth_multigpu.versions import SUPPORTED, version_rows
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
@@ -205,7 +206,26 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
         same_random_choices()
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
+    if identity.rank == 0:
+        _warn_of_untested(config, identity.world_size)
     return session
+
+
+def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
+    """Says once which libraries are newer than all that was tested; what does not fit is an error by itself."""
+    newer = [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]
+    if not newer:
+        return
+    compared = ""
+    if num_ranks > 1:
+        is_off = config.verify_every == 0
+        compared = ", but verify_every=0 compares no weights" if is_off else ", and the ranks' weights are compared"
+    logger.warning(
+        "newer than tested: %s. Every function that is steered is checked%s; `unsloth-multigpu verify` compares the "
+        "first steps with one process",
+        ", ".join(f"{row.name} {row.installed} (tested {row.supported})" for row in newer),
+        compared,
+    )
 
 
 def _patches(session: Session) -> list[Patch]:
