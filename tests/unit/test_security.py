@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.child import Child
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
@@ -67,7 +68,7 @@ ALLOWED = {
     "hooks/datasets.py": {"pickle.PicklingError"},
     # What torch elastic has pickled in this process, or is about to unpickle in it.
     "launch/backend.py": {"pickle.dumps", "pickle.loads"},
-    "launch/rendezvous.py": {"socket.create_server"},
+    "launch/rendezvous.py": {"socket.create_server", "socket.socket"},
     # Several nodes: where to meet.
     "launch/membership.py": {"socket.socket"},
     "launch/nodes.py": {"socket.*"},
@@ -359,7 +360,7 @@ def test_link_in_the_locks_place_is_an_error(tmp_path: Path) -> None:
 def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
     told = rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", {})
     words = {"RUN_DIR", "RUN_SEED", "RUN_LOG_DIR", "SUPERVISOR_PID", "RUN_ID"}
-    torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *allocator_variables({})}
     assert set(told) == {f"UNSLOTH_MULTIGPU_{word}" for word in words} | torchs
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 
