@@ -71,4 +71,5 @@ def test_store_of_ranks_takes_over_a_socket_where_libuv_cannot(monkeypatch: pyte
 def test_store_is_served_on_the_socket_that_was_given() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    assert rendezvous.serve_store("127.0.0.1", listener, timeout=timedelta(seconds=10)).port == port
+    store = rendezvous.serve_store("127.0.0.1", port, listener.detach(), timeout=timedelta(seconds=10))
+    assert store.port == port

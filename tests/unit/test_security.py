@@ -68,7 +68,7 @@ ALLOWED = {
     "hooks/datasets.py": {"pickle.PicklingError"},
     # What torch elastic has pickled in this process, or is about to unpickle in it.
     "launch/backend.py": {"pickle.dumps", "pickle.loads"},
-    "launch/rendezvous.py": {"socket.create_server", "socket.socket"},
+    "launch/rendezvous.py": {"socket.create_server"},
     # Several nodes: where to meet.
     "launch/membership.py": {"socket.socket"},
     "launch/nodes.py": {"socket.*"},

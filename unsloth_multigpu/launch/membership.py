@@ -117,7 +117,7 @@ class NodesRendezvous(RendezvousHandler):
         def connect() -> TCPStore:
             timeout = timedelta(seconds=self._config.timeout_s)
             if listener is not None:
-                return serve_store(host, listener, timeout=timeout)
+                return serve_store(host, listener.getsockname()[1], listener.detach(), timeout=timeout)
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
         try:
@@ -158,7 +158,7 @@ class NodesRendezvous(RendezvousHandler):
             if listener is None:
                 raise OSError(f"this machine cannot listen at its address {self._address}")
             port = listener.getsockname()[1]
-            self._ranks_store = serve_store(self._address, listener)
+            self._ranks_store = serve_store(self._address, port, listener.detach())
             number = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
             for node in range(info.world_size):
                 # A key that is missing would keep its readers waiting.

@@ -94,7 +94,7 @@ class LoopbackRendezvous(RendezvousHandler):
         """The one node is complete at once. A restart gets a new store, without addresses of dead ranks."""
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        self._server = serve_store("127.0.0.1", listener)
+        self._server = serve_store("127.0.0.1", port, listener.detach())
         return RendezvousInfo(PrefixStore("agent", self._server), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
@@ -117,16 +117,16 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def serve_store(host: str, listener: socket.socket, **options: Any) -> TCPStore:
+def serve_store(host: str, port: int, descriptor: int, **options: Any) -> TCPStore:
     """Serves a store on a socket that listens already: a port that is looked for first can be taken meanwhile.
 
     Args:
         host: This machine's address, as the others know it.
-        listener: The socket; the store takes it over.
+        port: Where the socket listens.
+        descriptor: Of the socket; the store takes it over.
         options: Further ones of `TCPStore`.
     """
-    port = listener.getsockname()[1]
-    options |= {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    options |= {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
     try:
         return TCPStore(host, port, **options)
     except NotImplementedError:
