@@ -22,6 +22,8 @@ ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
 ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
 # Identifier of a run, the same for all its attempts.
 ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
+# Process id of a rank that multiprocessing has started: what it starts itself inherits the other variables.
+ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
 # Faults that `unsloth-multigpu chaos` plants, see fault.chaos.
 ENV_CHAOS = ENV_PREFIX + "CHAOS"
 # What `unsloth-multigpu verify` wants to know of a run: a JSON object, see proof.receipt.
@@ -38,6 +40,7 @@ INTERNAL_VARIABLES = frozenset(
         ENV_RUN_SEED,
         ENV_ATTEMPT,
         ENV_RUN_ID,
+        ENV_RANK_PID,
         ENV_CHAOS,
         ENV_RECEIPT,
         ENV_NOTEBOOK,

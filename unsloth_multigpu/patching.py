@@ -75,7 +75,7 @@ class PatchRegistry:
         A patch that fails in a later import makes that import raise, this time and every time.
 
         Raises:
-            VersionError: A distribution is installed in a version outside its range.
+            VersionError: A distribution is installed in a version below its range, or in one that is known to be wrong.
             PatchError: A target is missing or has another shape, or this registry was applied before.
         """
         if self._is_applied:
@@ -168,16 +168,17 @@ class _Seam:
         if row.installed is None:
             self.state = "not installed"
         elif not row.ok:
+            why = row.reason or f"{self.patch.target} is known for {row.supported}"
             raise VersionError(
-                f"{row.name} {row.installed} is installed, but {self.patch.target} is known for {row.supported}.",
-                hint=f'Install a version in that range: pip install "{self.patch.supports}".',
+                f"{row.name} {row.installed} is installed, but {why}.",
+                hint="Install another version of it." if row.reason else f'pip install "{self.patch.supports}"',
             )
         elif self.module not in sys.modules and _find_spec(self.module) is None:
             self._record_absence()
 
     def land(self, module: ModuleType) -> None:
         self.holder, raw = _locate(module, self.path)
-        if raw is _MISSING:
+        if raw is _MISSING or (self.patch.optional and self._is_alias()):
             self._record_absence()
             return
         is_wrapped = isinstance(raw, (staticmethod, classmethod))
@@ -221,6 +222,10 @@ class _Seam:
                 hint="Whatever put it there must call the function that it found. Load it before enable_multi_gpu(), "
                 "or leave it out.",
             )
+
+    def _is_alias(self) -> bool:
+        # A class that was renamed keeps its old name beside the new one, whose patch stands for both.
+        return isinstance(self.holder, type) and self.holder.__name__ != self.path.split(".")[-2]
 
     def _record_absence(self) -> None:
         if not self.patch.optional:

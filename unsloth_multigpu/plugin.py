@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import numbers
 import os
 import sys
@@ -14,8 +13,9 @@ from typing import Any
 from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_NOTEBOOK, ENV_RECEIPT, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
+from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
-from unsloth_multigpu.patching import PatchRow
+from unsloth_multigpu.patching import PatchRegistry, PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
@@ -143,7 +143,8 @@ def enable_multi_gpu(
     if _session is not None:
         _check_same_call(_session.config, config)
         return
-    if _is_worker():
+    if is_helper():
+        _refuse_unsteered_training()
         return
     if config.memory_optimization:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -166,6 +167,13 @@ def _refuse_replay() -> None:
         from unsloth_multigpu.notebook.worker import ReplayedLineError
 
         raise ReplayedLineError("This call was made again since.", hint="Go on there.")
+
+
+def _refuse_unsteered_training() -> None:
+    """In a helper, where this call does nothing: should it turn out to be a rank, it does not train by itself."""
+    from unsloth_multigpu.hooks.trainer import unsteered_train_patch
+
+    PatchRegistry([unsteered_train_patch(lambda: is_multi_gpu_enabled() or is_helper())]).apply()
 
 
 def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: bool) -> Session:
@@ -261,14 +269,6 @@ def _as_verified(config: MultiGPUConfig) -> MultiGPUConfig:
     # Two runs on this machine, as they would go by themselves.
     alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None, "resume": "off"}
     return dataclasses.replace(config, num_gpus=request.num_gpus, verify_every=1, **alone)
-
-
-def _is_worker() -> bool:
-    """True in a helper process (data loading, say) that imports the script again. It is no rank and starts none."""
-    # While a spawned process imports the script it does not know its parent yet; multiprocessing itself tells that
-    # state by this attribute.
-    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return is_importing or multiprocessing.parent_process() is not None
 
 
 def _check_same_call(active: MultiGPUConfig, wanted: MultiGPUConfig) -> None:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.report import EventWriter, RunReport
+from unsloth_multigpu.versions import SUPPORTED, version_rows
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
@@ -210,14 +212,34 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
         same_random_choices()
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
+    if identity.rank == 0:
+        _warn_of_untested(config, identity.world_size)
     return session
 
 
+def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
+    """Says once which libraries are newer than all that was tested; what does not fit is an error by itself."""
+    newer = [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]
+    if not newer:
+        return
+    compared = ""
+    if num_ranks > 1:
+        is_off = config.verify_every == 0
+        compared = ", but verify_every=0 compares no weights" if is_off else ", and the ranks' weights are compared"
+    logger.warning(
+        "newer than tested: %s. Every function that is steered is checked%s; `unsloth-multigpu verify` compares the "
+        "first steps with one process",
+        ", ".join(f"{row.name} {row.installed} (tested {row.supported})" for row in newer),
+        compared,
+    )
+
+
 def _patches(session: Session) -> list[Patch]:
+    from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import saving_patches
     from unsloth_multigpu.hooks.trainer import trainer_patches
-    from unsloth_multigpu.hooks.unsloth import placement_patches
+    from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
 
     config, identity = session.config, session.identity
     device_type = _claim_device(session)
@@ -245,9 +267,12 @@ def _patches(session: Session) -> list[Patch]:
         return []
     from unsloth_multigpu.core.manager import local_device
 
+    device_index = local_device(identity, config).index or 0
     return [
         *patches,
-        *placement_patches(device_type, local_device(identity, config).index or 0),
+        *device_patches(device_type, device_index, identity.local_rank),
+        *placement_patches(device_type, device_index),
+        *offload_patches(identity.rank),
         *saving_patches(identity.rank, session.open_manager),
         *dataset_patches(os.environ.get(ENV_RUN_DIR), session.open_manager),
     ]
@@ -257,6 +282,9 @@ def _claim_device(session: Session) -> str:
     """Makes the rank's card the current one, so that "cuda" means it; returns the kind of device."""
     if session.identity.world_size == 1:
         return "any"
+    if session.config.device != "cpu":
+        # Read once, when the device is chosen below. Our own launcher has set them.
+        os.environ.update(allocator_variables(os.environ))
     import torch
 
     from unsloth_multigpu.core.manager import local_device

@@ -1,11 +1,15 @@
-"""The supported ranges of the libraries below us, and what is installed. Reads metadata, imports none of them."""
+"""The tested ranges of the libraries below us, and what is installed. Reads metadata, imports none of them.
+
+What is older than its range is refused. What is newer is tried: each seam is verified, and one line says so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-# The wide ranges. Exact versions that were tested are pinned where the set-up is, not here.
+# The wide ranges. Exact versions that were tested are pinned where the set-up is, not here. The upper bounds are where
+# tests end: the metadata of this package has the lower ones alone, so that no installer takes a newer release back.
 SUPPORTED: Mapping[str, str] = {
     "torch": ">=2.6,<2.15",
     "transformers": ">=4.57,<6",
@@ -23,18 +27,31 @@ SUPPORTED_IN_NOTEBOOKS: Mapping[str, str] = {"ipython": ">=7.34", "ipykernel": "
 SUPPORTED_FOR_FEDERATED: Mapping[str, str] = {"flwr": ">=1.41,<2", "cloudpickle": ">=3"}
 _OUTSIDE_RANKS: Mapping[str, str] = {**SUPPORTED_IN_NOTEBOOKS, **SUPPORTED_FOR_FEDERATED}
 
+# Releases within or above a range that train otherwise than one process, or fail: name -> specifier -> reason.
+KNOWN_WRONG: Mapping[str, Mapping[str, str]] = {}
+
 # Without these the package still trains a plain transformers script.
 OPTIONAL = frozenset({"unsloth", "unsloth_zoo", *_OUTSIDE_RANKS})
 
 
 @dataclass(frozen=True)
 class VersionRow:
-    """One library: `installed` is None where its metadata is absent, `supported` a range such as `<6,>=4.57`."""
+    """One library.
+
+    Args:
+        installed: None where its metadata is absent.
+        supported: A range such as `<6,>=4.57`.
+        ok: It is new enough, and not known to be wrong.
+        is_newer: It is newer than what was tested, and otherwise ok.
+        reason: What is known to be wrong with it.
+    """
 
     name: str
     installed: str | None
     supported: str
     ok: bool
+    is_newer: bool = False
+    reason: str = ""
 
 
 def version_rows() -> list[VersionRow]:
@@ -46,22 +63,33 @@ def version_rows() -> list[VersionRow]:
 def check_version(requirement: str) -> VersionRow:
     """Compares what is installed with a requirement such as `transformers>=4.57,<6`.
 
-    Local versions (`2.13.0+cpu`) and prereleases within the range count as supported. `ok` is False where the
-    library is absent or its version is not one that PEP 440 can order.
+    Local versions (`2.13.0+cpu`) and prereleases within the range count as supported. A release above it is ok and
+    `is_newer`. `ok` is False where the library is absent, too old, known to be wrong, or its version is not one that
+    PEP 440 can order.
 
     Raises:
         packaging.requirements.InvalidRequirement: The requirement cannot be parsed.
     """
     from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
     wanted = Requirement(requirement)
     installed = installed_version(wanted.name)
+    row = VersionRow(wanted.name, installed, str(wanted.specifier), ok=False)
     try:
-        ok = installed is not None and wanted.specifier.contains(Version(installed), prereleases=True)
+        version = None if installed is None else Version(installed)
     except InvalidVersion:
-        ok = False
-    return VersionRow(wanted.name, installed, str(wanted.specifier), ok)
+        return row
+    if version is None:
+        return row
+    for specifier, reason in KNOWN_WRONG.get(wanted.name, {}).items():
+        if SpecifierSet(specifier).contains(version, prereleases=True):
+            return replace(row, reason=reason)
+    is_tested = wanted.specifier.contains(version, prereleases=True)
+    lower = [bound for bound in wanted.specifier if not bound.operator.startswith("<")]
+    is_new_enough = all(bound.contains(version, prereleases=True) for bound in lower)
+    return replace(row, ok=is_new_enough, is_newer=is_new_enough and not is_tested)
 
 
 def installed_version(name: str) -> str | None:

@@ -11,6 +11,8 @@ import pytest
 from tests.helpers.run import BARE, finish, run_python, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
+# As `import unsloth` sets it, which comes too late in a rank.
+UNSLOTHS_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 ARGUMENTS = ["--n", "two words", "$HOME", "${local_rank}", "a'b\"c"]
 
 
@@ -43,6 +45,7 @@ def test_command_is_started_again_as_it_was(tmp_path, form):
         assert rank["launcher"] == "unsloth_multigpu"
         assert rank["threads"] == shared_threads
         assert rank["flags"] == ([True, 1] if "-X" in form else [False, 0])
+        assert rank["allocator"] == UNSLOTHS_ALLOCATOR
 
 
 def test_script_from_standard_input_is_refused(tmp_path):
@@ -70,6 +73,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path, program):
     run = run_python(["-m", *module, SCRIPT, tmp_path], tmp_path, BARE)
     assert run.code == 0, run.err
     assert {f["launcher"] for f in facts(tmp_path)} == {"torchrun"}
+    assert all(f["allocator"] == UNSLOTHS_ALLOCATOR for f in facts(tmp_path))
 
 
 def free_port():

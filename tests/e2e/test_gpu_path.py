@@ -105,6 +105,10 @@ def test_sft_writes_files_from_rank_0_alone(runs: tuple[Run, Run]) -> None:
     assert second["reload_is_equal"]
 
 
+def test_sft_offloads_weights_to_a_file_of_each_rank(runs: tuple[Run, Run]) -> None:
+    assert [rank["offloaded_is_mine"] for run in runs for rank in run.ranks] == [True] * 3
+
+
 def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None:
     two = runs[1]
     base, merged = load_file(model / "model.safetensors"), load_file(two.out / "merged" / "model.safetensors")

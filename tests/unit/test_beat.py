@@ -50,6 +50,39 @@ def test_phase_ends_with_its_block(tmp_path: Path) -> None:
         assert read_beats(tmp_path)[0].phase == Phase.UPDATE
 
 
+def test_longest_work_is_told_and_callbacks_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may have all of a step still to do where the main thread reads its first number of it."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    page = BeatPage(tmp_path, 0)
+
+    def after(seconds: float, *phase: Phase, **place: Any) -> float:
+        clock[0] += seconds
+        page.mark(*phase, **place)
+        return read_beats(tmp_path)[0].longest_s
+
+    def step(*works_s: float, callbacks_s: float = 50.0) -> float:
+        after(0, Phase.DATA)
+        after(callbacks_s, Phase.COMPUTE)
+        for i, work_s in enumerate(works_s):
+            after(0, micro_batch=i)
+            after(work_s)
+        after(0, Phase.UPDATE, micro_batch=len(works_s))
+        after(2.0, is_done=True)
+        return after(callbacks_s, Phase.UPDATE, step=page.step + 1, micro_batch=0)
+
+    assert after(30.0, Phase.SETUP) == 0.0
+    assert step(40.0, 3.0) == 40.0  # Kernels are compiled.
+    assert [step(1.0, 5.0) for _ in range(4)] == [40.0, 40.0, 40.0, 5.0]
+    assert step(1.0) == 5.0
+    assert step(0.1, 0.1, callbacks_s=90.0) == 5.0
+    after(0, Phase.COMPUTE)
+    after(0.5, Phase.COMPILE)
+    after(70.0, Phase.COMPUTE)  # torch.compile has a limit of its own.
+    assert after(6.0, Phase.UPDATE, micro_batch=1) == 6.0
+    assert after(7.0) == 7.0
+
+
 def test_restarted_rank_begins_before_the_first_step(tmp_path: Path) -> None:
     first = BeatPage(tmp_path, 0)
     first.mark(Phase.COMPUTE, step=7)
@@ -81,16 +114,16 @@ def test_page_without_a_supervisor_is_written_as_well() -> None:
 
 
 def test_beats_are_told_to_a_machine_with_another_clock() -> None:
-    beats = {3: Beat(7, Phase.SAVE, 2, 95.0, 99.5, 12, "all_reduce [8, 4]"), 11: Beat(progress_s=90.0)}
+    beats = {3: Beat(7, Phase.SAVE, 2, 95.0, 99.5, 12, "all_reduce [8, 4]", 1.5), 11: Beat(progress_s=90.0)}
     there = decode_beats(encode_beats(beats, 100.0).encode(), 5100.0)
     assert there is not None
-    assert there[3] == Beat(7, Phase.SAVE, 2, 5095.0, 5099.5, 12, "all_reduce [8, 4]")
+    assert there[3] == Beat(7, Phase.SAVE, 2, 5095.0, 5099.5, 12, "all_reduce [8, 4]", 1.5)
     assert (there[11].progress_s, there[11].alive_s) == (5090.0, 5000.0)
     assert encode_beats({}, 100.0) != encode_beats({}, 100.1)
     assert decode_beats(encode_beats({}, 100.0).encode(), 0.0) == {}
 
 
-ROW = [0, 7, 3, 0, -1, "all_reduce", 1.0, 0.5]
+ROW = [0, 7, 3, 0, -1, "all_reduce", 1.0, 0.5, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +144,8 @@ ROW = [0, 7, 3, 0, -1, "all_reduce", 1.0, 0.5]
         (6, float("inf")),
         (6, -60.0),
         (7, "1"),
+        (8, float("nan")),
+        (8, None),
     ],
 )
 def test_row_with_a_strange_value_is_not_heard(place: int, value: Any) -> None:

@@ -321,6 +321,43 @@ def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
 
 
 @pytest.fixture
+def lone_group() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_moved: bool) -> None:
+    """As Unsloth's embeddings that were copied to be trained; accelerate moves a model that is not quantised."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: Any = tiny(llama())
+    model["embed"] = torch.nn.Linear(2, 2, device="meta").requires_grad_(False)
+    model["head"] = torch.nn.Linear(2, 2).requires_grad_(False)
+    model._ddp_params_and_buffers_to_ignore = ["head.bias"]
+
+    class Wrapping(Accelerator):
+        def prepare_model(self, model: Any, device_placement: bool) -> Any:
+            if is_moved:
+                model["embed"].to_empty(device="cpu")
+            self.result = DistributedDataParallel(model)
+            return self.result
+
+    accelerator = Wrapping(SimpleNamespace(find_unused_parameters=False, comm_hook="no"))
+    if not is_moved:
+        with pytest.raises(ValueError, match="must be on the same type of devices"):
+            accelerator.wrap_model(model)
+    wrap(MultiGPUConfig(), model, accelerator)
+    left_alone = {"head.bias"} if is_moved else {"head.bias", "embed.weight", "embed.bias"}
+    assert accelerator.result.parameters_to_ignore == left_alone
+    assert model._ddp_params_and_buffers_to_ignore == ["head.bias"]
+
+
+@pytest.fixture
 def over(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the backend that moves gradients."""
     return lambda backend: monkeypatch.setattr("unsloth_multigpu.core.trainer.gradient_backend", lambda _: backend)

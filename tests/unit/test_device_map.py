@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.hooks.unsloth import local_device_map, placement_patches
+from unsloth_multigpu.hooks.unsloth import local_device_map, offload_patches, placement_patches
 
 HERE = {"": 1}
 
@@ -86,3 +86,16 @@ def test_loader_gets_the_map_of_its_rank() -> None:
 
 def test_ranks_on_the_cpu_place_nothing() -> None:
     assert placement_patches("cpu", 1) == []
+
+
+def test_offloaded_weights_are_a_file_of_each_rank() -> None:
+    def offload_to_disk(W: Any, model: Any, name: str, temporary_location: str = "buffers") -> tuple[str, str]:
+        return f"{temporary_location}/{name}.pt", f"/models/llama/{name}.pt"  # The second where the model is a folder.
+
+    (first,), (second,) = offload_patches(0), offload_patches(1)
+    files = [patch.wrap(offload_to_disk)(1, 2, "input_embeddings") for patch in (first, second)]
+    assert files[0] == ("buffers/rank_0/input_embeddings_rank_0.pt", "/models/llama/input_embeddings_rank_0.pt")
+    assert not {*files[0]} & {*files[1]}
+    assert second.wrap(offload_to_disk)(1, model=2, name="out", temporary_location="there")[0] == (
+        "there/rank_1/out_rank_1.pt"
+    )

@@ -107,15 +107,19 @@ def test_training_is_marked_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> N
     trainer = Model(page)
     page.mark(step=7)
     with ExitStack() as stack:
-        stack.enter_context(Guard(trainer, None, None, page).on_trainer())  # type: ignore[arg-type]
+        guard = Guard(trainer, None, None, page)  # type: ignore[arg-type]
+        stack.enter_context(guard.on_trainer())
         assert (page.phase, page.step) == (Phase.SETUP, 0)
         trainer.get_batch_samples()
         trainer.training_step()
         trainer.training_step()
+        trainer.note("update")
+        guard.end_work()
         page.mark(Phase.UPDATE, step=1, micro_batch=0)
         trainer._maybe_log_save_evaluate()
         trainer.get_batch_samples()
         trainer.training_step()
+        trainer.note("update")
         page.mark(Phase.UPDATE, step=2, micro_batch=0)
         trainer.control.should_save = True
         trainer._maybe_log_save_evaluate()
@@ -127,7 +131,8 @@ def test_training_is_marked_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(name, phase.name, passes) for name, phase, passes in trainer.seen] == [
         ("samples", "SETUP", 0),
         ("step", "WARM_UP", 0),
-        ("step", "COMPUTE", 1),
+        ("step", "WARM_UP", 1),
+        ("update", "WARM_UP", 2),  # Who reads a number here waits for all that the device was asked to do.
         ("log", "UPDATE", 0),
         ("flos", "UPDATE", 0),
         ("evaluate", "EVALUATE", 0),
@@ -135,6 +140,7 @@ def test_training_is_marked_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> N
         ("saved", "UPDATE", 0),
         ("samples", "DATA", 0),
         ("step", "COMPUTE", 0),
+        ("update", "UPDATE", 1),
         ("log", "SAVE", 0),
         ("flos", "SAVE", 0),
         ("evaluate", "EVALUATE", 0),

@@ -39,6 +39,8 @@ LAYERS = {
     "fault.chaos": 1,
     "patching": 1,
     "launch.identity": 1,
+    "launch.allocator": 1,
+    "launch.spawned": 1,
     "launch.cause": 1,
     "launch.process": 1,
     "launch.stack": 1,

@@ -254,16 +254,39 @@ def test_apply_waits_for_another_thread_that_imports_the_target(write: Write) ->
 # Versions and shapes.
 
 
+def test_version_above_the_range_is_tried(write: Write, installed: dict[str, str]) -> None:
+    """What it has made of its functions is seen where the patches land; nothing else is known of it."""
+    module = importlib.import_module(write())
+    installed["lib"] = "7.1"
+    patches = registry(f"{module.__name__}:function", needs=("x", "scale"))
+    patches.apply()
+    patches.verify()
+    assert states(patches) == ["landed"]
+    patches.undo()
+    with pytest.raises(PatchError, match=r"gone in lib 7\.1: there is no such target"):
+        registry(f"{module.__name__}:gone").apply()
+
+
+def test_version_that_is_known_to_be_wrong_raises_with_the_reason(
+    write: Write, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(write())
+    monkeypatch.setattr(versions, "KNOWN_WRONG", {"lib": {">=7": "it trains in circles"}})
+    installed["lib"] = "7.1"
+    with pytest.raises(VersionError, match=r"lib 7\.1 is installed, but it trains in circles"):
+        registry(f"{module.__name__}:function").apply()
+
+
 def test_version_outside_the_range_raises_and_touches_nothing(write: Write, installed: dict[str, str]) -> None:
     module = importlib.import_module(write())
-    installed["other"] = "3.0"
+    installed["other"] = "0.9"
     patches = PatchRegistry(
         [
             Patch(f"{module.__name__}:function", "lib>=1,<2", tag, "first"),
             Patch(f"{module.__name__}:Thing.method", "other>=1,<3", tag, "second"),
         ]
     )
-    with pytest.raises(VersionError, match=r"other 3\.0 is installed.*<3,>=1"):
+    with pytest.raises(VersionError, match=r"other 0\.9 is installed.*<3,>=1"):
         patches.apply()
     assert module.function(1) == 1
 
@@ -305,6 +328,18 @@ def test_missing_target_raises_unless_optional(write: Write, path: str) -> None:
     optional.apply()
     optional.verify()
     assert states(optional) == ["absent"]
+
+
+def test_other_name_of_a_class_is_patched_once(write: Write) -> None:
+    """A class was renamed and keeps its old name: the patch of the name that it has lands."""
+    module = importlib.import_module(write(SOURCE + "\n\nOldThing = Thing\n"))
+    both = registry(*(f"{module.__name__}:{name}.method" for name in ("Thing", "OldThing")), optional=True)
+    both.apply()
+    both.verify()
+    assert states(both) == ["landed", "absent"]
+    assert inspect.unwrap(module.Thing.method) is module.Thing.method.__wrapped__
+    both.undo()
+    assert not hasattr(module.Thing.method, "__wrapped__")
 
 
 def test_missing_parameter_raises_naming_it(write: Write) -> None:

@@ -16,7 +16,7 @@ import numpy
 import pytest
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import session, start
+from unsloth_multigpu import session, start, versions
 from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer import trainer_patches
@@ -218,6 +218,32 @@ def test_legacy_memory_optimization_sets_the_allocator(monkeypatch: pytest.Monke
     with pytest.warns(DeprecationWarning, match="enable_memory_optimization"):
         ump.enable_multi_gpu(num_gpus=1, enable_memory_optimization=True)
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_library_newer_than_tested_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed = {**dict.fromkeys(versions.SUPPORTED, None), "datasets": "5.2.0", "torch": "2.13.0", "trl": "1.15.0"}
+    monkeypatch.setattr(versions, "installed_version", installed.get)
+    ump.enable_multi_gpu(num_gpus=1)
+    (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert told.startswith("newer than tested: datasets 5.2.0 (tested <5,>=3.4.1). ")
+    ump.disable_multi_gpu()
+    installed["datasets"] = "4.8.0"
+    ump.enable_multi_gpu(num_gpus=1)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "verify_every", "text"),
+    [(1, 100, "checked;"), (2, 100, "checked, and the ranks' weights are compared;"), (2, 0, "verify_every=0")],
+)
+def test_untested_library_is_told_with_what_watches_over_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_ranks: int, verify_every: int, text: str
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", {"torch": "9.0"}.get)
+    session._warn_of_untested(ump.MultiGPUConfig(verify_every=verify_every), num_ranks)
+    assert text in caplog.text
 
 
 # A script whose worker imports it again, as spawned workers do.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,25 +152,32 @@ def test_no_group_and_strange_records_are_no_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", broken)
     assert pulse.last_collective() == -1
     for text in ("", "{}", '{"entries": [{}]}', '{"entries": 3}'):
-        records = SimpleNamespace(_dump_nccl_trace_json=lambda text=text: text)
+        records = SimpleNamespace(_dump_nccl_trace_json=lambda text=text, **_: text)
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", records)
         assert pulse.pending_operation() == ""
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace())
     assert pulse.pending_operation() == ""
 
 
+def entry(name: str, group: str = "0", retired: bool = False, state: str = "scheduled") -> dict:
+    return {
+        "profiling_name": name,
+        "input_sizes": [[8, 4], [2]],
+        "process_group": [group, ""],
+        "retired": retired,
+        "state": state,
+    }
+
+
+def recorder(*entries: dict) -> Callable[..., bytes]:
+    def dump(*, includeCollectives: bool = True, onlyActive: bool = False) -> bytes:
+        assert includeCollectives
+        return json.dumps({"entries": [e for e in entries if not onlyActive or not e["retired"]]}).encode()
+
+    return dump
+
+
 def test_oldest_collective_of_the_default_group_that_has_not_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
-    def entry(name: str, group: str = "0", retired: bool = False, state: str = "scheduled") -> dict:
-        return {
-            "profiling_name": name,
-            "input_sizes": [[8, 4], [2]],
-            "process_group": [group, ""],
-            "retired": retired,
-            "state": state,
-        }
-
     entries = [
         entry("nccl:broadcast", retired=True),
         entry("nccl:broadcast", state="completed"),
@@ -176,9 +185,35 @@ def test_oldest_collective_of_the_default_group_that_has_not_ended_is_named(monk
         entry("nccl:all_gather"),
         entry("nccl:all_reduce"),
     ]
-    records = SimpleNamespace(_dump_fr_trace_json=lambda: json.dumps({"entries": entries}).encode())
+    records = SimpleNamespace(_dump_fr_trace_json=recorder(*entries))
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", records)
     assert pulse.pending_operation() == "all_gather [8, 4] [2]"
+
+
+@pytest.mark.parametrize(
+    ("backend", "in_nccls", "in_the_others", "named"),
+    [
+        ("nccl", ["nccl:all_reduce"], [], "all_reduce [8, 4] [2]"),
+        ("nccl", [], ["gloo:barrier"], ""),  # Of an earlier group.
+        ("gloo", [], ["gloo:barrier"], "barrier [8, 4] [2]"),
+        ("gloo", ["nccl:all_reduce"], [], ""),
+        ("undefined", ["nccl:all_reduce"], [], "all_reduce [8, 4] [2]"),
+        ("undefined", [], ["gloo:barrier"], "barrier [8, 4] [2]"),
+        ("xccl", [], ["xccl:barrier"], "barrier [8, 4] [2]"),
+    ],
+)
+def test_recorder_is_that_of_the_groups_backend(
+    monkeypatch: pytest.MonkeyPatch, backend: str, in_nccls: list[str], in_the_others: list[str], named: str
+) -> None:
+    """A build for CUDA has two; NCCL writes into the one that has its name, all others into the other."""
+    c10d = SimpleNamespace(is_initialized=lambda: True, get_backend=lambda: backend)
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
+    dumps = {
+        "_dump_nccl_trace_json": recorder(*map(entry, in_nccls)),
+        "_dump_fr_trace_json": recorder(*map(entry, in_the_others)),
+    }
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**dumps))
+    assert pulse.pending_operation() == named
 
 
 def test_memory_kills_are_read() -> None:

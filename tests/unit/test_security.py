@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.child import Child
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
@@ -85,7 +86,7 @@ ALLOWED = {
     "federated/slot.py": {"pickle.dumps", "pickle.loads"},
     "federated/task.py": {"pickle.dumps", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
-    "plugin.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
+    "launch/spawned.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }
 MAY_LISTEN = {"launch/nodes.py"}
 # Collectives that pickle, by whatever object they are called.
@@ -359,7 +360,7 @@ def test_link_in_the_locks_place_is_an_error(tmp_path: Path) -> None:
 def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
     told = rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", {})
     words = {"RUN_DIR", "RUN_SEED", "RUN_LOG_DIR", "SUPERVISOR_PID", "RUN_ID"}
-    torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *allocator_variables({})}
     assert set(told) == {f"UNSLOTH_MULTIGPU_{word}" for word in words} | torchs
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 

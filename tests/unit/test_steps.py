@@ -156,3 +156,36 @@ def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it
 @pytest.mark.parametrize(("code", "shown"), [(None, 0), (0, 0), (3, 3), ("no data", 1)])
 def test_exit_code_is_the_one_that_python_ends_with(code, shown):
     assert _exit_code(SystemExit(code)) == shown
+
+
+class Maker:
+    """As a trainer of TRL that makes its loader."""
+
+    def get_train_dataloader(self):
+        return [1]
+
+
+class Noting(FakeTrainer):
+    """As TRL's DPOTrainer up to 0.24, which hands on to the Trainer's loader unless all samples are noted first."""
+
+    def get_train_dataloader(self):
+        if self.args.precompute_ref_log_probs:
+            self.noted = True
+        return super().get_train_dataloader()
+
+
+@pytest.mark.parametrize("notes", [False, True])
+def test_trainer_that_hands_on_to_the_trainers_own_loader_is_dealt_for(monkeypatch, notes):
+    monkeypatch.setattr(Noting, "__module__", "trl.trainer.dpo_trainer")
+    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    steered = DDPTrainer(Noting(precompute_ref_log_probs=notes), manager, None, BeatPage(None, 0))
+    with pytest.raises(SetupError, match="Noting builds batches of its own") if notes else nullcontext():
+        assert steered._deals_steps()
+
+
+def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
+    monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
+    own = type("OwnLoader", (Maker, FakeTrainer), {})
+    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    with pytest.raises(SetupError, match="Maker builds batches of its own"):
+        DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()

@@ -41,23 +41,36 @@ def test_installed_version_of_an_absent_library_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "ok"),
+    ("installed", "ok", "is_newer"),
     [
-        ("2.6.0", True),
-        ("2.5.9", False),
-        ("2.13.0+cpu", True),
-        ("2.14.0a0+git1234", True),
-        ("2.15.0.dev1", False),
-        ("2.15.0", False),
-        ("built by hand", False),
+        ("2.6.0", True, False),
+        ("2.5.9", False, False),
+        ("2.13.0+cpu", True, False),
+        ("2.14.0a0+git1234", True, False),
+        ("2.15.0.dev1", True, True),
+        ("2.15.0", True, True),
+        ("3.1+cu140", True, True),
+        ("built by hand", False, False),
     ],
 )
 def test_check_version_counts_local_and_prerelease_versions(
-    fake_installed: FakeInstalled, installed: str, ok: bool
+    fake_installed: FakeInstalled, installed: str, ok: bool, is_newer: bool
 ) -> None:
     fake_installed({"torch": installed})
     row = versions.check_version("torch>=2.6,<2.15")
-    assert (row.name, row.installed, row.ok) == ("torch", installed, ok)
+    assert (row.name, row.installed, row.ok, row.is_newer) == ("torch", installed, ok, is_newer)
+
+
+@pytest.mark.parametrize(("installed", "ok"), [("2.13.0", True), ("2.14.0+cpu", False), ("2.16.1", False)])
+def test_version_that_is_known_to_be_wrong_is_refused_with_its_reason(
+    fake_installed: FakeInstalled, monkeypatch: pytest.MonkeyPatch, installed: str, ok: bool
+) -> None:
+    wrong = {"torch": {"==2.14.*": "its all-reduce adds twice", ">=2.16": "it has no DDP"}}
+    monkeypatch.setattr(versions, "KNOWN_WRONG", wrong)
+    fake_installed({"torch": installed})
+    row = versions.check_version("torch>=2.6,<2.15")
+    reasons = {"2.13.0": "", "2.14.0+cpu": "its all-reduce adds twice", "2.16.1": "it has no DDP"}
+    assert (row.ok, row.is_newer, row.reason) == (ok, False, reasons[installed])
 
 
 def test_check_version_of_an_absent_library_is_not_ok(fake_installed: FakeInstalled) -> None:
@@ -78,12 +91,14 @@ def test_version_rows_refuse_an_optional_library_outside_its_range(fake_installe
     assert {row.name: row.ok for row in versions.version_rows()}["unsloth"] is False
 
 
-def test_pyproject_names_the_ranges_of_the_table() -> None:
+def test_pyproject_names_the_lower_bounds_of_the_table() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["unsloth"], *extras["notebook"], *extras["federated"]]
     wanted = {canonicalize_name(r.name): r.specifier for r in map(Requirement, lines)}
-    ranges = {**versions.SUPPORTED, **versions.SUPPORTED_IN_NOTEBOOKS, **versions.SUPPORTED_FOR_FEDERATED}
+    # An upper bound is where tests end, and no reason for an installer to take a newer release back.
+    lower = {name: range_.partition(",")[0] for name, range_ in versions.SUPPORTED.items()}
+    ranges = {**lower, **versions.SUPPORTED_IN_NOTEBOOKS, **versions.SUPPORTED_FOR_FEDERATED}
     table = {canonicalize_name(name): Requirement(name + s).specifier for name, s in ranges.items()}
     assert {name: str(wanted.get(name)) for name in table} == {name: str(s) for name, s in table.items()}
 

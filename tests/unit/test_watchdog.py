@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,8 +26,9 @@ def beat(
     operation: str = "",
     micro_batch: int = 0,
     silent_s: float = 0.1,
+    longest_s: float = 0.5,
 ) -> Beat:
-    return Beat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation)
+    return Beat(step, phase, micro_batch, NOW_S - still_s, NOW_S - silent_s, collective, operation, longest_s)
 
 
 def judge(*beats: Beat, others: Sequence[Node] = (), since_s: float = 0.0) -> Hang | None:
@@ -50,7 +52,7 @@ def expect(hang: Hang | None, rank: int | None, *texts: str) -> None:
     [
         (Phase.DATA, 1),
         (Phase.COMPUTE, 1),
-        (Phase.WARM_UP, 2),
+        (Phase.WARM_UP, 10),
         (Phase.GENERATE, 10),
         (Phase.FILL, 5),
         (Phase.AGREE, 1),
@@ -67,6 +69,25 @@ def test_phase_sets_the_limit(phase: Phase, factor: int) -> None:
     # A stopped process, or one whose interpreter's lock is held, has the same limit.
     assert judge(beat(phase, still_s=limit_s - 0.1, silent_s=limit_s - 0.1), beat(still_s=0)) is None
     expect(judge(beat(phase, still_s=limit_s + 0.1, silent_s=limit_s + 0.1), beat(still_s=0)), 0, "no sign of life")
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPUTE, Phase.UPDATE, Phase.DATA])
+@pytest.mark.parametrize("operation", ["", ALL_REDUCE])
+def test_long_micro_batch_is_no_hang(phase: Phase, operation: str) -> None:
+    """What any rank has done before, every rank may do again, and one that is ten times as long."""
+    for longest_s, limit_s in ((0.5, LIMIT_S), (2.0, 20.0), (3.0, 30.0)):
+        for still_s, is_hang in ((limit_s - 0.1, False), (limit_s + 0.1, True)):
+            place: dict[str, Any] = {"micro_batch": 1, "collective": 7, "operation": operation}
+            waits, works = (beat(phase, still_s=still_s, longest_s=s, **place) for s in (0.1, longest_s))
+            assert (judge(waits, works) is not None) is is_hang
+            assert (judge(works, waits) is not None) is is_hang
+
+
+def test_long_micro_batches_of_other_nodes_count() -> None:
+    waits = beat(still_s=15, collective=7, operation=ALL_REDUCE)
+    assert judge(waits, waits, others=[node(beat(still_s=15, collective=6, longest_s=2.0))]) is None
+    waits = beat(still_s=26, collective=7, operation=ALL_REDUCE)
+    expect(judge(waits, waits, others=[node(beat(still_s=26, collective=6, longest_s=2.0))]), 2, "rank 2 is on node 1")
 
 
 def test_callbacks_between_two_steps_may_take_longer() -> None:

@@ -68,8 +68,10 @@ def version_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
     for row in versions.version_rows():
         facts = {"installed": row.installed, "supported": row.supported}
         text = f"{row.installed or 'not installed'} ({row.supported})"
-        hint = "" if row.ok else f'pip install "{row.name}{row.supported}"'
-        state: State = "FAIL" if not row.ok else "ok" if row.installed else "note"
+        hint = "" if row.ok else row.reason or f'pip install "{row.name}{row.supported}"'
+        if row.is_newer:
+            hint = "Newer than tested: `unsloth-multigpu verify train.py` compares the first steps with one process."
+        state: State = "FAIL" if not row.ok else "ok" if row.installed and not row.is_newer else "note"
         rows.append(CheckRow("versions", row.name, state, text, hint, facts))
     driver, _ = _nvidia_driver()
     built_for = f"CUDA {devices['cuda']}" if devices.get("cuda") else f"ROCm {devices.get('rocm')}"

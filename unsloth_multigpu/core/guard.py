@@ -86,10 +86,15 @@ class Guard:
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.beat.mark(Phase.COMPUTE if self._is_warm else Phase.WARM_UP)
         result = original(*args, **kwargs)
-        self._is_warm = True
-        # The micro-batches that are behind it tell the update of a step from what follows the step.
-        self.beat.mark(Phase.UPDATE, micro_batch=self.beat.micro_batch + 1)
+        # The micro-batches that are behind it tell the update of a step from what follows the step. A device that works
+        # by itself may only begin what was asked of it: whoever reads a number next waits for all of it.
+        self.beat.mark(Phase.UPDATE if self._is_warm else Phase.WARM_UP, micro_batch=self.beat.micro_batch + 1)
         return result
+
+    def end_work(self) -> None:
+        """The optimizer has made its step."""
+        self._is_warm = True
+        self.beat.mark(is_done=True)
 
     def _log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Callbacks that send a checkpoint away belong to saving it.
@@ -160,6 +165,12 @@ def _phase_callback(guard: Guard, beat: BeatPage) -> Any:
 
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             guard.is_epoch_new = True
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            beat.mark()  # Behind the norm of the gradients, which is read.
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            guard.end_work()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)

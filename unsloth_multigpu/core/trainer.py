@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, forget_evaluation
+from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation
 
 logger = get_logger(__name__)
 
@@ -135,7 +136,10 @@ class DDPTrainer:
         """True where we choose the samples of a step; trainers that generate their samples do it themselves."""
         if not self.config.keeps_global_batch:
             return False
-        owner = next(cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls))
+        # Older trainers of TRL may first note what a reference model says of all samples; else they hand on.
+        notes_all_first = bool(getattr(self.trainer.args, "precompute_ref_log_probs", False))
+        makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
+        owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))
         if hasattr(self.trainer.args, "steps_per_generation"):
             if plan := [a for a in asked_of_ddp(self.config) if not a.startswith(("grad_compression", "sync"))]:
                 raise SetupError(
@@ -188,6 +192,8 @@ class DDPTrainer:
             stack.enter_context(instance_attribute(accelerator, "ddp_handler", handler))
             for name, value in settings.items():
                 stack.enter_context(instance_attribute(handler, name, value))
+            left_alone = NamesOutsideDDP(model)
+            stack.enter_context(instance_attribute(model, "_ddp_params_and_buffers_to_ignore", left_alone))
             wrapped = original(model, *args, **kwargs)
         inner = getattr(wrapped, "_orig_mod", wrapped)
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
@@ -259,6 +265,12 @@ def asked_of_ddp(config: MultiGPUConfig) -> list[str]:
         "sync": None if config.sync == "ddp" else config.sync,
     }
     return [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+
+
+def _hands_on(method: Callable[..., Any]) -> bool:
+    """True if a method calls the one of the same name that it overrides."""
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    return code is not None and {"super", code.co_name} <= set(code.co_names)
 
 
 def _exit_code(error: SystemExit) -> int:

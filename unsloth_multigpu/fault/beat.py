@@ -31,7 +31,7 @@ class Phase(enum.IntEnum):
     COMPILE = 7  # torch.compile at work.
     ENDED = 8  # No more batches, or behind the last step.
     GENERATE = 9  # Making samples to train on, as GRPO does.
-    WARM_UP = 10  # COMPUTE in the first step: kernels are compiled and memory is laid out.
+    WARM_UP = 10  # Computing in the first step: kernels are compiled and memory is laid out.
     FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
     AGREE = 12  # Asking the other ranks after a step whether to stop.
 
@@ -48,6 +48,8 @@ class Beat:
         alive_s: When the rank's pulse thread last ran, on the same clock; 0.0 before its first time.
         collective: Number of the last collective that this rank began; -1 where it is not known.
         operation: The collective that the rank waits in, "" where it waits in none or not for long.
+        longest_s: The longest time between two marks of the main thread within a step's work: a micro-batch, or all
+            that the device had still to do when the main thread waited for it. 0.0 before the first step.
     """
 
     step: int = -1
@@ -57,6 +59,7 @@ class Beat:
     alive_s: float = 0.0
     collective: int = -1
     operation: str = ""
+    longest_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,15 +77,19 @@ class Node:
     beats: Mapping[int, Beat]
 
 
-# Written by the main thread: step, phase, micro-batch, time. Each has 8 bytes in the machine's own order, written at
-# once.
-_MAIN = struct.Struct("@qqqd")
+# Written by the main thread: step, phase, micro-batch, time, longest time. Each has 8 bytes in the machine's own order,
+# written at once.
+_MAIN = struct.Struct("@qqqdd")
 # Written by the pulse thread: time, number of the collective, its name.
 _PULSE = struct.Struct("@dq112s")
 _SIZE = 256
 _PULSE_OFFSET = 64
 _NAME_BYTES = 112
 _MAX_TEXT_BYTES = 2**20
+# In these the main thread launches work, or waits for what the device has to do.
+_WORKING = (Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE)
+# Of the first step, in which kernels are compiled, the time is forgotten after so many more.
+_NUM_STEPS_TO_FORGET = 4
 
 
 class BeatPage:
@@ -98,16 +105,52 @@ class BeatPage:
         self.step = -1
         self.phase = Phase.SCRIPT
         self.micro_batch = 0
+        self._is_working = False
+        self._marked_s = 0.0
+        self._num_steps = 0
+        self._longest_s = {"first step": 0.0, "later": 0.0}
         # A restarted rank must not look like the one before it.
         self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1, b""))
         self.mark(Phase.SCRIPT)
 
-    def mark(self, phase: Phase | None = None, *, step: int | None = None, micro_batch: int | None = None) -> None:
-        """Says that the main thread goes on, and where it is now. What is left out stays. Takes a microsecond."""
+    def mark(
+        self,
+        phase: Phase | None = None,
+        *,
+        step: int | None = None,
+        micro_batch: int | None = None,
+        is_done: bool = False,
+    ) -> None:
+        """Says that the main thread goes on, and where it is now. What is left out stays. Takes a microsecond.
+
+        Args:
+            phase: What it does from here on.
+            step: Last finished optimizer step.
+            micro_batch: Forward-backward passes finished in the current step.
+            is_done: The work of a step is done: what follows until a phase is marked are callbacks.
+        """
+        now_s = time.monotonic()
+        if self._is_working:
+            key = "later" if self._num_steps else "first step"
+            self._longest_s[key] = max(self._longest_s[key], now_s - self._marked_s)
         self.phase = self.phase if phase is None else phase
         self.step = self.step if step is None else step
         self.micro_batch = self.micro_batch if micro_batch is None else micro_batch
-        self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, time.monotonic()))
+        self._marked_s = now_s
+        if is_done:
+            self._num_steps += 1
+            self._is_working = False
+        elif phase is not None:
+            # Before the first micro-batch of a step UPDATE stands for what lies between two steps.
+            self._is_working = phase in _WORKING and not (phase == Phase.UPDATE and self.micro_batch == 0)
+        self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, self.longest_s))
+
+    @property
+    def longest_s(self) -> float:
+        """See `Beat`."""
+        if self._num_steps > _NUM_STEPS_TO_FORGET:
+            return self._longest_s["later"]
+        return max(self._longest_s.values())
 
     @contextmanager
     def within(self, phase: Phase | None) -> Iterator[None]:
@@ -145,7 +188,10 @@ def encode_beats(beats: Mapping[int, Beat], now_s: float) -> str:
     The first value is that clock, by which two texts differ even if nothing has happened in between.
     """
     rows = [
-        [r, b.step, b.phase, b.micro_batch, b.collective, b.operation, now_s - b.progress_s, now_s - b.alive_s]
+        [
+            *(r, b.step, b.phase, b.micro_batch, b.collective, b.operation),
+            *(now_s - b.progress_s, now_s - b.alive_s, b.longest_s),
+        ]
         for r, b in beats.items()
     ]
     return json.dumps([now_s, rows])
@@ -166,24 +212,24 @@ def decode_beats(text: bytes, now_s: float) -> dict[int, Beat] | None:
 
 
 def _decode(*row: Any, now_s: float) -> tuple[int, Beat]:
-    rank, step, phase, micro_batch, collective, operation, progress_age_s, alive_age_s = row
+    rank, step, phase, micro_batch, collective, operation, progress_age_s, alive_age_s, longest_s = row
     numbers = (rank, step, phase, micro_batch, collective)
     if any(type(n) is not int or not -1 <= n < 2**63 for n in numbers) or rank < 0:
         raise ValueError("no number")
     if not (isinstance(operation, str) and operation.isascii() and operation.isprintable()):
         raise ValueError("no name")
     # False for NaN as well.
-    if not all(type(age_s) is float and -1.0 <= age_s <= 1e12 for age_s in (progress_age_s, alive_age_s)):
+    if not all(type(age_s) is float and -1.0 <= age_s <= 1e12 for age_s in (progress_age_s, alive_age_s, longest_s)):
         raise ValueError("no age")
     times_s = (now_s - progress_age_s, now_s - alive_age_s)
-    return rank, Beat(step, Phase(phase), micro_batch, *times_s, collective, operation[:_NAME_BYTES])
+    return rank, Beat(step, Phase(phase), micro_batch, *times_s, collective, operation[:_NAME_BYTES], longest_s)
 
 
 def _parse(data: bytes) -> Beat:
-    step, phase, micro_batch, progress_s = _MAIN.unpack_from(data, 0)
+    step, phase, micro_batch, progress_s, longest_s = _MAIN.unpack_from(data, 0)
     alive_s, collective, name = _PULSE.unpack_from(data, _PULSE_OFFSET)
     operation = name.rstrip(b"\0").decode("ascii")
-    return Beat(step, Phase(phase), micro_batch, progress_s, alive_s, collective, operation)
+    return Beat(step, Phase(phase), micro_batch, progress_s, alive_s, collective, operation, longest_s)
 
 
 def _path(run_dir: str | os.PathLike[str], rank: int) -> Path:

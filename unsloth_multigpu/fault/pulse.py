@@ -108,16 +108,25 @@ def pending_operation() -> str:
 
     Read from torch's flight recorder, which keeps the latest 2000.
     """
-    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
-    # Older versions of torch have it for NCCL alone.
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
     try:
-        entries = [] if dump is None else json.loads(dump()).get("entries", [])
-        for entry in entries:
-            is_over = entry["retired"] or entry["state"] == "completed"
-            if not is_over and entry["process_group"][0] == "0":
-                sizes = " ".join(map(str, entry["input_sizes"]))
-                return f"{entry['profiling_name'].rpartition(':')[2]} {sizes}".strip()
+        for dump in _recorders():
+            for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", []):
+                is_over = entry["retired"] or entry["state"] == "completed"
+                if not is_over and entry["process_group"][0] == "0":
+                    sizes = " ".join(map(str, entry["input_sizes"]))
+                    return f"{entry['profiling_name'].rpartition(':')[2]} {sizes}".strip()
     except _NOT_THERE:
         return ""
     return ""
+
+
+def _recorders() -> list[Callable[..., Any]]:
+    """What writes the default group's records as JSON. NCCL has a recorder of its own, which others leave empty."""
+    functions: Any = sys.modules.get("torch._C._distributed_c10d")
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    by_name = {name: getattr(functions, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")}
+    recorders = {name: dump for name, dump in by_name.items() if dump is not None}
+    backend = str(c10d.get_backend()) if c10d is not None and c10d.is_initialized() else ""
+    own = {"nccl": "nccl", "gloo": "fr"}.get(backend)
+    # A group may have a backend for each kind of device.
+    return [recorders[own]] if own in recorders else list(recorders.values())

@@ -9,11 +9,14 @@ from unsloth_multigpu.fault.beat import Beat, Node, Phase
 
 # A rank may be silent for so many times `hang_timeout_s`.
 _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
-_FACTORS |= {Phase.WARM_UP: 2, Phase.FILL: 5, Phase.EVALUATE: 5}
+_FACTORS |= {Phase.FILL: 5, Phase.EVALUATE: 5}
 # Between two steps: callbacks may generate a sample, a tracker may wait for its server.
 _CALLBACKS_FACTOR = 5
-# Loading, saving, compiling, and all up to the first samples of a training.
+# Loading, saving, compiling, and all up to the end of a training's first step.
 LONGEST_FACTOR = 10
+# Whatever the limit is, a rank may be silent for so many times the longest work that this run has done: the next
+# micro-batch may be longer, and its device may have all of a step still to do.
+_WORK_FACTOR = 10
 # Nodes say once a second how their ranks are. What is older says nothing of now.
 _NEWS_S = 3.0
 # A rank of another node is left for so long to its own supervisor, which knows more of it.
@@ -71,8 +74,8 @@ def find_hang(
     Args:
         beats: Of the ranks of this node that live and train.
         now_s: The time, on `time.monotonic`'s clock.
-        hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged. A node that
-            is not heard for longer counts as lost.
+        hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged. Longer where
+            this run has done work that took a tenth of it or more. A node that is not heard for longer counts as lost.
         since_s: What happened earlier does not count, because nobody watched, or the machine stood still.
         others: The other nodes of this round.
     """
@@ -81,7 +84,10 @@ def find_hang(
     unheard_s = {n.number: now_s - n.heard_s for n in others}
     heard = [n for n in others if unheard_s[n.number] <= _NEWS_S]
     known = {**{r: b for n in heard for r, b in n.beats.items()}, **beats}
-    limit_s = {r: hang_timeout_s * _factor(b) + (0 if r in beats else _OTHERS_GRACE_S) for r, b in known.items()}
+    work_s = _WORK_FACTOR * max((b.longest_s for b in known.values()), default=0.0)
+    limit_s = {
+        r: max(hang_timeout_s * _factor(b), work_s) + (0 if r in beats else _OTHERS_GRACE_S) for r, b in known.items()
+    }
     still_s = {r: now_s - max(b.progress_s, since_s) for r, b in known.items()}
     overdue = {r for r, b in known.items() if b.phase not in _OUTSIDE and still_s[r] > limit_s[r]}
     silent_s = {r: now_s - max(b.alive_s, b.progress_s, since_s) for r, b in known.items()}

@@ -38,6 +38,7 @@ _SAVERS = {
     "transformers.image_processing_base:ImageProcessingMixin.save_pretrained": _TRANSFORMERS,
     "transformers.feature_extraction_utils:FeatureExtractionMixin.save_pretrained": _TRANSFORMERS,
     "transformers.configuration_utils:PreTrainedConfig.save_pretrained": _TRANSFORMERS,
+    "transformers.configuration_utils:PretrainedConfig.save_pretrained": _TRANSFORMERS,  # Its name up to version 4.
     "transformers.generation.configuration_utils:GenerationConfig.save_pretrained": _TRANSFORMERS,
     "peft.peft_model:PeftModel.save_pretrained": "peft>=0.18",
     "unsloth_zoo.cpu.loader:save_pretrained_merged": "unsloth_zoo>=2026.10.1",

@@ -75,6 +75,36 @@ def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
     )
 
 
+def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
+    """The patch of a process in which the line has done nothing, because multiprocessing has started it.
+
+    Args:
+        is_lone: True where the line is in effect after all, and in a process that is no rank.
+    """
+    return Patch(
+        target="transformers.trainer:Trainer.train",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_unsteered_train, is_lone),
+        reason="A rank that multiprocessing started, and that the line took for a helper, would train by itself.",
+        optional=True,
+    )
+
+
+def _unsteered_train(is_lone: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_lone():
+            raise SetupError(
+                "multiprocessing has started this process as a rank, and enable_multi_gpu() is not in effect: it was "
+                "called while the script was imported, or before the variables of the rank were set.",
+                hint="Call it in the function that multiprocessing starts, once RANK, LOCAL_RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT are set; or start the script with `python train.py` and without spawn.",
+            )
+        return original(self, *args, **kwargs)
+
+    return train
+
+
 def _followed_train(is_followed: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(*args: Any, **kwargs: Any) -> Any:

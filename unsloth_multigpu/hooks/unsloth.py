@@ -1,8 +1,9 @@
-"""Every model is placed on the device of its rank."""
+"""Every model is placed on the device of its rank, and what Unsloth keeps on disk of it is the rank's own."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,24 @@ def placement_patches(device_type: str, local_rank: int) -> list[Patch]:
             optional=True,
         )
         for target, supports in _LOADERS.items()
+    ]
+
+
+def offload_patches(rank: int) -> list[Patch]:
+    """The patch of Unsloth's function that moves embeddings which are trained to a file.
+
+    Args:
+        rank: This rank, of all nodes: they may share the folder.
+    """
+    return [
+        Patch(
+            target="unsloth.models._utils:offload_to_disk",
+            supports="unsloth>=2026.10.1",
+            wrap=functools.partial(_offloaded_apart, rank),
+            reason="All ranks would write one file while others read it as memory: a bus error, or wrong weights.",
+            needs=("name", "temporary_location"),
+            optional=True,
+        )
     ]
 
 
@@ -80,6 +99,21 @@ def _placed(device_type: str, local_rank: int, original: Callable[..., Any]) -> 
         return original(*args, **kwargs)
 
     return from_pretrained
+
+
+def _offloaded_apart(rank: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def offload_to_disk(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        # The name too: for a model in a folder, Unsloth writes into that one, and ranks that make a new one meet there.
+        given.arguments["name"] = f"{given.arguments['name']}_rank_{rank}"
+        given.arguments["temporary_location"] = f"{given.arguments['temporary_location']}/rank_{rank}"
+        return original(*given.args, **given.kwargs)
+
+    return offload_to_disk
 
 
 def _moved(place: Any, local_rank: int) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, rendezvous_handler_registry
@@ -62,8 +64,8 @@ def run_elastic(
         rdzv_endpoint=config.rdzv_endpoint or "127.0.0.1:0",
         max_restarts=config.max_restarts,
         monitor_interval=POLL_S,
-        shutdown_timeout=_SHUTDOWN_LIMIT_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
+        **_shutdown_limit(),
     )
     # Elastic fills in templates such as ${local_rank}; a dollar of the user's must arrive as it was.
     arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *command)]
@@ -71,3 +73,9 @@ def run_elastic(
         elastic_launch(launch_config, "/bin/sh")(*arguments)
     except RendezvousError as error:
         raise explain(error, config) from error
+
+
+def _shutdown_limit() -> dict[str, Any]:
+    # An option since torch 2.13; before, the engine's limit is fixed at the same 30 s.
+    has_option = any(field.name == "shutdown_timeout" for field in dataclasses.fields(LaunchConfig))
+    return {"shutdown_timeout": _SHUTDOWN_LIMIT_S} if has_option else {}

@@ -23,6 +23,7 @@ from unsloth_multigpu.config import (
 )
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
+from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
@@ -163,6 +164,7 @@ def rank_environment(
         "PYTHONHASHSEED": run_seed,
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
         **socket_interfaces(config),
+        **({} if config.device == "cpu" else allocator_variables(environment)),
     }
     return {
         **{name: value for name, value in defaults.items() if not environment.get(name)},

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous import (
@@ -36,7 +36,7 @@ from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import Beat, Node, decode_beats, encode_beats
 from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.nodes import address_towards, is_one_node, listen_at, split_endpoint
-from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous
+from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, serve_store
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.option import num_nodes
 
@@ -113,11 +113,12 @@ class NodesRendezvous(RendezvousHandler):
     def _open_store(self, host: str, port: int, listener: socket.socket | None) -> TCPStore:
         is_server = listener is not None
         logger.info("nodes meet at %s:%d, nnodes=%s serves=%s", host, port, self._config.nnodes, is_server)
-        options: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
 
         def connect() -> TCPStore:
             timeout = timedelta(seconds=self._config.timeout_s)
-            return TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout, **options)
+            if listener is not None:
+                return serve_store(host, listener.getsockname()[1], listener.detach(), timeout=timeout)
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
         try:
             store = _within(self._config.timeout_s + CALL_LIMIT_S, connect)
@@ -157,9 +158,7 @@ class NodesRendezvous(RendezvousHandler):
             if listener is None:
                 raise OSError(f"this machine cannot listen at its address {self._address}")
             port = listener.getsockname()[1]
-            self._ranks_store = TCPStore(
-                self._address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+            self._ranks_store = serve_store(self._address, port, listener.detach())
             number = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
             for node in range(info.world_size):
                 # A key that is missing would keep its readers waiting.

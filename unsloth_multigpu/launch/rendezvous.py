@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
@@ -93,10 +94,7 @@ class LoopbackRendezvous(RendezvousHandler):
         """The one node is complete at once. A restart gets a new store, without addresses of dead ranks."""
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        # The server takes over the socket that listens already.
-        self._server = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        self._server = serve_store("127.0.0.1", port, listener.detach())
         return RendezvousInfo(PrefixStore("agent", self._server), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
@@ -117,3 +115,20 @@ class LoopbackRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """The server ends with this process."""
         return True
+
+
+def serve_store(host: str, port: int, descriptor: int, **options: Any) -> TCPStore:
+    """Serves a store on a socket that listens already: a port that is looked for first can be taken meanwhile.
+
+    Args:
+        host: This machine's address, as the others know it.
+        port: Where the socket listens.
+        descriptor: Of the socket; the store takes it over.
+        options: Further ones of `TCPStore`.
+    """
+    options |= {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
+    try:
+        return TCPStore(host, port, **options)
+    except NotImplementedError:
+        # Up to torch 2.7 the default backend, libuv, cannot take over a socket, and leaves it alone; the older can.
+        return TCPStore(host, port, **options, use_libuv=False)

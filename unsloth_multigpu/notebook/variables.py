@@ -8,8 +8,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# By which a rank tells accelerate its device.
-DEVICE_VARIABLES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP")
+# By which a rank tells accelerate its device, and NCCL what that can do.
+DEVICE_VARIABLES = (
+    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
+)
 
 
 class RankVariables:

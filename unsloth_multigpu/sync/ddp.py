@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -42,6 +42,30 @@ class ReadableDDP(nn.parallel.DistributedDataParallel):
             if value is None or callable(value):
                 raise
             return value
+
+
+class NamesOutsideDDP:
+    """Names of parameters and buffers that DDP is to leave alone, as `_ddp_params_and_buffers_to_ignore` holds them.
+
+    DDP refuses a model whose parameters lie on several kinds of devices. Those that are not trained need not meet: with
+    embeddings that are trained, Unsloth leaves the ones that they were copied from on the CPU, and accelerate moves no
+    quantised model. Where they lie is looked up when DDP asks: accelerate moves other models just before.
+
+    Args:
+        model: The model that DDP is made for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # A PEFT model passes the attribute of its base on, whose names are others; DDP reads it all the same.
+        self._others: list[str] = list(getattr(model, "_ddp_params_and_buffers_to_ignore", None) or ())
+
+    def __iter__(self) -> Iterator[str]:
+        kinds = {p.device.type for p in self._model.parameters() if p.requires_grad}
+        yield from self._others
+        for name, parameter in self._model.named_parameters():
+            if kinds and not parameter.requires_grad and parameter.device.type not in kinds:
+                yield name
 
 
 def forget_evaluation(trainer: Any) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import unsloth_multigpu as ump
 
 ump.enable_multi_gpu()
+# Torch reads them when the rank's device is chosen, which the line does.
+allocator = {n: v for n, v in os.environ.items() if n.startswith("PYTORCH_") and n.endswith("ALLOC_CONF")}
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -27,5 +29,6 @@ facts = {
     "name": __name__,
     "flags": [sys.flags.dev_mode, sys.flags.optimize],
     "threads": os.environ.get("OMP_NUM_THREADS"),
+    "allocator": allocator,
 }
 (Path(sys.argv[1]) / f"rank_{status.rank}.json").write_text(json.dumps(facts))

@@ -114,6 +114,13 @@ trainer = SFTTrainer(
 trainer.train()
 trained_at = time.perf_counter()
 
+# What Unsloth does to embeddings that are trained: the file is read as memory, and copied.
+from unsloth.models import _utils as unsloth_utils
+
+mine = torch.full((20_000, 32), float(rank + 1))
+offloaded = [unsloth_utils.offload_to_disk(mine, model, "side", str(options.out / "buffers")) for _ in range(20)]
+offloaded_is_mine = all(torch.equal(copy, mine) for copy in offloaded)
+
 sys.addaudithook(note_writes)
 model.save_pretrained_merged(str(merged), tokenizer, save_method="merged_16bit")
 model.save_pretrained(str(adapter))
@@ -139,6 +146,7 @@ logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
             "reload_is_equal": reloaded.keys() == weights.keys()
             and all(torch.equal(reloaded[name].float(), weights[name]) for name in weights),
             "written": written,
+            "offloaded_is_mine": offloaded_is_mine,
             "trainer": type(trainer).__module__,
             "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
             "train_s": trained_at - started_at,

@@ -1,0 +1,116 @@
+"""The allocator's settings that Unsloth makes, where and as it makes them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.launch import allocator
+from unsloth_multigpu.launch.allocator import VARIABLES, allocator_variables
+from unsloth_multigpu.launch.launcher import rank_environment
+
+NEW = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+OLD = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[32:256,64:128,256:64,>:32]",
+}
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    installed = {"torch": "2.13.0+cu130", "unsloth_zoo": "2026.10.9"}
+    monkeypatch.setattr(allocator, "installed_version", installed.get)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "release", lambda: "6.8.0-45-generic")
+    return installed
+
+
+@pytest.mark.parametrize(
+    ("torch", "expected"),
+    [
+        ("2.6.0+cu124", OLD),
+        ("2.9.1", OLD),
+        ("2.10.0", NEW),
+        ("2.13.0+cpu", NEW),
+        ("3.0", NEW),
+        ("2.10.0+rocm7.0", {}),
+    ],
+)
+def test_variable_is_the_one_that_torch_reads(versions: dict[str, str], torch: str, expected: dict[str, str]) -> None:
+    versions["torch"] = torch
+    assert allocator_variables({}) == expected
+
+
+def test_nothing_is_set_without_unsloth(versions: dict[str, str]) -> None:
+    del versions["unsloth_zoo"]
+    assert allocator_variables({}) == {}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("value", ["", "max_split_size_mb:64"])
+def test_what_the_user_set_stays(versions: dict[str, str], name: str, value: str) -> None:
+    assert allocator_variables({name: value}) == {}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"UNSLOTH_VLLM_STANDBY": "1"}, {"WSL_DISTRO_NAME": "Ubuntu"}, {"WSL_INTEROP": "/run/WSL/8_interop"}],
+)
+def test_nothing_is_set_where_it_would_fail(versions: dict[str, str], environment: dict[str, str]) -> None:
+    assert allocator_variables(environment) == {}
+
+
+def test_container_on_wsl_is_known_by_its_kernel(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
+    assert allocator_variables({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("board", "forced", "expected"),
+    [
+        ("nvidia,p3737-0000+p3701-0005\0nvidia,tegra234\0", "", {}),
+        ("NVIDIA DGX Spark", "", NEW),
+        ("Ampere Altra", "", NEW),
+        ("nvidia,tegra234\0", "1", NEW),
+        ("Ampere Altra", "off", {}),
+    ],
+)
+def test_jetson_has_no_expandable_segments(
+    versions: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    board: str,
+    forced: str,
+    expected: dict[str, str],
+) -> None:
+    file = tmp_path / "compatible"
+    file.write_text(board)
+    monkeypatch.setattr(allocator, "_BOARD_FILES", (str(file), str(tmp_path / "none")))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert allocator_variables({"UNSLOTH_FORCE_EXPANDABLE_SEGMENTS": forced}) == expected
+
+
+@pytest.mark.parametrize(("device", "expected"), [("auto", NEW), ("cpu", {})])
+def test_launcher_hands_it_to_ranks(
+    versions: dict[str, str], tmp_path: Path, device: str, expected: dict[str, str]
+) -> None:
+    told = rank_environment(MultiGPUConfig(device=device), 2, tmp_path, tmp_path, "run", {})
+    assert {name: told[name] for name in VARIABLES if name in told} == expected
+
+
+def test_it_is_what_the_installed_unsloth_sets() -> None:
+    if importlib.util.find_spec("unsloth_zoo") is None:
+        pytest.skip("unsloth_zoo is not installed")
+    program = """
+import json, os, unsloth
+print("SET", json.dumps({n: v for n, v in os.environ.items() if n.startswith("PYTORCH_") and "ALLOC_CONF" in n}))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    line = next(line for line in run.stdout.splitlines() if line.startswith("SET "))
+    assert json.loads(line[4:]) == allocator_variables({})

@@ -1,0 +1,83 @@
+"""Helpers of a script and ranks, where multiprocessing has started both."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch.utils.data
+
+from unsloth_multigpu.config import ENV_RANK_PID, ENV_RUN_DIR
+from unsloth_multigpu.errors import LaunchError, SetupError
+from unsloth_multigpu.launch import spawned
+from unsloth_multigpu.launch.spawned import find_role, is_helper
+
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+SLURM = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+NODES = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+
+
+def role(
+    environment: Mapping[str, str], parents: Mapping[str, str] | None = None, group_size: int = 0, spawned: bool = False
+) -> str:
+    return find_role(environment, parents or {}, own_pid=7, group_size=group_size, is_spawned_by_torch=spawned)
+
+
+@pytest.mark.parametrize("group_size", [0, 2])
+@pytest.mark.parametrize("spawned", [False, True])
+def test_process_with_variables_of_its_own_is_a_rank(group_size: int, spawned: bool) -> None:
+    assert role(RANK, {}, group_size, spawned) == "rank"
+    # One task for each node, which starts a process for each of its cards.
+    assert role({**NODES, **RANK, "RANK": "5", "WORLD_SIZE": "8"}, NODES, group_size, spawned) == "rank"
+    assert role({**RANK, ENV_RANK_PID: "7"}, {}, group_size, spawned) == "rank"  # Its second call.
+
+
+@pytest.mark.parametrize(
+    ("environment", "parents"),
+    [
+        ({}, {}),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, {}),
+        (RANK, RANK),  # Of a rank that torchrun has started.
+        ({**SLURM, **RANK}, SLURM),
+        ({**RANK, ENV_RUN_DIR: "/run"}, {}),  # Of one of ours.
+        ({**RANK, ENV_RANK_PID: "6"}, {}),  # Of one that multiprocessing has started.
+    ],
+)
+def test_helper_of_a_script_or_of_a_rank_is_none(environment: dict[str, str], parents: dict[str, str]) -> None:
+    assert role(environment, parents) == "helper"
+
+
+@pytest.mark.parametrize(("group_size", "spawned"), [(2, False), (0, True), (2, True)])
+def test_rank_that_does_not_know_itself_is_refused(group_size: int, spawned: bool) -> None:
+    with pytest.raises(SetupError, match="one of several that multiprocessing has started") as error:
+        role({}, {}, group_size, spawned)
+    assert "Before this call set RANK" in str(error.value)
+    with pytest.raises(LaunchError, match="LOCAL_RANK"):
+        role({"RANK": "0", "WORLD_SIZE": "2"}, {}, group_size, spawned)
+
+
+def test_only_children_of_multiprocessing_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(ENV_RUN_DIR, raising=False)
+    monkeypatch.setenv(ENV_RANK_PID, "")
+    monkeypatch.delenv(ENV_RANK_PID)
+    monkeypatch.setattr(spawned, "_environment_of", lambda pid: {})
+    assert not is_helper()
+    with monkeypatch.context() as child:
+        child.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=1))
+        child.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+        assert is_helper()  # It is importing the script.
+        child.setattr(multiprocessing.current_process(), "_inheriting", False, raising=False)
+        child.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=0))
+        assert is_helper()  # A worker of a data loader.
+        child.setattr(torch.utils.data, "get_worker_info", lambda: None)
+        assert not is_helper()
+
+
+def test_variables_of_a_process_are_those_that_it_was_started_with() -> None:
+    assert spawned._environment_of(os.getpid()).keys() & os.environ.keys()
+    assert spawned._environment_of(2**30) == {}
