@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
@@ -280,21 +278,3 @@ def count_weights(inputs: Any, weighing: str) -> int:
     if weighing == "rows" or labels.dim() < 2:
         return len(labels)
     return int((labels[:, 1:] if weighing == "next tokens" else labels).ne(-100).sum())
-
-
-def merge_metrics(trainer: Any, manager: DDPManager) -> None:
-    """Replaces the metrics that TRL has collected for each rank's own samples by those of all ranks. Collective."""
-    for name in ("_metrics", "_stored_metrics"):
-        collected = getattr(trainer, name, None)
-        if isinstance(collected, Mapping) and "train" in collected:
-            _merge(collected["train"], manager)
-
-
-def _merge(mine: Any, manager: DDPManager) -> None:
-    totals = {name: [sum(map(float, values)), len(values)] for name, values in mine.items() if len(values)}
-    ranks = [json.loads(text) for text in manager.gather_texts(json.dumps(totals))]
-    for name in {name for rank in ranks for name in rank}:
-        parts = [rank[name] for rank in ranks if name in rank]
-        # The one running count among them; the others are means over micro-batches.
-        count = 1 if name == "num_tokens" else sum(n for _, n in parts)
-        mine[name] = [sum(total for total, _ in parts) / count]

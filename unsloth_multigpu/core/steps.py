@@ -18,9 +18,9 @@ from unsloth_multigpu.core.loss import (
     few_samples,
     find_loss_scale,
     is_scripts_own,
-    merge_metrics,
 )
 from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.metrics import Metrics
 from unsloth_multigpu.data.deal import check_divisible, equation
 from unsloth_multigpu.data.sampler import StepLoader, step_loader
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape
@@ -59,6 +59,7 @@ class StepFeed:
         # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
         self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
+        self.metrics = Metrics(trainer, manager)
         self.current: MicroBatch | None = None
 
     @contextmanager
@@ -82,7 +83,7 @@ class StepFeed:
             for name, override in overrides.items():
                 stack.enter_context(instance_attribute(trainer, name, override))
             for name in ("gather", "gather_for_metrics", "reduce"):
-                alone = functools.partial(self._unless_in_loss, getattr(trainer.accelerator, name))
+                alone = functools.partial(self._unless_in_loss, name, getattr(trainer.accelerator, name))
                 stack.enter_context(instance_attribute(trainer.accelerator, name, alone))
             stack.enter_context(self.balancer.stopwatch.on_model())
             yield
@@ -125,6 +126,7 @@ class StepFeed:
         check_divisible(sum(sizes), shape.world_size)
         dealt = self.balancer.prepare(loader, self._scale)
         logger.info("samples per step: %s%s", equation(sizes, shape.world_size, regroup=shape.regroup), dealt)
+        self.metrics.is_dealing = True
         self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
@@ -198,7 +200,8 @@ class StepFeed:
             self._beat.mark(micro_batch=i)
             self._piece_factor = self._factor(micro_batch, step, num_items)
             self.balancer.stopwatch.start()
-            with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
+            noted = self.metrics.micro_batch(micro_batch)
+            with noted, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 losses.append(original(model, micro_batch.inputs, num_items))
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
@@ -206,7 +209,9 @@ class StepFeed:
         self.current, self._must_count = None, False
         self.trainer.args.gradient_accumulation_steps = 1
         self.balancer.end_step()
-        return torch.stack(losses).sum()
+        loss = torch.stack(losses).sum()
+        self.metrics.note_loss(loss)
+        return loss
 
     def _compute_loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.compute_loss`: weighted by the part of the step that the micro-batch is."""
@@ -226,14 +231,14 @@ class StepFeed:
             return (result[0] * self._piece_factor, *result[1:])
         return result * self._piece_factor
 
-    def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _unless_in_loss(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.gather` and its like, which TRL's losses call for metrics (and KTO's for its estimate of KL).
 
         Inside a loss a micro-batch is by itself, as in one process: ranks differ in its rows and in how many there are.
         """
         if not self._in_loss:
             return exchange(tensor, *args, **kwargs)
-        return tensor[None] if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 else tensor
+        return self.metrics.gathered(name, tensor, *args, **kwargs)
 
     def begin_epoch(self, epoch: int) -> None:
         """Lets a stream shuffle for `epoch` also where the Trainer resumes in it: accelerate forgets it there."""
@@ -244,11 +249,6 @@ class StepFeed:
     def has_one_order(self) -> bool:
         """True where all ranks follow rank 0's order of samples: none runs out of them before another."""
         return self._loader is not None and not isinstance(self._loader.dataset, StepStream)
-
-    def merge_metrics(self) -> None:
-        """Puts together TRL's training metrics, which each rank has collected for its own samples. Collective."""
-        if self._loader is not None:  # Else this trainer's own gathers were left to it, and have put them together.
-            merge_metrics(self.trainer, self.manager)
 
     def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:
         """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.

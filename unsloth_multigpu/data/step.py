@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unsloth_multigpu.data.deal import Piece, deal_step
+from unsloth_multigpu.data.deal import Piece, deal_step, with_groups
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
@@ -45,7 +45,8 @@ class StepShape:
     def pieces(self, sizes: Sequence[int], samples: Sequence[int] | None = None) -> list[Piece]:
         """This rank's pieces of a step; `samples` are its indices in a data set with random access."""
         plan = None if samples is None else self.planner(samples, sizes)
-        return (plan or deal_step(sizes, self.world_size, regroup=self.regroup))[self.rank]
+        plan = plan or deal_step(sizes, self.world_size, regroup=self.regroup)
+        return with_groups(plan, sizes)[self.rank]
 
 
 class MicroBatch:
