@@ -31,11 +31,10 @@ class _Rounds(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         first: list[int] = []
-        number = 0
-        for number, batch in enumerate(self._batches, 1):
+        for batch in self._batches:
             first = first or list(batch)
             yield batch
-        for _ in range(-number % self._num_ranks):
+        for _ in range(len(self) - len(self._batches)):
             yield first
 
     def __len__(self) -> int:
@@ -60,7 +59,7 @@ class Evaluation:
         self._manager = manager
         self._shard = loader.batch_sampler
         self._batches: BatchSampler = self._shard.batch_sampler
-        self._num_rows = len(self._batches.sampler)  # type: ignore[arg-type]
+        self._num_rows = len(self._batches.sampler)
         self._in_step = False
         self._round = 0
         self._noted: list[dict[str, list[float]]] = []
@@ -144,7 +143,8 @@ def _filled_up(values: Any, num_rows: int, wanted: int) -> Any:
     if isinstance(values, (tuple, list)):
         return type(values)(_filled_up(value, num_rows, wanted) for value in values)
     if isinstance(values, Mapping):
-        return type(values)({key: _filled_up(value, num_rows, wanted) for key, value in values.items()})  # type: ignore[call-arg]
+        filled = {key: _filled_up(value, num_rows, wanted) for key, value in values.items()}
+        return type(values)(**filled) if hasattr(values, "to_tuple") else filled
     if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) % num_rows:
         return values
     num_more = len(values) // num_rows * (wanted - num_rows)

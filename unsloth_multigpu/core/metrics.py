@@ -97,6 +97,8 @@ class Metrics:
         self._trainer = trainer
         self._manager = manager
         self.is_dealing = False
+        # Micro-batches of one process in an epoch and in a step of it; None where an epoch has no length.
+        self._num_references: tuple[int, int] | None = None
         self._trace: Trace | None = None
         self._records: list[_Record] = []
         self._num_new: dict[str, int] = {}
@@ -126,7 +128,17 @@ class Metrics:
                 stack.enter_context(instance_attribute(trainer, name, steered))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
+            # The script's own callbacks read the epoch.
+            callbacks = trainer.callback_handler.callbacks
+            callbacks.insert(0, callbacks.pop())
             yield
+
+    def begin(self, loader: Any, num_accumulated: int) -> None:
+        """From here on steps are dealt. Called with the loader of one process, and its micro-batches in a step."""
+        from transformers.trainer_utils import has_length
+
+        self.is_dealing = True
+        self._num_references = (len(loader), num_accumulated) if has_length(loader) else None
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -139,7 +151,9 @@ class Metrics:
             yield
         finally:
             trace, self._trace = self._trace, None
-        record = _Record(len(self._losses), piece.group, len(piece.positions), _shape(self._trainer, micro_batch.inputs))
+        record = _Record(
+            len(self._losses), piece.group, len(piece.positions), _shape(self._trainer, micro_batch.inputs)
+        )
         self._note_values(record, before, is_filler=piece.is_filler)
         if trace is not None and any(value[1] is not None for value in record.values.values()):
             record.parts = trace.parts()
@@ -255,6 +269,15 @@ class Metrics:
         """The Trainer is about to log what its last step has left; after the last epoch nothing else comes."""
         self._is_epoch_end = True
 
+    def epoch_of(self, epoch: float) -> float:
+        """How many epochs are done where the Trainer has counted our steps, of which the last may be a small one."""
+        if self._num_references is None:
+            return epoch
+        of_epoch, of_step = self._num_references
+        num_steps = -(-of_epoch // of_step)
+        begun = math.ceil(epoch - 1e-9) - 1
+        return begun + min(round((epoch - begun) * num_steps) * of_step, of_epoch) / of_epoch
+
     def merge(self) -> None:
         """Gives every rank what all ranks have noted since they last met. Collective, if there was a step."""
         if not self._losses:
@@ -342,11 +365,11 @@ class Metrics:
                 return value
         if not present:
             return None
-        numbers = [value[0] for value, _ in present]
+        numbers = [float(value[0]) for value, _ in present]
         self._warn_of(name, numbers)
         if len(set(numbers)) == 1:
-            return float(numbers[0])
-        return sum(value[0] * n for value, n in present) / sum(n for _, n in present)
+            return numbers[0]
+        return sum(x * n for x, (_, n) in zip(numbers, present, strict=True)) / sum(n for _, n in present)
 
     def _last_value(self, name: str, values: list[Any]) -> Any:
         if name.endswith("/num_tokens") and hasattr(self._trainer, _NUM_TOKENS):
@@ -424,7 +447,7 @@ def _unpacked(packed: Mapping[str, Any]) -> list[_Record]:
             step,
             tuple(group),
             num_rows,
-            tuple(shape),  # type: ignore[arg-type]
+            tuple(shape),
             {names[n]: [value, expressions[e]] for n, value, e in values},
             {names[n]: numbers for n, *numbers in parts},
         )
@@ -436,6 +459,9 @@ def _epoch_callback(metrics: Metrics) -> Any:
     from transformers import TrainerCallback
 
     class EpochCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.epoch = metrics.epoch_of(state.epoch)
+
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             metrics.end_epoch()
 

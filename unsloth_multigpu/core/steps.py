@@ -126,7 +126,7 @@ class StepFeed:
         check_divisible(sum(sizes), shape.world_size)
         dealt = self.balancer.prepare(loader, self._scale)
         logger.info("samples per step: %s%s", equation(sizes, shape.world_size, regroup=shape.regroup), dealt)
-        self.metrics.is_dealing = True
+        self.metrics.begin(loader, self.num_accumulated)
         self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1

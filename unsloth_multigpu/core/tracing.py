@@ -27,10 +27,10 @@ _SUMS = ("sum", "nansum")
 _MEANS = ("mean", "nanmean")
 _LEAST, _GREATEST = ("min", "amin"), ("max", "amax")
 _REDUCTIONS = (*_SUMS, *_MEANS, *_LEAST, *_GREATEST)
-_UNCHANGED = frozenset(
-    "detach float double to cpu cuda clone contiguous view reshape flatten squeeze unsqueeze view_as".split()
-)
-_ELEMENTWISE = frozenset("abs neg exp log sqrt square sigmoid clamp clamp_min clamp_max isnan nan_to_num".split())
+_LAID_OUT = ("clone", "contiguous", "view", "view_as", "reshape", "flatten", "squeeze", "unsqueeze")
+_UNCHANGED = ("detach", "float", "double", "to", "cpu", "cuda", *_LAID_OUT)
+_CLAMPS = ("clamp", "clamp_min", "clamp_max")
+_ELEMENTWISE = (*_CLAMPS, "abs", "neg", "exp", "log", "sqrt", "square", "sigmoid", "isnan", "nan_to_num")
 _BINARY: dict[str, Callable[[float, float], float]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -170,7 +170,7 @@ def _follow(name: str, args: Any, kwargs: Any, result: Any) -> tuple[Expression,
 
 def _limits(name: str, args: Any, kwargs: Mapping[str, Any]) -> Callable[[Expression], Expression] | None:
     """An operation on one number, written down; None for one that cannot be done again from that."""
-    if name.startswith("clamp"):
+    if name in _CLAMPS:
         low = kwargs.get("min", args[0] if args and name != "clamp_max" else None)
         high = kwargs.get("max", args[-1] if len(args) > 1 or (args and name == "clamp_max") else None)
         if any(isinstance(limit, torch.Tensor) for limit in (low, high)):
@@ -180,7 +180,7 @@ def _limits(name: str, args: Any, kwargs: Mapping[str, Any]) -> Callable[[Expres
 
 
 def _both(name: str, left: Any, right: Any) -> tuple[Expression, bool] | None:
-    sources = []
+    sources: list[tuple[Expression, bool | None]] = []
     for operand in (left, right):
         if isinstance(operand, _Gathered):
             sources.append((operand._source, operand._is_entries))
@@ -262,7 +262,7 @@ def evaluate(expression: Expression, parts: Mapping[str, list[float]]) -> float:
         if not count:
             raise NotThere
         return value
-    numbers = [None if o is None else evaluate(o, parts) for o in operands]
+    numbers: Any = [None if o is None else evaluate(o, parts) for o in operands]
     if name in ("div", "floordiv") and numbers[1] == 0:
         raise NotThere
     return float((_BINARY.get(name) or _UNARY[name])(*numbers))

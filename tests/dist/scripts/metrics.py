@@ -244,7 +244,7 @@ def run(job):
         "training_loss": result.training_loss,
         "metrics": result.metrics,
         "state": {k: v for k, v in vars(trainer.state).items() if k != "stateful_callbacks"},
-        "stateful": sorted(trainer.state.stateful_callbacks),
+        "stateful_callbacks": trainer.state.stateful_callbacks,
         "evaluated": trainer.evaluate() if "eval" in options else {},
         "collected": {mode: dict(kept) for mode, kept in getattr(trainer, "_metrics", {}).items()},
     }
