@@ -61,7 +61,7 @@ class Evaluation:
         self._batches: BatchSampler = self._shard.batch_sampler
         self._num_rows = len(self._batches.sampler)
         self._in_step = False
-        self._round = 0
+        self._num_done = 0
         self._noted: list[dict[str, list[float]]] = []
 
     @contextmanager
@@ -92,7 +92,7 @@ class Evaluation:
 
     def _prediction_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.prediction_step`: keeps apart what the batch adds to TRL's metrics."""
-        number = self._round * self._shard.num_processes + self._shard.process_index
+        number = self._num_done * self._shard.num_processes + self._shard.process_index
         num_batches, batch_size = len(self._batches), self._batches.batch_size
         last = self._num_rows - (num_batches - 1) * batch_size
         before = {name: (values, len(values)) for name, values in self._collected()}
@@ -101,7 +101,7 @@ class Evaluation:
             loss, logits, labels = original(*args, **kwargs)
         finally:
             self._in_step = False
-            self._round += 1
+            self._num_done += 1
         self._note(before, is_filler=number >= num_batches)
         if number == num_batches - 1 and num_batches > 1 and last < batch_size:
             # Predictions are gathered row by row, and the rows behind the last are cut off again.
@@ -124,7 +124,7 @@ class Evaluation:
             if name.endswith("/num_tokens") or (name in before and values is not old):
                 continue
             noted[name] = [float(value) for value in values[num_old:]]
-            del values[num_old:]
+            del values[num_old:]  # They come back with those of all ranks.
         if not is_filler:
             self._noted.append(noted)
 

@@ -328,6 +328,9 @@ class Metrics:
                 self._list(name).extend([value] * len(group))
         for name in {name for rank in last for name in rank}:
             self._list(name)[:] = [self._last_value(name, [rank[name] for rank in last if name in rank])]
+        for name, values, store in self._collected():
+            if not values:  # TRL divides by their number.
+                del store[_metric(name)]
 
     def _list(self, name: str) -> list[Any]:
         store: dict[str, list[Any]] = getattr(self._trainer, name.partition("/")[0])["train"]

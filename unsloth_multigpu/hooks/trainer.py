@@ -112,11 +112,11 @@ def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callabl
         # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
         # where the model divides by its own.
         self.args.average_tokens_across_devices = False
+        if self.gather_function == self.accelerator.gather:
+            # Seq2SeqTrainer's choice, which keeps the rows that fill up the last batches.
+            self.gather_function = self.accelerator.gather_for_metrics
         evaluation = evaluation_of(self, get_manager(), dataloader)
         with nullcontext() if evaluation is None else evaluation.on_trainer():
-            if evaluation is not None or self.gather_function == self.accelerator.gather:
-                # Seq2SeqTrainer's choice, which keeps the rows that fill up the last batches.
-                self.gather_function = self.accelerator.gather_for_metrics
             try:
                 return original(self, dataloader, *args, **kwargs)
             finally:

@@ -2,8 +2,8 @@
 
 Usage: metrics.py --num-gpus N --jobs sft:17x8x1:1,dpo:26x3x3:end+eval --model DIR --out DIR
 A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
-evaluates 11 rows in batches of 4 after every second step, "nan" makes some losses no number, "lone" lets a callback on
-rank 0 log by itself, "resume" goes on from the second step, "own" collects a metric without a gather.
+evaluates 11 rows in batches of 4 after every second step, "lone" lets a callback on rank 0 log by itself, "resume" goes
+on from the second step. The kind "own" collects a metric without a gather, and "nan" has some losses that are none.
 """
 
 import argparse
