@@ -36,6 +36,7 @@ class FakeTrainer:
         )
         self.is_fsdp_enabled = self.is_deepspeed_enabled = False
         self.compute_loss_func, self.model_accepts_loss_kwargs = None, True
+        self.state = SimpleNamespace(global_step=0)
 
     def get_train_dataloader(self):
         for number in range(self._num_loaders):
@@ -72,7 +73,7 @@ def step_of(*pieces):
 def test_metrics_of_a_trainer_that_gathers_itself_are_not_merged_again():
     trainer = FakeTrainer()
     trainer._metrics = {"train": {"num_tokens": [100.0], "reward": [1.0, 2.0]}}
-    feed(trainer).merge_metrics()
+    feed(trainer).metrics.merge()
     assert trainer._metrics == {"train": {"num_tokens": [100.0], "reward": [1.0, 2.0]}}
 
 

@@ -163,7 +163,12 @@ class Checkpoints:
                 # As the Trainer does, which looked for it beside the hidden folder.
                 trainer.state.best_model_checkpoint = best
             # Every rank has written its files. What rank 0 says is the name of this save, and of no other.
-            name = self._manager.gather_texts(uuid.uuid4().hex)[0]
+            is_first = self._manager.identity.rank == 0
+            told = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if is_first else None])
+            name, callbacks = json.loads(self._manager.gather_texts(told)[0])
+            if not is_first:
+                # The Trainer asks callbacks for their state where it is written.
+                trainer.state.stateful_callbacks = callbacks
             self._in_writers(name, final, functools.partial(self._complete, part, final, before))
         if pushes:
             trainer._push_from_checkpoint(os.fspath(final))

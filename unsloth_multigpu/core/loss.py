@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.trial import ZERO_LOSS, Fit, LossTrial, Sample
 from unsloth_multigpu.core.weighing import ROWS, SUM, weight_of
@@ -295,21 +294,3 @@ def _counts_rows_alone(trainer: Any, name: str, samples: Sequence[Sample], fit: 
         # Weights of classes show only where there are several.
         return labels.is_floating_point() or len(set(labels.tolist())) > 1
     return not fit.is_one_of_several
-
-
-def merge_metrics(trainer: Any, manager: DDPManager) -> None:
-    """Replaces the metrics that TRL has collected for each rank's own samples by those of all ranks. Collective."""
-    for name in ("_metrics", "_stored_metrics"):
-        collected = getattr(trainer, name, None)
-        if isinstance(collected, Mapping) and "train" in collected:
-            _merge(collected["train"], manager)
-
-
-def _merge(mine: Any, manager: DDPManager) -> None:
-    totals = {name: [sum(map(float, values)), len(values)] for name, values in mine.items() if len(values)}
-    ranks = [json.loads(text) for text in manager.gather_texts(json.dumps(totals))]
-    for name in {name for rank in ranks for name in rank}:
-        parts = [rank[name] for rank in ranks if name in rank]
-        # The one running count among them; the others are means over micro-batches.
-        count = 1 if name == "num_tokens" else sum(n for _, n in parts)
-        mine[name] = [sum(total for total, _ in parts) / count]

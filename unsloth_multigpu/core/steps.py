@@ -19,10 +19,10 @@ from unsloth_multigpu.core.loss import (
     Misfit,
     find_loss_scale,
     is_scripts_own,
-    merge_metrics,
     name_of,
 )
 from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.metrics import Metrics
 from unsloth_multigpu.core.trial import draw_samples
 from unsloth_multigpu.core.weighing import ROWS, SUM
 from unsloth_multigpu.data.deal import check_divisible, equation
@@ -68,6 +68,7 @@ class StepFeed:
         # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
         self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
+        self.metrics = Metrics(trainer, manager)
         self.current: MicroBatch | None = None
         self.inexact = ""
 
@@ -92,7 +93,7 @@ class StepFeed:
             for name, override in overrides.items():
                 stack.enter_context(instance_attribute(trainer, name, override))
             for name in ("gather", "gather_for_metrics", "reduce"):
-                alone = functools.partial(self._unless_in_loss, getattr(trainer.accelerator, name))
+                alone = functools.partial(self._unless_in_loss, name, getattr(trainer.accelerator, name))
                 stack.enter_context(instance_attribute(trainer.accelerator, name, alone))
             stack.enter_context(self.balancer.stopwatch.on_model())
             yield
@@ -142,6 +143,7 @@ class StepFeed:
         dealt = self.balancer.prepare(loader, self._scale)
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
         logger.info("samples per step: %s%s", how, dealt)
+        self.metrics.begin(loader, self.num_accumulated)
         self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
@@ -255,7 +257,8 @@ class StepFeed:
             self._beat.mark(micro_batch=i)
             self._piece_factor = self._factor(micro_batch, step, num_items)
             self.balancer.stopwatch.start()
-            with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
+            noted = self.metrics.micro_batch(micro_batch)
+            with noted, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 loss = original(model, micro_batch.inputs, num_items)
             # A mean over nothing is no number; it counts nothing, and must not reach the log.
             losses.append(loss if self._piece_factor else torch.zeros_like(loss))
@@ -265,7 +268,9 @@ class StepFeed:
         self.current, self._must_count = None, False
         self.trainer.args.gradient_accumulation_steps = 1
         self.balancer.end_step()
-        return torch.stack(losses).sum()
+        loss = torch.stack(losses).sum()
+        self.metrics.note_loss(loss)
+        return loss
 
     def _try_again(self) -> None:
         if self._watch is None:
@@ -294,14 +299,14 @@ class StepFeed:
         weighed = loss * self._piece_factor if self._piece_factor else _without_effect(loss)
         return (weighed, *others) if isinstance(result, tuple) else weighed
 
-    def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _unless_in_loss(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.gather` and its like, which TRL's losses call for metrics (and KTO's for its estimate of KL).
 
         Inside a loss a micro-batch is by itself, as in one process: ranks differ in its rows and in how many there are.
         """
         if not self._in_loss:
             return exchange(tensor, *args, **kwargs)
-        return tensor[None] if isinstance(tensor, torch.Tensor) and tensor.dim() == 0 else tensor
+        return self.metrics.gathered(name, tensor, *args, **kwargs)
 
     def begin_epoch(self, epoch: int) -> None:
         """Lets a stream shuffle for `epoch` also where the Trainer resumes in it: accelerate forgets it there."""
@@ -312,11 +317,6 @@ class StepFeed:
     def has_one_order(self) -> bool:
         """True where all ranks follow rank 0's order of samples: none runs out of them before another."""
         return self._loader is not None and not isinstance(self._loader.dataset, StepStream)
-
-    def merge_metrics(self) -> None:
-        """Puts together TRL's training metrics, which each rank has collected for its own samples. Collective."""
-        if self._loader is not None:  # Else this trainer's own gathers were left to it, and have put them together.
-            merge_metrics(self.trainer, self.manager)
 
     def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:
         """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.

@@ -79,6 +79,7 @@ class DDPTrainer:
             stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))
             if self._deals_steps():
                 stack.enter_context(self.steps.on_trainer())
+            stack.enter_context(self.steps.metrics.on_trainer())
             stack.enter_context(self.check.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
             stack.enter_context(self.checkpoints.on_trainer({} if arguments is None else arguments, number))
@@ -295,13 +296,6 @@ def _progress_callback(steered: DDPTrainer) -> Any:
             steered.num_steps += 1
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)
-            # Here every rank comes by; a log call may be made on one alone.
-            if control.should_log:
-                steered.steps.merge_metrics()
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if control.should_log:
-                steered.steps.merge_metrics()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from unsloth_multigpu.data.cost import CostModel
@@ -23,6 +25,8 @@ class Piece:
         is_filler: True where a rank has no sample of its own and computes one without effect, so that it still
             takes part in the gradient exchange.
         work: What its rows cost, in tokens; 0 where lengths are not known.
+        group: The micro-batches of the one-process run whose rows are dealt together with its own, see `with_groups`.
+        is_shared: They are more than this piece.
     """
 
     positions: tuple[int, ...]
@@ -30,6 +34,8 @@ class Piece:
     reference: int = 0
     is_filler: bool = False
     work: float = 0.0
+    group: tuple[int, ...] = field(default=(), compare=False)
+    is_shared: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,36 @@ def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostMode
 def _planned_piece(part: Sequence[int], lengths: Sequence[int], cost: CostModel, rows_of_mean: int) -> Piece:
     share = len(part) / rows_of_mean if rows_of_mean else 1.0
     return Piece(tuple(part), share, work=cost.work([lengths[i] for i in part]))
+
+
+def with_groups(plan: Sequence[Sequence[Piece]], sizes: Sequence[int]) -> list[list[Piece]]:
+    """Tells each piece which micro-batches of the one-process run can be known only together with it.
+
+    These are the ones that its rows are of, and those of other pieces that share one with it. A group of one is a
+    micro-batch whose pieces make it up exactly; in larger ones rows were exchanged.
+
+    Args:
+        plan: `plan[rank]` = its micro-batches.
+        sizes: Rows of each micro-batch that the one-process run would do in this step.
+    """
+    ends = list(accumulate(sizes))
+    touched = [
+        [{bisect_right(ends, p) for p in piece.positions} if not piece.is_filler else set() for piece in share]
+        for share in plan
+    ]
+    groups: list[set[int]] = []
+    for references in (r for share in touched for r in share if r):
+        met = [group for group in groups if group & references]
+        groups = [group for group in groups if not group & references] + [references.union(*met)]
+    group_of = {reference: tuple(sorted(group)) for group in groups for reference in group}
+    num_pieces = Counter(group_of[min(r)] for share in touched for r in share if r)
+    return [
+        [
+            replace(piece, group=group_of[min(r)], is_shared=num_pieces[group_of[min(r)]] > 1) if r else piece
+            for piece, r in zip(share, references, strict=True)
+        ]
+        for share, references in zip(plan, touched, strict=True)
+    ]
 
 
 def _filler(*positions: int) -> Piece:

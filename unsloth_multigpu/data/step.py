@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unsloth_multigpu.data.deal import Piece, deal_step
+from unsloth_multigpu.data.deal import Piece, deal_step, with_groups
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
@@ -48,7 +48,8 @@ class StepShape:
     def pieces(self, sizes: Sequence[int], samples: Sequence[int] | None = None) -> list[Piece]:
         """This rank's pieces of a step; `samples` are its indices in a data set with random access."""
         plan = None if samples is None else self.planner(samples, sizes)
-        return (plan or deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole))[self.rank]
+        plan = plan or deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole)
+        return with_groups(plan, sizes)[self.rank]
 
 
 class MicroBatch:

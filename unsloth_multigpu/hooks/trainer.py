@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
@@ -34,14 +35,14 @@ def trainer_patches(
         config: The run's options.
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
-        get_manager: Gives the manager, which opens the group of CPU ranks.
+        get_manager: Gives the manager, which opens the group of CPU ranks and gathers an evaluation's metrics.
         run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
             `train`.
     """
     evaluation = Patch(
         target="transformers.trainer:Trainer.evaluation_loop",
         supports=_SUPPORTS,
-        wrap=_evaluated_by_batch,
+        wrap=functools.partial(_evaluated_by_batch, get_manager),
         reason="Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
     )
     return [
@@ -132,9 +133,11 @@ def _steered_train(run: RunTraining, original: Callable[..., Any]) -> Callable[.
     return train
 
 
-def _evaluated_by_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.core.evaluation import evaluation_of
+
         counts = self.args.average_tokens_across_devices
         # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
         # where the model divides by its own.
@@ -142,10 +145,12 @@ def _evaluated_by_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.gather_function == self.accelerator.gather:
             # Seq2SeqTrainer's choice, which keeps the rows that fill up the last batches.
             self.gather_function = self.accelerator.gather_for_metrics
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            self.args.average_tokens_across_devices = counts
+        evaluation = evaluation_of(self, get_manager(), dataloader)
+        with nullcontext() if evaluation is None else evaluation.on_trainer():
+            try:
+                return original(self, dataloader, *args, **kwargs)
+            finally:
+                self.args.average_tokens_across_devices = counts
 
     return evaluation_loop
 

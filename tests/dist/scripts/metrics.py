@@ -1,0 +1,257 @@
+"""Trains several kinds of Trainers in one process group and writes all that they logged on each rank.
+
+Usage: metrics.py --num-gpus N --jobs sft:17x8x1:1,dpo:26x3x3:end+eval --model DIR --out DIR
+A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
+evaluates 11 rows in batches of 4 after every second step, "lone" lets a callback on rank 0 log by itself, "resume" goes
+on from the second step. The kind "own" collects a metric without a gather, and "nan" has some losses that are none.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-gpus", type=int, required=True)
+parser.add_argument("--jobs", required=True)
+parser.add_argument("--model", required=True)
+parser.add_argument("--out", required=True)
+parser.add_argument("--balance", default="auto")
+args = parser.parse_args()
+
+ump.enable_multi_gpu(num_gpus=args.num_gpus, balance=args.balance)
+
+import torch  # noqa: E402
+import trl.trainer.utils  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import (  # noqa: E402
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from tiny_model import topics  # noqa: E402
+
+rank = int(os.environ.get("RANK", "0"))
+
+
+class LogProbs:
+    """Stands in for TRL's fused kernel, which runs on a GPU only: the same five numbers of each token."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, *_):
+        logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
+        logps = logits.log_softmax(-1)
+        probs = logps.exp()
+        chosen = logps.gather(-1, targets[:, None])[:, 0]
+        with torch.no_grad():
+            entropy, top = -(probs * logps).sum(-1), logits.argmax(-1) == targets
+            return chosen, entropy, probs.square().sum(-1).log(), logits.mean(-1), top
+
+
+trl.trainer.utils._ChunkedLogProbFunction = LogProbs
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+out = Path(args.out)
+out.mkdir(parents=True, exist_ok=True)
+
+
+def causal_lm():
+    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+
+
+def with_head(num_labels):
+    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=num_labels, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.score.weight, std=0.05)
+    return model
+
+
+def trl_trainer(trainer, config, rows, evaluated, common, **settings):
+    return trainer(
+        model=with_head(1) if trainer is RewardTrainer else causal_lm(),
+        args=config(max_length=96, **settings, **common),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(evaluated),
+        processing_class=tokenizer,
+    )
+
+
+def sft(texts, evaluated, common):
+    rows, few = ([{"text": text} for text in part] for part in (texts, evaluated))
+    return trl_trainer(SFTTrainer, SFTConfig, rows, few, common, dataset_text_field="text", loss_type="nll")
+
+
+class OwnMetricTrainer(SFTTrainer):
+    """Collects a metric of this rank's own: nobody can know what it is."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if model.training:
+            self._metrics["train"]["longest"].append(float(inputs["input_ids"].shape[1]))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def own(texts, evaluated, common):
+    rows, few = ([{"text": text} for text in part] for part in (texts, evaluated))
+    return trl_trainer(OwnMetricTrainer, SFTConfig, rows, few, common, dataset_text_field="text", loss_type="nll")
+
+
+def pairs(texts):
+    return [{"prompt": t[:20], "chosen": t[20:], "rejected": t[20:][::-1]} for t in texts]
+
+
+def dpo(texts, evaluated, common):
+    return trl_trainer(DPOTrainer, DPOConfig, pairs(texts), pairs(evaluated), common)
+
+
+def reward(texts, evaluated, common):
+    return trl_trainer(RewardTrainer, RewardConfig, pairs(texts), pairs(evaluated), common)
+
+
+def unpaired(texts):
+    return [{"prompt": t[:20], "completion": t[20:], "label": i % 3 == 0} for i, t in enumerate(texts)]
+
+
+def kto(texts, evaluated, common):
+    # The default loss measures the rows of a micro-batch by each other.
+    settings = {"loss_type": "apo_zero_unpaired"}
+    return trl_trainer(KTOTrainer, KTOConfig, unpaired(texts), unpaired(evaluated), common, **settings)
+
+
+def labelled(texts):
+    rows = Dataset.from_dict({"text": texts, "labels": [i % 2 for i in range(len(texts) - 1)] + [2]})
+    return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
+
+
+class NanTrainer(Trainer):
+    """The row with label 2 makes the loss no number, and has a gradient all the same."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        spoilt = self.state.global_step and model.training and bool((inputs["labels"] == 2).any())
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss + torch.tensor(float("nan")) if spoilt else loss
+
+
+def classifier(texts, evaluated, common, trainer=Trainer):
+    return trainer(
+        model=with_head(3),
+        args=TrainingArguments(include_num_input_tokens_seen="all", **common),
+        train_dataset=labelled(texts),
+        eval_dataset=labelled(evaluated),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+    )
+
+
+def nan(texts, evaluated, common):
+    return classifier(texts, evaluated, common, NanTrainer)
+
+
+def grpo(texts, evaluated, common):
+    # The likeliest token, so that one process and several generate the same.
+    settings = {"num_generations": 4, "max_completion_length": 8, "top_k": 1, "beta": 0.1}
+    return GRPOTrainer(
+        model=causal_lm(),
+        args=GRPOConfig(**settings, **common),
+        train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in texts]}),
+        reward_funcs=lambda completions, **kwargs: [float(len(set(c))) for c in completions],
+        processing_class=tokenizer,
+    )
+
+
+class LoneLog(TrainerCallback):
+    trainer = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and state.is_world_process_zero:
+            self.trainer.log({"note": 1.0})
+
+
+class Pause(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            control.should_save = control.should_training_stop = True
+
+
+def settings_of(shape, options, folder):
+    _, batch_size, accumulation = map(int, shape.split("x"))
+    logging = options[0]
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 2,
+        "learning_rate": 2e-3,
+        "optim": "sgd",
+        "logging_strategy": "no" if logging == "end" else "steps",
+        "logging_steps": 1 if logging == "end" else int(logging),
+        "save_strategy": "no",
+        "report_to": [],
+        "seed": 7,
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        **(evaluation if "eval" in options else {}),
+    }
+
+
+def made(kind, shape, options, folder):
+    torch.manual_seed(3)
+    texts, evaluated = topics(int(shape.split("x")[0]), max_words=40), topics(11, max_words=40, seed=1)
+    return globals()[kind](texts, evaluated, settings_of(shape, options, folder))
+
+
+def run(job):
+    kind, shape, options = job.split(":")
+    options = options.split("+")
+    name = job.replace(":", "_")
+    folder = out / f"{name}_checkpoints"
+    checkpoint = None
+    if "resume" in options:
+        trainer = made(kind, shape, options, folder)
+        trainer.add_callback(Pause())
+        trainer.train()
+        checkpoint = str(folder / "checkpoint-2")
+    trainer = made(kind, shape, options, folder)
+    if "lone" in options:
+        trainer.add_callback(callback := LoneLog())
+        callback.trainer = trainer
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    facts = {
+        "training_loss": result.training_loss,
+        "metrics": result.metrics,
+        "state": {k: v for k, v in vars(trainer.state).items() if k != "stateful_callbacks"},
+        "stateful_callbacks": trainer.state.stateful_callbacks,
+        "evaluated": trainer.evaluate() if "eval" in options else {},
+        "collected": {mode: dict(kept) for mode, kept in getattr(trainer, "_metrics", {}).items()},
+    }
+    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+for job in args.jobs.split(","):
+    run(job)

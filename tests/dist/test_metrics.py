@@ -1,0 +1,126 @@
+"""What is logged: every number of every line of two and three ranks against one process.
+
+Jobs are told in scripts/metrics.py. In 17x8x1 the last step has one row, so that a rank computes a filler; in 26x3x3
+ranks share micro-batches and the last step is incomplete.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import finish, light, start
+from tests.helpers.tiny import build_tiny
+
+SCRIPT = Path(__file__).parent / "scripts" / "metrics.py"
+# Times, and what is made from them.
+OF_TIME = ("runtime", "per_second", "preparation_time", "step_time")
+SHARED = ["sft:17x8x1:end+eval", "dpo:26x3x3:1", "kto:26x3x3:1+eval"]
+JOBS = [
+    *(SHARED[0], SHARED[2]),
+    "sft:17x8x1:1+resume",
+    "dpo:17x8x1:1+eval",
+    "reward:26x3x2:end+eval",
+    "classifier:17x8x1:1+eval",
+    "nan:17x8x1:3",
+    "grpo:16x8x1:end",
+]
+PLANNED, LONE = "sft:24x4x2:1", "own:17x8x1:3+lone"
+# name -> ranks, how they are dealt, jobs
+RUNS = {
+    "one": (1, "auto", [*JOBS, SHARED[1], LONE, "sft:24x8x1:1"]),
+    "two": (2, "auto", [*JOBS, PLANNED, LONE]),
+    "three": (3, "off", SHARED),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("metrics")
+    build_tiny(path / "model")
+    found = {}
+    for name, (num_ranks, balance, jobs) in RUNS.items():
+        arguments = ["--num-gpus", num_ranks, "--balance", balance, "--jobs", ",".join(jobs)]
+        folders = ["--model", path / "model", "--out", path / name]
+        run = finish(start([SCRIPT, *arguments, *folders], path, light("rich", "triton")))
+        assert run.code == 0, run.err
+        found[name] = {
+            job: [json.loads((path / name / f"{job.replace(':', '_')}_{r}.json").read_text()) for r in range(num_ranks)]
+            for job in jobs
+        }
+        found[f"{name} said"] = run.err
+    return found
+
+
+def is_near(first, second):
+    if isinstance(first, dict) and isinstance(second, dict):
+        return not differences(first, second)
+    if not all(isinstance(x, (int, float)) for x in (first, second)):
+        return first == second
+    # Rewards are differences of sums of hundreds, and have their rounding.
+    near = math.isclose(first, second, rel_tol=1e-4, abs_tol=5e-6)
+    return near or (math.isnan(first) and math.isnan(second))
+
+
+def differences(first, second, but=()):
+    """Keys whose values differ, with both."""
+    keys = [key for key in {**first, **second} if not any(word in key for word in (*OF_TIME, *but))]
+    missing = object()
+    pairs = {key: (first.get(key, missing), second.get(key, missing)) for key in keys}
+    return {key: pair for key, pair in pairs.items() if not is_near(*pair)}
+
+
+def assert_same_log(one, many, but=()):
+    lines, others = (facts["state"]["log_history"] for facts in (one, many))
+    assert len(lines) == len(others) > 0
+    for line, other in zip(lines, others, strict=True):
+        assert not differences(line, other, but), f"step {line['step']}"
+    assert is_near(one["training_loss"], many["training_loss"])
+    assert not differences(one["metrics"], many["metrics"], but)
+    # Of evaluate() behind the training, which nothing steers.
+    assert not differences(one["evaluated"], many["evaluated"], but)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_two_ranks_log_what_one_process_logs(runs, job):
+    assert_same_log(runs["one"][job][0], runs["two"][job][0])
+
+
+@pytest.mark.parametrize("job", SHARED)
+def test_three_ranks_log_what_one_process_logs(runs, job):
+    assert_same_log(runs["one"][job][0], runs["three"][job][0])
+
+
+def test_line_of_a_planned_step_has_the_mean_over_its_tokens(runs):
+    # As of one process whose step is one micro-batch. The padding of others' micro-batches is not computed.
+    assert_same_log(runs["one"]["sft:24x8x1:1"][0], runs["two"][PLANNED][0], but=["total_flos"])
+
+
+@pytest.mark.parametrize("name", ["two", "three"])
+def test_ranks_end_with_one_state(runs, name):
+    for job, (first, *others) in runs[name].items():
+        for other in others if job != LONE else ():
+            left = differences(first["state"], other["state"], ["process_zero", "log_history"])
+            assert not left, job
+            assert_same_log(first, other)
+            assert first["stateful_callbacks"] == other["stateful_callbacks"], job
+            assert first["collected"] == other["collected"], job
+
+
+def test_metric_of_unknown_kind_is_named_once(runs):
+    assert runs["two said"].count("longest: how OwnMetricTrainer makes this metric is not known") == 1
+    assert runs["two said"].count("is not known") == 1
+    assert "is not known" not in runs["three said"]
+    assert "longest" in runs["two"][LONE][0]["state"]["log_history"][-2]
+
+
+def test_log_of_one_rank_alone_holds_no_part_and_loses_none(runs):
+    whole, lines = (runs[name][LONE][0]["state"]["log_history"] for name in ("one", "two"))
+    assert [line for line in lines if "note" in line] == [{"note": 1.0, "epoch": pytest.approx(2 / 3), "step": 2}]
+    assert runs["two said"].count("log() was called beside the training's own lines") == 1
+    for line, other in zip(whole[1:], lines[1:], strict=True):
+        assert not differences(line, other, but=["longest", "entropy", "accuracy"])
+    # One process has told the first two steps in the line of the callback.
+    first, last = (line["mean_token_accuracy"] for line in (whole[0], whole[1]))
+    assert lines[1]["mean_token_accuracy"] == pytest.approx((2 * first + last) / 3)

@@ -1,0 +1,173 @@
+"""Evaluates as one process does: ranks share its batches whole, and each batch's numbers count by themselves."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.metrics import STORES
+from unsloth_multigpu.core.steps import instance_attribute
+
+
+class _Rounds(BatchSampler):
+    """One process's batches, and the first of them again until each rank has as many: the ranks meet for each.
+
+    Args:
+        batches: Of one process.
+        num_ranks: Batch `i` is for rank `i % num_ranks`.
+    """
+
+    def __init__(self, batches: BatchSampler, num_ranks: int) -> None:
+        self._batches = batches
+        self._num_ranks = num_ranks
+        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first: list[int] = []
+        for batch in self._batches:
+            first = first or list(batch)
+            yield batch
+        for _ in range(len(self) - len(self._batches)):
+            yield first
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self._num_ranks) * self._num_ranks
+
+
+class Evaluation:
+    """One pass over an evaluation data set.
+
+    accelerate fills up the last batches with rows from the start, whose losses and metrics then count; TRL gathers its
+    metrics of all ranks' batches together. Here each batch is one of one process's, and its metrics are its own. A rank
+    without one computes a filler, which counts nothing.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        loader: As accelerate prepared it.
+    """
+
+    def __init__(self, trainer: Any, manager: DDPManager, loader: Any) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._shard = loader.batch_sampler
+        self._batches: BatchSampler = self._shard.batch_sampler
+        self._num_rows = len(self._batches.sampler)
+        self._in_step = False
+        self._num_done = 0
+        self._noted: list[dict[str, list[float]]] = []
+
+    @contextmanager
+    def on_trainer(self) -> Iterator[None]:
+        """Puts our methods on the trainer for the time of the evaluation. Collective, where TRL collects metrics."""
+        trainer, shard = self._trainer, self._shard
+        rounds = _Rounds(self._batches, shard.num_processes)
+        step = functools.partial(self._prediction_step, trainer.prediction_step)
+        with ExitStack() as stack:
+            stack.enter_context(instance_attribute(shard, "batch_sampler", rounds))
+            stack.enter_context(instance_attribute(shard, "even_batches", False))
+            stack.enter_context(instance_attribute(trainer, "prediction_step", step))
+            for name in ("gather", "gather_for_metrics", "reduce"):
+                alone = functools.partial(self._unless_in_step, name, getattr(trainer.accelerator, name))
+                stack.enter_context(instance_attribute(trainer.accelerator, name, alone))
+            yield
+        # The loop has bound the one that was in its place.
+        trainer.gather_function = trainer.accelerator.gather_for_metrics
+        if any(hasattr(trainer, store) for store in STORES):
+            self._merge()
+
+    def _unless_in_step(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.gather` and its like: in the loss of a batch each rank has a batch of its own."""
+        if not self._in_step:
+            return exchange(tensor, *args, **kwargs)
+        is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
+        return tensor[None] if is_number and name != "reduce" else tensor
+
+    def _prediction_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.prediction_step`: keeps apart what the batch adds to TRL's metrics."""
+        number = self._num_done * self._shard.num_processes + self._shard.process_index
+        num_batches, batch_size = len(self._batches), self._batches.batch_size
+        last = self._num_rows - (num_batches - 1) * batch_size
+        before = {name: (values, len(values)) for name, values in self._collected()}
+        self._in_step = True
+        try:
+            loss, logits, labels = original(*args, **kwargs)
+        finally:
+            self._in_step = False
+            self._num_done += 1
+        self._note(before, is_filler=number >= num_batches)
+        if number == num_batches - 1 and num_batches > 1 and last < batch_size:
+            # Predictions are gathered row by row, and the rows behind the last are cut off again.
+            logits, labels = (_filled_up(x, last, batch_size) for x in (logits, labels))
+        return loss, logits, labels
+
+    def _collected(self) -> list[tuple[str, list[float]]]:
+        found = []
+        for attribute in STORES:
+            stores = getattr(self._trainer, attribute, None)
+            if isinstance(stores, Mapping) and "eval" in stores:
+                found += [(f"{attribute}/{name}", values) for name, values in stores["eval"].items()]
+        return found
+
+    def _note(self, before: Mapping[str, tuple[list[float], int]], *, is_filler: bool) -> None:
+        noted = {}
+        for name, values in self._collected():
+            old, num_old = before.get(name, ([], 0))
+            # A list in the place of the old one holds a last value, as of a count.
+            if name.endswith("/num_tokens") or (name in before and values is not old):
+                continue
+            noted[name] = [float(value) for value in values[num_old:]]
+            del values[num_old:]  # They come back with those of all ranks.
+        if not is_filler:
+            self._noted.append(noted)
+
+    def _merge(self) -> None:
+        """Puts all batches' metrics into each rank's lists, in the order of one process."""
+        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(self._noted))]
+        for number in range(max(map(len, ranks), default=0)):
+            for noted in (rank[number] for rank in ranks if number < len(rank)):
+                for name, values in noted.items():
+                    attribute, _, metric = name.partition("/")
+                    getattr(self._trainer, attribute)["eval"].setdefault(metric, []).extend(values)
+
+
+def _filled_up(values: Any, num_rows: int, wanted: int) -> Any:
+    """Repeats the last row of each tensor of `num_rows` rows, or a multiple of them, until there are as many more."""
+    if isinstance(values, (tuple, list)):
+        return type(values)(_filled_up(value, num_rows, wanted) for value in values)
+    if isinstance(values, Mapping):
+        filled = {key: _filled_up(value, num_rows, wanted) for key, value in values.items()}
+        return type(values)(**filled) if hasattr(values, "to_tuple") else filled
+    if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) % num_rows:
+        return values
+    num_more = len(values) // num_rows * (wanted - num_rows)
+    return torch.cat([values, values[-1:].expand(num_more, *values.shape[1:])])
+
+
+def evaluation_of(trainer: Any, manager: DDPManager, loader: Any) -> Evaluation | None:
+    """The evaluation of a loader whose batches can be shared whole; None for others, which stay accelerate's.
+
+    These are streams, batches of varying size, batches that accelerate splits, and trainers that generate samples.
+    """
+    from accelerate.data_loader import BatchSamplerShard
+
+    shard = getattr(loader, "batch_sampler", None)
+    if not isinstance(shard, BatchSamplerShard) or shard.split_batches or shard.drop_last or not shard.even_batches:
+        return None
+    batches = shard.batch_sampler
+    if type(batches) is not BatchSampler or shard.num_processes != manager.identity.world_size:
+        return None
+    if hasattr(trainer.args, "steps_per_generation") or "inputs" in trainer.args.include_for_metrics:
+        return None
+    try:
+        num_samples = len(batches.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return Evaluation(trainer, manager, loader) if num_samples == len(loader.dataset) > 0 else None
