@@ -49,6 +49,7 @@ LAYERS = {
     "data.cost": 1,
     "data.deal": 1,
     "data.plan": 1,
+    "data.generation": 1,
     "launch.channel": 0,
     "launch.child": 1,
     "federated.option": 0,
