@@ -10,7 +10,8 @@ from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code
 from unsloth_multigpu.data.deal import Piece
-from unsloth_multigpu.data.step import MicroBatch, Step, collate_step
+from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, collate_step
+from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
@@ -156,3 +157,55 @@ def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it
 @pytest.mark.parametrize(("code", "shown"), [(None, 0), (0, 0), (3, 3), ("no data", 1)])
 def test_exit_code_is_the_one_that_python_ends_with(code, shown):
     assert _exit_code(SystemExit(code)) == shown
+
+
+class Pass(torch.utils.data.DataLoader):
+    """The reference of a stream, as accelerate prepares it."""
+
+    def set_epoch(self, epoch):
+        """Its order does not depend on it."""
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __iter__(self):
+        return iter(range(self.num_rows))
+
+
+class CountedNumbers(Numbers):
+    def __len__(self):
+        return self.num_rows
+
+
+def stream_of(rows, num_accumulated):
+    shape = StepShape(0, 1, num_accumulated, regroup=False, planner=lambda *_: None)
+    return StepStream(Pass(rows, batch_size=2, collate_fn=list), shape, list)
+
+
+def rows_of(step):
+    return [row for micro_batch in step.micro_batches for row in micro_batch.inputs]
+
+
+def test_rows_left_over_by_a_stream_are_in_the_first_step_of_its_next_pass():
+    stream = stream_of(Numbers(10), 2)
+    passes = [list(stream) for _ in range(3)]
+    assert [[rows_of(step) for step in steps] for steps in passes] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3
+    left_over = [[step.left_over and rows_of(step.left_over) for step in steps] for steps in passes]
+    assert left_over == [[None, None], [[8, 9], None], [[8, 9], None]]
+
+
+def test_rows_left_over_by_a_stream_with_a_length_are_a_step():
+    stream = stream_of(CountedNumbers(10), 2)
+    assert stream.num_steps() == 3
+    for _ in range(2):
+        steps = list(stream)
+        assert [rows_of(step) for step in steps] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert all(step.left_over is None for step in steps)
+
+
+def test_stream_without_length_and_without_a_whole_step_is_refused():
+    with pytest.raises(SetupError, match=r"after 1 micro-batch\(es\), fewer than gradient_accumulation_steps=2"):
+        list(stream_of(Numbers(2), 2))
+    assert [rows_of(step) for step in stream_of(CountedNumbers(2), 2)] == [[0, 1]]

@@ -277,7 +277,8 @@ def _progress_callback(steered: DDPTrainer) -> Any:
                 set_seed(args.seed + rank)
 
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steered.steps.begin_epoch(int((state.epoch or 0) + 1e-6))
+            if not steered.num_steps:  # Later ones are told by the loop, which counts passes of a stream, too.
+                steered.steps.begin_epoch(int((state.epoch or 0) + 1e-6))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steered.num_steps += 1
