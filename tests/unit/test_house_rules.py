@@ -102,6 +102,7 @@ LAYERS = {
     "core.collation": 3,
     "core.stopwatch": 3,
     "core.traffic": 3,
+    "core.trainable": 3,
     "core.check": 3,
     "core.serial": 3,
     "hooks.*": 4,

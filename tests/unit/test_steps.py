@@ -147,11 +147,14 @@ def test_training_in_which_ranks_would_go_ways_of_their_own_is_refused(args, num
 
 def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it_was_time():
     ours, checked = steered(FakeTrainer(), sync="local_sgd"), []
-    ours.replicas = SimpleNamespace(is_due=lambda step: step == 3, check=lambda model, step: checked.append(step))
+    ours.trainer.optimizer = torch.optim.SGD(ours.trainer.model.parameters())
+    ours.replicas = SimpleNamespace(
+        is_due=lambda step: step == 3, check=lambda model, step, beside: checked.append((step, beside))
+    )
     for step in range(1, 9):
         ours.exchange.sync = SimpleNamespace(are_replicas_equal=step % 4 == 0)
         ours.prove_replicas(step)
-    assert checked == [4]
+    assert checked == [(4, [])]
 
 
 @pytest.mark.parametrize(("code", "shown"), [(None, 0), (0, 0), (3, 3), ("no data", 1)])

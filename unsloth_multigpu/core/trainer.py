@@ -21,6 +21,7 @@ from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
+from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
@@ -28,7 +29,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, forget_evaluation
+from unsloth_multigpu.sync.ddp import ddp_settings, forget_evaluation, make_readable
 
 logger = get_logger(__name__)
 
@@ -59,6 +60,7 @@ class DDPTrainer:
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
         self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), beat, self._may_stop)
         self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
+        self.trained = TrainedParameters(trainer, manager, self.exchange, self._ask_for_proof)
         self.num_steps = 0
         self._is_proof_due = False
 
@@ -80,6 +82,7 @@ class DDPTrainer:
                 stack.enter_context(self.steps.on_trainer())
             stack.enter_context(self.check.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
+            stack.enter_context(self.trained.on_trainer(number))
             stack.enter_context(self.checkpoints.on_trainer({} if arguments is None else arguments, number))
             stack.enter_context(self.guard.on_trainer())
             stack.enter_context(self._progress())
@@ -194,7 +197,7 @@ class DDPTrainer:
         if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
             raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
         if is_trained:
-            inner.__class__ = ReadableDDP
+            make_readable(inner, model, handler.find_unused_parameters)
         return wrapped
 
     @contextmanager
@@ -241,8 +244,11 @@ class DDPTrainer:
         """Compares the ranks' weights where it is time, once they are to be equal. Collective."""
         self._is_proof_due = self._is_proof_due or self.replicas.is_due(step)
         if self._is_proof_due and self.are_replicas_equal:
-            self.replicas.check(self.trainer.model, step)
+            self.replicas.check(self.trainer.model, step, parameters_beside_the_model(self.trainer))
             self._is_proof_due = False
+
+    def _ask_for_proof(self) -> None:
+        self._is_proof_due = self.config.verify_every > 0
 
     @property
     def are_replicas_equal(self) -> bool:
@@ -295,6 +301,7 @@ def _progress_callback(steered: DDPTrainer) -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
             if steered.replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
-                steered.replicas.check(steered.trainer.model, state.global_step)
+                beside = parameters_beside_the_model(steered.trainer)
+                steered.replicas.check(steered.trainer.model, state.global_step, beside)
 
     return Progress()
