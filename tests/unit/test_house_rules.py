@@ -101,6 +101,7 @@ LAYERS = {
     "core.attention": 3,
     "core.collation": 3,
     "core.stopwatch": 3,
+    "core.buffer": 3,
     "core.traffic": 3,
     "core.trainable": 3,
     "core.check": 3,

@@ -242,9 +242,9 @@ def test_check_is_due_after_the_first_step_and_every_so_many(every: int, start: 
 def test_best_checkpoint_is_compared_although_the_last_step_was(
     every: int, is_best_loaded: bool, steps: list[int]
 ) -> None:
-    from unsloth_multigpu.core.trainer import _progress_callback
     import torch
 
+    from unsloth_multigpu.core.trainer import _progress_callback
     from unsloth_multigpu.proof.replicas import ReplicaProof
 
     manager = Manager(every, 0, Group(1))

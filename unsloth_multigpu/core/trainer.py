@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.core.buffer import EqualBuffers, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.exchange import Exchange
@@ -53,6 +54,7 @@ class DDPTrainer:
         self.on_agreed: Callable[[], None] = lambda: None
         self.events = events
         self.steps = StepFeed(trainer, manager, beat)
+        self.statistics = RunningStatistics(trainer, manager, self.steps)
         self.check = StepCheck(trainer, manager, self.steps)
         self.guard = Guard(trainer, manager, events, beat)
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
@@ -79,10 +81,13 @@ class DDPTrainer:
         with ExitStack() as stack:
             stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))
             if self._deals_steps():
+                stack.enter_context(self.statistics.of_micro_batches())
                 stack.enter_context(self.steps.on_trainer())
+                stack.enter_context(self.statistics.of_steps())
             stack.enter_context(self.check.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
             stack.enter_context(self.trained.on_trainer(number))
+            stack.enter_context(EqualBuffers(self.trainer, self.manager).on_trainer())
             stack.enter_context(self.checkpoints.on_trainer({} if arguments is None else arguments, number))
             stack.enter_context(self.guard.on_trainer())
             stack.enter_context(self._progress())
