@@ -8,7 +8,7 @@ import torch
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.steps import StepFeed
-from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code
+from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code, _progress_callback
 from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, collate_step
 from unsloth_multigpu.data.stream import StepStream
@@ -212,3 +212,13 @@ def test_stream_without_length_and_without_a_whole_step_is_refused():
     with pytest.raises(SetupError, match=r"after 1 micro-batch\(es\), fewer than gradient_accumulation_steps=2"):
         list(stream_of(Numbers(2), 2))
     assert [rows_of(step) for step in stream_of(CountedNumbers(2), 2)] == [[0, 1]]
+
+
+def test_epoch_is_told_at_the_start_alone():
+    # A stream's steps are counted as if it were read once; transformers 4 tells the pass before the callbacks run.
+    told, steered_one = [], SimpleNamespace(num_steps=0, manager=manager_of(ONE_OF_TWO))
+    steered_one.steps = SimpleNamespace(begin_epoch=told.append)
+    callback = _progress_callback(steered_one)
+    for steered_one.num_steps, epoch in ((0, 2.5), (4, 2.9), (9, 3.4)):
+        callback.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)
+    assert told == [2]
