@@ -242,6 +242,8 @@ def test_check_is_due_after_the_first_step_and_every_so_many(every: int, start: 
 def test_best_checkpoint_is_compared_although_the_last_step_was(
     every: int, is_best_loaded: bool, steps: list[int]
 ) -> None:
+    import torch
+
     from unsloth_multigpu.core.trainer import _progress_callback
     from unsloth_multigpu.proof.replicas import ReplicaProof
 
@@ -249,9 +251,11 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
     manager.identity.world_size = 2
     replicas = ReplicaProof(manager)  # type: ignore[arg-type]
     checked: list[int] = []
-    replicas.check = lambda _model, step: checked.append(step)  # type: ignore[method-assign, assignment]
+    replicas.check = lambda _model, step, _beside: checked.append(step)  # type: ignore[method-assign, assignment]
     replicas._last_equal_step = 4 if every else None
-    steered: Any = SimpleNamespace(manager=manager, replicas=replicas, trainer=SimpleNamespace(model=None))
+    model = torch.nn.Linear(1, 1)
+    trainer = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    steered: Any = SimpleNamespace(manager=manager, replicas=replicas, trainer=trainer)
     state, args = SimpleNamespace(global_step=4), SimpleNamespace(load_best_model_at_end=is_best_loaded)
     _progress_callback(steered).on_train_end(args, state, None)
     assert checked == steps

@@ -8,9 +8,10 @@ import torch
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.steps import StepFeed
-from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code
+from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code, _progress_callback
 from unsloth_multigpu.data.deal import Piece
-from unsloth_multigpu.data.step import MicroBatch, Step, collate_step
+from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, collate_step
+from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
@@ -147,11 +148,14 @@ def test_training_in_which_ranks_would_go_ways_of_their_own_is_refused(args, num
 
 def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it_was_time():
     ours, checked = steered(FakeTrainer(), sync="local_sgd"), []
-    ours.replicas = SimpleNamespace(is_due=lambda step: step == 3, check=lambda model, step: checked.append(step))
+    ours.trainer.optimizer = torch.optim.SGD(ours.trainer.model.parameters())
+    ours.replicas = SimpleNamespace(
+        is_due=lambda step: step == 3, check=lambda model, step, beside: checked.append((step, beside))
+    )
     for step in range(1, 9):
         ours.exchange.sync = SimpleNamespace(are_replicas_equal=step % 4 == 0)
         ours.prove_replicas(step)
-    assert checked == [4]
+    assert checked == [(4, [])]
 
 
 @pytest.mark.parametrize(("code", "shown"), [(None, 0), (0, 0), (3, 3), ("no data", 1)])
@@ -190,3 +194,65 @@ def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
     manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
         DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
+
+
+class Pass(torch.utils.data.DataLoader):
+    """The reference of a stream, as accelerate prepares it."""
+
+    def set_epoch(self, epoch):
+        """Its order does not depend on it."""
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __init__(self, num_rows):
+        self.num_rows = num_rows
+
+    def __iter__(self):
+        return iter(range(self.num_rows))
+
+
+class CountedNumbers(Numbers):
+    def __len__(self):
+        return self.num_rows
+
+
+def stream_of(rows, num_accumulated):
+    shape = StepShape(0, 1, num_accumulated, regroup=False, planner=lambda *_: None)
+    return StepStream(Pass(rows, batch_size=2, collate_fn=list), shape, list)
+
+
+def rows_of(step):
+    return [row for micro_batch in step.micro_batches for row in micro_batch.inputs]
+
+
+def test_rows_left_over_by_a_stream_are_in_the_first_step_of_its_next_pass():
+    stream = stream_of(Numbers(10), 2)
+    passes = [list(stream) for _ in range(3)]
+    assert [[rows_of(step) for step in steps] for steps in passes] == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 3
+    left_over = [[step.left_over and rows_of(step.left_over) for step in steps] for steps in passes]
+    assert left_over == [[None, None], [[8, 9], None], [[8, 9], None]]
+
+
+def test_rows_left_over_by_a_stream_with_a_length_are_a_step():
+    stream = stream_of(CountedNumbers(10), 2)
+    assert stream.num_steps() == 3
+    for _ in range(2):
+        steps = list(stream)
+        assert [rows_of(step) for step in steps] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert all(step.left_over is None for step in steps)
+
+
+def test_stream_without_length_and_without_a_whole_step_is_refused():
+    with pytest.raises(SetupError, match=r"after 1 micro-batch\(es\), fewer than gradient_accumulation_steps=2"):
+        list(stream_of(Numbers(2), 2))
+    assert [rows_of(step) for step in stream_of(CountedNumbers(2), 2)] == [[0, 1]]
+
+
+def test_epoch_is_told_at_the_start_alone():
+    # A stream's steps are counted as if it were read once; transformers 4 tells the pass before the callbacks run.
+    told, steered_one = [], SimpleNamespace(num_steps=0, manager=manager_of(ONE_OF_TWO))
+    steered_one.steps = SimpleNamespace(begin_epoch=told.append)
+    callback = _progress_callback(steered_one)
+    for steered_one.num_steps, epoch in ((0, 2.5), (4, 2.9), (9, 3.4)):
+        callback.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)
+    assert told == [2]

@@ -38,7 +38,9 @@ def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> 
     installed = ((name, installed_version(name)) for name in ("unsloth_multigpu", *SUPPORTED))
     facts |= {f"version of {name}": version and version.partition("+")[0] for name, version in installed}
     facts["version of python"] = ".".join(platform.python_version_tuple()[:2])
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    # torch gives streams a method that raises.
+    has_rows = hasattr(data, "__getitem__") and not isinstance(data, torch.utils.data.IterableDataset)
+    if hasattr(data, "__len__") and has_rows:
         facts["samples"] = len(data)
         places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
         with kept_random_state():

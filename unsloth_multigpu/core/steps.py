@@ -206,6 +206,8 @@ class StepFeed:
         step = next(epoch_iterator, None)
         if step is None:
             return [], None
+        if step.left_over is not None:
+            _, step.left_over_items = self._batch_samples(original, iter([step.left_over]), 1, device)
         self.balancer.check_labels([m.inputs for m in step.micro_batches])
         for micro_batch in step.micro_batches:
             # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
@@ -245,6 +247,9 @@ class StepFeed:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
         self._try_again()
         losses = []
+        if step.left_over is not None:
+            with self.trainer.accelerator.no_sync(model):
+                losses.append(self._training_step(original, model, step.left_over, step.left_over_items))
         self._must_count = num_items is not None and (self._scale.is_token_normalised or self._scale.is_multiplied)
         # Read by losses that are means of micro-batches, and by auxiliary losses.
         self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.core.buffer import EqualBuffers, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.exchange import Exchange
@@ -22,6 +23,7 @@ from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
+from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
@@ -29,7 +31,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation
+from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ddp_settings, forget_evaluation, make_readable
 
 logger = get_logger(__name__)
 
@@ -53,6 +55,7 @@ class DDPTrainer:
         self.on_agreed: Callable[[], None] = lambda: None
         self.events = events
         self.steps = StepFeed(trainer, manager, beat)
+        self.statistics = RunningStatistics(trainer, manager, self.steps)
         self.check = StepCheck(trainer, manager, self.steps)
         self.guard = Guard(trainer, manager, events, beat)
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
@@ -60,6 +63,7 @@ class DDPTrainer:
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
         self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), beat, self._may_stop)
         self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
+        self.trained = TrainedParameters(trainer, manager, self.exchange, self._ask_for_proof)
         self.num_steps = 0
         self._is_proof_due = False
 
@@ -78,10 +82,14 @@ class DDPTrainer:
         with ExitStack() as stack:
             stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))
             if self._deals_steps():
+                stack.enter_context(self.statistics.of_micro_batches())
                 stack.enter_context(self.steps.on_trainer())
+                stack.enter_context(self.statistics.of_steps())
             stack.enter_context(self.steps.metrics.on_trainer())
             stack.enter_context(self.check.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
+            stack.enter_context(self.trained.on_trainer(number))
+            stack.enter_context(EqualBuffers(self.trainer, self.manager).on_trainer())
             stack.enter_context(self.checkpoints.on_trainer({} if arguments is None else arguments, number))
             stack.enter_context(self.guard.on_trainer())
             stack.enter_context(self._progress())
@@ -201,7 +209,7 @@ class DDPTrainer:
         if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
             raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
         if is_trained:
-            inner.__class__ = ReadableDDP
+            make_readable(inner, model, handler.find_unused_parameters)
         return wrapped
 
     @contextmanager
@@ -248,8 +256,11 @@ class DDPTrainer:
         """Compares the ranks' weights where it is time, once they are to be equal. Collective."""
         self._is_proof_due = self._is_proof_due or self.replicas.is_due(step)
         if self._is_proof_due and self.are_replicas_equal:
-            self.replicas.check(self.trainer.model, step)
+            self.replicas.check(self.trainer.model, step, parameters_beside_the_model(self.trainer))
             self._is_proof_due = False
+
+    def _ask_for_proof(self) -> None:
+        self._is_proof_due = self.config.verify_every > 0
 
     @property
     def are_replicas_equal(self) -> bool:
@@ -290,7 +301,8 @@ def _progress_callback(steered: DDPTrainer) -> Any:
                 set_seed(args.seed + rank)
 
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steered.steps.begin_epoch(int((state.epoch or 0) + 1e-6))
+            if not steered.num_steps:  # Later ones are told by the loop, which counts passes of a stream, too.
+                steered.steps.begin_epoch(int((state.epoch or 0) + 1e-6))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steered.num_steps += 1
@@ -300,6 +312,7 @@ def _progress_callback(steered: DDPTrainer) -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
             if steered.replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
-                steered.replicas.check(steered.trainer.model, state.global_step)
+                beside = parameters_beside_the_model(steered.trainer)
+                steered.replicas.check(steered.trainer.model, state.global_step, beside)
 
     return Progress()

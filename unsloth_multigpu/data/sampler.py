@@ -89,6 +89,10 @@ class StepSampler(BatchSampler):
 class StepLoader(DataLoader[Any]):
     """Loads whole steps; made by `step_loader`."""
 
+    def __len__(self) -> int:
+        """Steps of an epoch. TypeError for a stream whose data set does not say its length."""
+        return self.dataset.num_steps() if isinstance(self.dataset, StepStream) else super().__len__()
+
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
         steps: Any = self.dataset if isinstance(self.dataset, StepStream) else self.batch_sampler

@@ -74,15 +74,23 @@ class Step:
 
     Indexed by a key it gives all its values in one flat tensor: the Trainer counts tokens that way. It is no Mapping,
     of which torch's loader would make a dict.
+
+    Attributes:
+        left_over: Of the pass of a stream before, see `StepStream`: computed first, and divided by itself.
+        left_over_items: Its tokens over all ranks, where they are counted.
     """
 
     def __init__(self, micro_batches: list[MicroBatch], num_references: int) -> None:
         self.micro_batches = micro_batches
         self.num_references = num_references
+        self.left_over: Step | None = None
+        self.left_over_items: Any = None
 
     def pin_memory(self) -> Step:
         """Called by torch's loader for page-locked copies."""
-        return Step([m.pin_memory() for m in self.micro_batches], self.num_references)
+        pinned = Step([m.pin_memory() for m in self.micro_batches], self.num_references)
+        pinned.left_over = None if self.left_over is None else self.left_over.pin_memory()
+        return pinned
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return torch.cat([m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler] or [_EMPTY])

@@ -10,10 +10,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unsloth_multigpu.data.draw import draw_seed, seeded_draws
 from unsloth_multigpu.data.step import Collate, Rows, Step, StepShape, collate_step
+from unsloth_multigpu.errors import SetupError
 
 
 class StepStream(IterableDataset[Step]):
     """Whole steps of a data set without random access: every rank reads the whole stream and keeps its share.
+
+    A pass may end with fewer micro-batches than a step has. As in one process they are a step of their own where the
+    data set has said its length; else they are no step: their gradient stays until the first step of the next pass,
+    which adds its own. Both parts are divided by themselves. So they are that step's `left_over` here, and those of the
+    last pass are never computed.
 
     Args:
         reference: Loader of the one-process run whose collator returns the rows as they are.
@@ -29,6 +35,15 @@ class StepStream(IterableDataset[Step]):
         self._num_skipped = 0
         self._next_epoch: int | None = None
         self._cursor = {"epoch": 0, "steps": 0, "samples": 0}
+        self._left_over: Step | None = None
+
+    def __len__(self) -> int:
+        """Rows of a pass, where the data set says it. TypeError where it does not."""
+        return len(self._reference.dataset)  # type: ignore[arg-type]
+
+    def num_steps(self) -> int:
+        """Steps of a pass, where the data set says its length. TypeError where it does not."""
+        return -(-len(self._reference) // self._shape.num_accumulated)
 
     def cursor(self) -> dict[str, int]:
         """How often the stream was read before, and how many "steps" and "samples" of this pass were given out."""
@@ -40,8 +55,14 @@ class StepStream(IterableDataset[Step]):
         Args:
             cursor: Of the checkpoint.
             num_skipped: Items that the caller drops before it takes one: all steps of the training, where it counts
-                a stream that was read several times as one.
+                a stream without length that was read several times as one.
         """
+        length = self._num_micro_batches()
+        if length is not None:
+            # The caller counts its passes, and tells them by `set_epoch`.
+            num_skipped %= self.num_steps()
+            if not num_skipped:
+                return
         self._num_skipped = num_skipped
         # The caller's own count begins again with each process.
         self._next_epoch = cursor["epoch"]
@@ -52,20 +73,57 @@ class StepStream(IterableDataset[Step]):
             self._epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
             self._reference.set_epoch(self._epoch)  # type: ignore[attr-defined]
         num_skipped, self._num_skipped = self._num_skipped, 0
+        if num_skipped:
+            self._left_over = None
         num_done = self._cursor["steps"] if num_skipped else 0
         for _ in range(num_skipped - num_done):
             yield _SKIPPED
         self._cursor = {"epoch": self._epoch, "steps": 0, "samples": 0}
-        batches = iter(self._reference)
+        length = self._num_micro_batches()
+        batches = islice(self._reference, length)
+        num_read = 0
         for number in count():
             # Seeds of the loader's workers are drawn here as well, with the first batch.
             with seeded_draws(draw_seed(self._shape.seed, self._epoch, number)):
-                step = list(islice(batches, self._shape.num_accumulated))
-            if not step:
+                batch = list(islice(batches, self._shape.num_accumulated))
+            num_read += len(batch)
+            if len(batch) < self._shape.num_accumulated and num_read != length:
+                self._keep(batch, number)
+                return
+            if not batch:
                 return
             self._cursor["steps"] += 1
-            self._cursor["samples"] += sum(len(batch) for batch in step)
-            yield _SKIPPED if number < num_done else self._collated(step, number)
+            self._cursor["samples"] += sum(map(len, batch))
+            if number < num_done:
+                yield _SKIPPED
+                continue
+            step = self._collated(batch, number)
+            # Of a pass that is gone on with it was part of a step that is skipped.
+            step.left_over, self._left_over = self._left_over, None
+            yield step
+
+    def _num_micro_batches(self) -> int | None:
+        """Of a pass; None where the data set does not say its length."""
+        try:
+            return len(self._reference)
+        except TypeError:
+            return None
+
+    def _keep(self, micro_batches: list[Rows], number: int) -> None:
+        """Keeps what is left at the end of a pass without a length.
+
+        Raises:
+            SetupError: The pass had no step.
+        """
+        if not micro_batches:
+            return
+        if number == 0:
+            raise SetupError(
+                f"The stream ended after {len(micro_batches)} micro-batch(es), fewer than gradient_accumulation_steps="
+                f"{self._shape.num_accumulated}: without a length such a pass has no step, and the training no end.",
+                hint=f"Set gradient_accumulation_steps={len(micro_batches)} or less, or give the data set a __len__.",
+            )
+        self._left_over = self._collated(micro_batches, number)
 
     def _collated(self, step: list[Rows], number: int) -> Step:
         rows = [row for batch in step for row in batch]

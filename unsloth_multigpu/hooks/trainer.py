@@ -9,11 +9,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.data.generation import GenerationShape, divide_generation
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
+
+logger = get_logger(__name__)
 
 _SUPPORTS = "transformers>=4.57,<6"
 _DEFAULT_DDP_TIMEOUT_S = 1800
@@ -183,7 +187,7 @@ def _adjusted_arguments(
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
         if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
-            _divide_generation_batch(self, world_size)
+            _divide_generation_batch(self, world_size, get_manager)
         original(self)
         if world_size == 1 and self.n_gpu > 1:
             # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
@@ -193,22 +197,54 @@ def _adjusted_arguments(
     return __post_init__
 
 
-def _divide_generation_batch(args: Any, world_size: int) -> None:
+def _divide_generation_batch(args: Any, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
     """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO): they deal it to ranks.
 
     Raises:
-        ConfigError: Neither the accumulation nor the batch divides by the number of ranks.
+        ConfigError: The ranks cannot share the completions evenly.
     """
-    steps, batch = args.gradient_accumulation_steps, args.per_device_train_batch_size
-    generation_steps = args.steps_per_generation
-    if steps % world_size == 0 and (generation_steps is None or generation_steps % world_size == 0):
-        args.gradient_accumulation_steps = steps // world_size
-        args.steps_per_generation = None if generation_steps is None else generation_steps // world_size
-    elif batch % world_size == 0:
-        args.per_device_train_batch_size = batch // world_size
-    else:
-        raise ConfigError(
-            f"{type(args).__name__}: per_device_train_batch_size={batch} x gradient_accumulation_steps={steps} cannot "
-            f"be shared evenly by {world_size} ranks.",
-            hint=f"Make one of the two a multiple of {world_size}, or use global_batch='scale'.",
+    batch, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    asked = args.steps_per_generation
+    # Not in every version of TRL.
+    num_generated = getattr(args, "generation_batch_size", None)
+    if num_generated is not None and (asked is not None or num_generated % batch):
+        return  # TRL refuses it, with one process as well.
+    steps = asked or (accumulation if num_generated is None else num_generated // batch)
+    one = GenerationShape(batch, accumulation, steps)
+    mine = divide_generation(one, world_size, getattr(args, "num_generations", None) or 1)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = mine.batch, mine.accumulation
+    args.steps_per_generation = None if asked is None else mine.generation_steps
+    if get_manager().identity.rank == 0:
+        logger.info(
+            "completions per step: %d = %d ranks x %d completions x %d accumulation",
+            batch * accumulation,
+            world_size,
+            mine.batch,
+            mine.accumulation,
         )
+        if parts := _means_of_micro_batches(args, is_same_batch=mine.batch == batch):
+            logger.warning(
+                "%s: it is a mean over the micro-batches that the ranks compute at once, which are %d x %d completions "
+                "and not %d; other tokens are averaged together than on one GPU",
+                " and ".join(parts),
+                world_size,
+                mine.batch,
+                batch,
+            )
+
+
+def _means_of_micro_batches(args: Any, *, is_same_batch: bool) -> list[str]:
+    """Options of TRL whose meaning depends on the shape of a micro-batch, as they were given."""
+    given = {
+        "loss_type": ("bnpo", getattr(args, "loss_type", None) == "bnpo" and not is_same_batch),
+        "entropy_coef": (
+            getattr(args, "entropy_coef", 0),
+            bool(getattr(args, "entropy_coef", 0)) and not is_same_batch,
+        ),
+        # Its limit is found among the tokens of all ranks.
+        "top_entropy_quantile": (
+            getattr(args, "top_entropy_quantile", 1),
+            getattr(args, "top_entropy_quantile", 1) < 1,
+        ),
+    }
+    return [f"{name}={value!r}" for name, (value, is_affected) in given.items() if is_affected]

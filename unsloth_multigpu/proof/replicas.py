@@ -51,17 +51,18 @@ class ReplicaProof:
         """True at the end of a training whose last step was not due, or whose weights were loaded after it."""
         return self._last_equal_step is not None and (is_reloaded or self._last_equal_step != step)
 
-    def check(self, model: nn.Module, step: int) -> None:
+    def check(self, model: nn.Module, step: int, beside: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         """Compares this rank with the others. Collective: one all_gather of two numbers where all are equal.
 
         Args:
             model: The model without DDP's wrapper.
             step: Finished optimizer steps.
+            beside: Names and tensors that are trained and no part of it.
 
         Raises:
             DivergenceError: On every rank; it names ranks and tensors.
         """
-        named = replicated_tensors(model)
+        named = [*replicated_tensors(model), *beside]
         hashes = tensor_hashes([p for _, p in named])
         facts = {
             "step": step,
@@ -91,9 +92,9 @@ class ReplicaProof:
         raise DivergenceError(
             f"The ranks' replicas differ after step {step}: {what}. {since}",
             hint="Look for what changes weights or gradients on one rank alone: a callback or hook, weights set after "
-            "the model was wrapped, DDP(init_sync=False), an optimizer that draws random numbers (try "
-            "seed_per_rank=False), faulty memory. verify_every=1 finds the step. Cards of different kinds may round "
-            "differently: there use verify_every=0.",
+            "the model was wrapped, parameters that only the optimizer has, DDP(init_sync=False), an optimizer that "
+            "draws random numbers (try seed_per_rank=False), faulty memory. verify_every=1 finds the step. Cards of "
+            "different kinds may round differently: there use verify_every=0.",
         )
 
 

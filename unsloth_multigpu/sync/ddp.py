@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.errors import SetupError
 
 # Attributes of a model's config that mean: some steps leave some parameters without a gradient.
 _CONDITIONAL_PARTS = (
@@ -32,7 +33,14 @@ class ReadableDDP(nn.parallel.DistributedDataParallel):
     """DDP that knows the plain values of the model in it: a loss that a script wrote reads `model.config`.
 
     Not its methods and modules: what they compute would pass by DDP, and gradients would not meet.
+
+    Attributes:
+        exchanged: ids of the parameters whose gradients it exchanges.
+        default_find_unused: `find_unused_parameters` as it is where `ddp_settings` says nothing.
     """
+
+    exchanged: frozenset[int]
+    default_find_unused: bool
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,6 +74,48 @@ class NamesOutsideDDP:
         for name, parameter in self._model.named_parameters():
             if kinds and not parameter.requires_grad and parameter.device.type not in kinds:
                 yield name
+
+
+def make_readable(ddp: nn.parallel.DistributedDataParallel, model: nn.Module, default_find_unused: bool) -> ReadableDDP:
+    """Makes a `ReadableDDP` of a DDP that accelerate has just built around `model`."""
+    ddp.__class__ = ReadableDDP
+    assert isinstance(ddp, ReadableDDP)
+    ddp.exchanged, ddp.default_find_unused = exchanged_of(model), default_find_unused
+    return ddp
+
+
+def exchanged_of(model: nn.Module) -> frozenset[int]:
+    """ids of the parameters whose gradients a DDP would exchange that is made now."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
+
+
+def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
+    """Lets DDP exchange the gradients of the parameters that are trainable now. Between two steps, on all ranks.
+
+    The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is made anew as
+    where a copy of DDP is unpickled; the old one takes its hooks off the parameters when it goes.
+
+    Raises:
+        SetupError: DDP has a state that belongs to the parameters it was made with.
+    """
+    hooks = list(getattr(ddp, "_comm_hooks", ()))
+    if any("PowerSGDState" in type(state).__name__ for _, state in hooks):
+        raise SetupError(
+            "grad_compression='powersgd' carries what it has left out for the parameters that it began with.",
+            hint="Leave grad_compression out where parameters become trainable or frozen later.",
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise SetupError(
+            "DDP with torch's Python reducer cannot be made anew.", hint="Set torch._dynamo.config.optimize_ddp=True."
+        )
+    ddp.find_unused_parameters = find_unused_parameters
+    state = ddp.__getstate__()  # type: ignore[no-untyped-call]
+    ddp.__setstate__(state)  # type: ignore[no-untyped-call]
+    ddp._comm_hooks = []
+    for hook, hook_state in hooks:
+        ddp.register_comm_hook(hook_state, hook)
+    ddp.exchanged = exchanged_of(ddp.module)
 
 
 def forget_evaluation(trainer: Any) -> None:

@@ -1,0 +1,100 @@
+"""Trains GRPO and RLOO on completions that depend on the prompt and on their place in its group alone.
+
+Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+num_ranks, model, out, jobs = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+if num_ranks > 1:
+    ump.enable_multi_gpu(num_gpus=num_ranks)
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+
+rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+tokenizer = AutoTokenizer.from_pretrained(model)
+GROUP = 3
+
+
+def completions_of(prompt_ids):
+    """What stands in for a draw: of the rows of all ranks, which lie in order, each group of a prompt has the same."""
+    first = rank * len(prompt_ids)
+    for i, ids in enumerate(prompt_ids):
+        place = (first + i) % GROUP
+        yield [20 + (7 * sum(ids) + 11 * place + 5 * k) % 900 for k in range(3 + 2 * place)]
+
+
+class PlainTorch:
+    """TRL's own are a Triton kernel."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        every = logits.log_softmax(-1)
+        mine = every.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0]
+        return mine, -(every.exp() * every).sum(-1).detach(), None
+
+
+class Grpo(PlainTorch, GRPOTrainer):
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return list(completions_of(prompt_ids)), None
+
+
+class Rloo(PlainTorch, RLOOTrainer):
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return list(completions_of(prompt_ids))
+
+
+def run(job):
+    kind, shape, loss = job.split(":")
+    batch, accumulation = map(int, shape.split("x"))
+    trainer_class, config_class = {"grpo": (Grpo, GRPOConfig), "rloo": (Rloo, RLOOConfig)}[kind]
+    config = config_class(
+        str(out / "checkpoints"),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        num_generations=GROUP,
+        max_completion_length=16,
+        max_steps=2,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        seed=7,
+        disable_tqdm=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **({"loss_type": loss} if loss else {}),
+    )
+    trainer = trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        args=config,
+        train_dataset=Dataset.from_dict(
+            {"prompt": [f"{word} {word[::-1]}" for word in ["abcd"[i % 4] * i for i in range(1, 17)]]}
+        ),
+        reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 17) for ids in completion_ids],
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
+    facts = {"grad_norm": [h["grad_norm"] for h in steps], "reward": [h["reward"] for h in steps]}
+    name = job.replace(":", "_") + f"_{rank}"
+    (out / f"{name}.json").write_text(json.dumps(facts))
+    save_file(
+        {n: p.detach().contiguous() for n, p in trainer.model.named_parameters()}, str(out / f"{name}.safetensors")
+    )
+
+
+out.mkdir(parents=True, exist_ok=True)
+for job in jobs:
+    run(job)

@@ -1,0 +1,112 @@
+"""Trains on streams whose passes do not divide by the accumulation, and writes what each step was.
+
+Usage: stream.py RANKS OUT JOB...; 1 rank is the Trainer by itself. Jobs are the names of JOBS.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+if num_ranks > 1:
+    ump.enable_multi_gpu(num_gpus=num_ranks)
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+rank = int(os.environ.get("RANK", "0"))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Another order in each pass."""
+
+    def __init__(self, num_rows):
+        self.rows, self.epoch = list(RaggedRows(num_rows)), 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        first = 3 * self.epoch % len(self.rows)
+        return iter(self.rows[first:] + self.rows[:first])
+
+
+class Sized(Stream):
+    def __len__(self):
+        return len(self.rows)
+
+
+class MeanLoss(Trainer):
+    """A mean over rows, whatever the step has in tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        mask = inputs["attention_mask"]
+        loss = ((logits.float().logsumexp(-1) * mask).sum(1) / mask.sum(1)).mean()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+# Trainer, data, batch size, accumulation, further arguments. Passes of 9, 9, 5, 10 and 9 micro-batches.
+JOBS = {
+    "tokens": (Trainer, Stream(26), 3, 2, {"max_steps": 11}),
+    "means": (MeanLoss, Stream(26), 3, 2, {"max_steps": 11}),
+    "most": (Trainer, Stream(10), 2, 4, {"max_steps": 4}),
+    "three": (Trainer, Stream(30), 3, 4, {"max_steps": 7}),
+    "sized": (Trainer, Sized(26), 3, 2, {"num_train_epochs": 2}),
+    "resumed": (Trainer, Stream(26), 3, 2, {"max_steps": 11}),
+    "endless": (Trainer, Stream(5), 2, 4, {"max_steps": 4}),
+}
+
+
+def run(job):
+    trainer_class, rows, batch, accumulation, arguments = JOBS[job]
+    folder = out / f"checkpoints_{job}"
+    saves = {"save_strategy": "steps", "save_steps": 1} if job == "resumed" else {"save_strategy": "no"}
+
+    def trained(**more):
+        torch.manual_seed(1)
+        args = TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=0.05,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            logging_steps=1,
+            report_to=[],
+            seed=7,
+            disable_tqdm=True,
+            use_cpu=True,
+            **saves,
+            **arguments,
+        )
+        trainer = trainer_class(model=tiny_llama(), args=args, train_dataset=rows, data_collator=collate)
+        trainer.train(**more)
+        return trainer
+
+    trainer = trained()
+    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
+    facts = {name: [h[name] for h in steps] for name in ("grad_norm", "loss", "epoch")}
+    facts["train_loss"] = trainer.state.log_history[-1]["train_loss"]
+    if job == "resumed":
+        facts["resumed"] = {}
+        # After the last step of the first pass; after the first of the second, which has had what was left over.
+        for step in (4, 5):
+            again = trained(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+            norms = [h["grad_norm"] for h in again.state.log_history if "grad_norm" in h]
+            facts["resumed"][step] = norms
+    (out / f"{job}_{rank}.json").write_text(json.dumps(facts))
+    save_file(
+        {n: p.detach().contiguous().clone() for n, p in trainer.model.named_parameters()},
+        str(out / f"{job}_{rank}.safetensors"),
+    )
+
+
+out.mkdir(parents=True, exist_ok=True)
+for job in jobs:
+    run(job)

@@ -1,0 +1,161 @@
+"""Trainings in which parameters become trainable or frozen while they run.
+
+Usage: trainable.py RANKS OUT JOB...; 1 rank is the Trainer by itself. A job that fails leaves its error's text.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+if num_ranks > 1:
+    ump.enable_multi_gpu(num_gpus=num_ranks, timeout_s=20.0, verify_every=100)
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+rank = int(os.environ.get("RANK", "0"))
+
+
+def train_layer(model, number, is_trained=True):
+    for parameter in model.model.layers[number].parameters():
+        parameter.requires_grad_(is_trained)
+
+
+class Unfreezing(TrainerCallback):
+    """Of four layers one more in each epoch, which the optimizer learns of only then."""
+
+    def on_epoch_begin(self, args, state, control, model, optimizer, **kwargs):
+        layer = 3 - round(state.epoch or 0)
+        if layer < 3:
+            train_layer(model, layer)
+            # A further group would be one more than the scheduler knows.
+            optimizer.param_groups[0]["params"].extend(model.model.layers[layer].parameters())
+
+
+class Forgetting(TrainerCallback):
+    """The optimizer never learns of them; their gradients count in the norm that others are clipped by."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            train_layer(model, 0)
+
+
+class Freezing(TrainerCallback):
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        train_layer(model, 0, False)
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        train_layer(model, 0, state.global_step >= 2)
+        train_layer(model, 2, state.global_step < 4)
+
+
+class Turning(TrainerCallback):
+    """Another layer in each step."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        for layer in range(4):
+            train_layer(model, layer, state.global_step % 4 == layer)
+
+
+class Renewing(TrainerCallback):
+    """Each rank draws other numbers for the layer that it unfreezes."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            train_layer(model, 0)
+            torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight, std=0.02)
+
+
+class OnOneRank(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if rank == 1 and state.global_step == 2:
+            train_layer(model, 0)
+
+
+class WithinStep(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.state.global_step == 2 and model.training:
+            train_layer(self.model, 0)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class BesideTheModel(Trainer):
+    """A loss with a parameter of its own, which no model has."""
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        optimizer.add_param_group({"params": [self.scale]})
+        return optimizer
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss * self.scale if model.training and hasattr(self, "scale") else loss
+
+
+# Trainer, callback, layers that are frozen before, further arguments.
+JOBS = {
+    "unfreezing": (Trainer, Unfreezing, (0, 1, 2), {}),
+    "forgetting": (Trainer, Forgetting, (0,), {"max_grad_norm": 0.1}),
+    "freezing": (Trainer, Freezing, (), {}),
+    "searching": (Trainer, Freezing, (), {"ddp_find_unused_parameters": True}),
+    "turning": (Trainer, Turning, (), {}),
+    "renewing": (Trainer, Renewing, (0,), {}),
+    "within": (WithinStep, TrainerCallback, (0,), {"save_strategy": "steps", "save_steps": 1}),
+    "beside": (BesideTheModel, TrainerCallback, (), {"save_strategy": "steps", "save_steps": 1}),
+    "one_rank": (Trainer, OnOneRank, (0,), {}),
+}
+
+
+def run(job):
+    trainer_class, callback, frozen, arguments = JOBS[job]
+    torch.manual_seed(1)
+    model = tiny_llama(num_layers=4)
+    for layer in frozen:
+        train_layer(model, layer, False)
+    args = TrainingArguments(
+        str(out / f"checkpoints_{job}"),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        num_train_epochs=3,
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        logging_steps=1,
+        report_to=[],
+        seed=7,
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"save_strategy": "no", **arguments},
+    )
+    trainer = trainer_class(
+        model=model, args=args, train_dataset=RaggedRows(20), data_collator=collate, callbacks=[callback()]
+    )
+    try:
+        trainer.train()
+        error = None
+    except ump.SetupError as failure:
+        error = str(failure)
+    except ump.DivergenceError as failure:
+        if job == "one_rank":
+            raise
+        error = str(failure)
+    facts = {
+        "error": error,
+        "grad_norm": [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h],
+        "saved": sorted(p.name for p in (out / f"checkpoints_{job}").glob("checkpoint-*")),
+    }
+    (out / f"{job}_{rank}.json").write_text(json.dumps(facts))
+    weights = {n: p.detach().contiguous().clone() for n, p in trainer.model.named_parameters()}
+    save_file(weights, str(out / f"{job}_{rank}.safetensors"))
+
+
+out.mkdir(parents=True, exist_ok=True)
+for job in jobs:
+    run(job)

@@ -1,0 +1,60 @@
+"""Streams whose passes do not divide by the accumulation: the steps of one process, also where it adds what was left.
+
+Without a length, the Trainer of one process leaves the gradient of the last micro-batches to the next pass.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.run import BARE, run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "stream.py"
+PLAIN_JOBS = ["tokens", "means", "most", "three", "sized"]
+ON = {2: ["tokens", "means", "most", "sized", "resumed"], 3: ["three", "means"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("streams")
+    for num_ranks, jobs in {1: PLAIN_JOBS, **ON}.items():
+        run = run_python([SCRIPT, str(num_ranks), path / str(num_ranks), *jobs], path, BARE)
+        assert run.code == 0, run.err
+    return path
+
+
+def outcome(folder, num_ranks, job):
+    path = folder / str(num_ranks) / f"{job}_0"
+    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
+
+
+def distance(first, second):
+    difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
+    return difference / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
+
+
+@pytest.mark.parametrize(("num_ranks", "job"), [(n, job) for n, jobs in ON.items() for job in jobs if job != "resumed"])
+def test_steps_are_those_of_one_process(folder, num_ranks, job):
+    (one, weights), (many, of_ranks) = outcome(folder, 1, job), outcome(folder, num_ranks, job)
+    assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert distance(weights, of_ranks) < 1e-6
+    if job != "means":
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert many["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
+
+
+def test_left_over_is_in_a_step_of_the_next_pass(folder):
+    # Passes of nine micro-batches, two in a step: without a length four steps, with one five.
+    loss = outcome(folder, 1, "tokens")[0]["loss"]
+    assert [i for i, value in enumerate(loss) if value > 1.5 * loss[0]] == [4, 8]
+    assert len(outcome(folder, 1, "sized")[0]["loss"]) == 2 * 5
+
+
+@pytest.mark.parametrize("step", ["4", "5"])
+def test_training_that_goes_on_has_what_was_left_over_once(folder, step):
+    # Checkpoints of the last step before it is left over, and of the step that it is in.
+    one, resumed = outcome(folder, 1, "tokens")[0], outcome(folder, 2, "resumed")[0]
+    assert resumed["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert resumed["resumed"][step] == pytest.approx(one["grad_norm"], rel=1e-5)

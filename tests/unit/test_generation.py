@@ -1,0 +1,52 @@
+"""How completions are dealt to ranks: steps and generations keep their number, or numbers that work are named."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unsloth_multigpu.data.generation import GenerationShape, divide_generation
+from unsloth_multigpu.errors import ConfigError
+
+SMALL = st.integers(1, 12)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_eight_completions_are_shared_by_up_to_eight_ranks(batch, accumulation, world_size):
+    mine = divide_generation(GenerationShape(batch, accumulation, accumulation), world_size)
+    assert world_size * mine.batch * mine.accumulation == 8
+    assert mine.accumulation == mine.generation_steps
+    assert mine.batch == min(batch, 8 // world_size)
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(SMALL, SMALL, SMALL, SMALL)
+def test_steps_and_generations_keep_their_completions_or_are_refused(batch, accumulation, steps, world_size):
+    one = GenerationShape(batch, accumulation, steps)
+    # Every micro-batch that would do.
+    fits = [
+        b
+        for b in range(1, batch + 1)
+        if batch * accumulation % (b * world_size) == 0 and batch * steps % (b * world_size) == 0
+    ]
+    if not fits:
+        with pytest.raises(ConfigError):
+            divide_generation(one, world_size)
+        return
+    mine = divide_generation(one, world_size)
+    assert mine.batch == max(fits)
+    assert world_size * mine.batch * mine.accumulation == batch * accumulation
+    assert world_size * mine.batch * mine.generation_steps == batch * steps
+
+
+def test_refusal_names_numbers_that_work():
+    with pytest.raises(ConfigError, match="3 completions of a step cannot be shared evenly by 2 ranks") as error:
+        divide_generation(GenerationShape(3, 1, 1), 2, num_generations=3)
+    assert "per_device_train_batch_size=6 works with this accumulation, and 1 rank(s) with this batch" in str(
+        error.value
+    )
+    divide_generation(GenerationShape(6, 1, 1), 2, num_generations=3)
+    with pytest.raises(ConfigError, match=r"per_device_train_batch_size=4 or 8 works .* 3 rank"):
+        divide_generation(GenerationShape(6, 1, 1), 4, num_generations=4)
+    with pytest.raises(ConfigError, match="steps of 12 and generations of 6 completions cannot both be shared"):
+        divide_generation(GenerationShape(3, 4, 2), 4)

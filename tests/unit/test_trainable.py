@@ -1,0 +1,83 @@
+"""What is trained may change: what a strategy beside DDP does then, and what costs nothing; without other ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.launch.identity import RankIdentity
+
+
+class FakeTrainer:
+    def __init__(self):
+        self.model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        self.model[0].requires_grad_(False)
+        self.state = SimpleNamespace(global_step=0)
+        self.accelerator = SimpleNamespace(sync_gradients=True)
+        self.optimizer = torch.optim.SGD(self.model[1].parameters())
+
+    def training_step(self, model, inputs):
+        model(inputs).sum().backward()
+        self.state.global_step += 1
+
+
+def followed(trainer, sync="allreduce", parameters=None):
+    # It cannot meet anybody: every exchange with other ranks would raise.
+    identity = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
+    manager = SimpleNamespace(config=MultiGPUConfig(sync=sync), identity=identity)
+    known = [p for p in trainer.model.parameters() if p.requires_grad] if parameters is None else parameters
+    exchange = SimpleNamespace(sync=SimpleNamespace(parameters=known)) if sync != "ddp" else None
+    return TrainedParameters(trainer, manager, exchange, lambda: None)
+
+
+def test_strategy_that_knows_the_parameters_refuses_more_of_them_at_once():
+    trainer = FakeTrainer()
+    with followed(trainer).on_trainer(0):
+        trainer.training_step(trainer.model, torch.ones(1, 1))
+        trainer.model[0].weight.requires_grad_(True)
+        with pytest.raises(SetupError, match=r"0\.weight became trainable after step 1, but sync='allreduce'"):
+            trainer.training_step(trainer.model, torch.ones(1, 1))
+    assert trainer.state.global_step == 1
+
+
+def test_strategy_goes_on_with_fewer():
+    trainer = FakeTrainer()
+    with followed(trainer).on_trainer(0):
+        trainer.training_step(trainer.model, torch.ones(1, 1))
+        trainer.model[1].bias.requires_grad_(False)
+        trainer.training_step(trainer.model, torch.ones(1, 1))
+    assert trainer.state.global_step == 2
+
+
+def test_accumulated_gradients_are_not_left_behind_by_a_change_within_a_step():
+    trainer = FakeTrainer()
+    trainer.accelerator.sync_gradients = False  # The loop makes a step of several calls.
+    with followed(trainer, parameters=list(trainer.model.parameters())).on_trainer(0):
+        trainer.training_step(trainer.model, torch.ones(1, 1))
+        trainer.model[0].weight.requires_grad_(True)
+        with pytest.raises(SetupError, match=r"0\.weight became trainable or frozen within step 2"):
+            trainer.training_step(trainer.model, torch.ones(1, 1))
+
+
+def test_ddp_of_the_script_is_not_made_anew():
+    trainer = FakeTrainer()
+    with followed(trainer, sync="ddp").on_trainer(0):
+        trainer.training_step(trainer.model, torch.ones(1, 1))
+        trainer.model[0].weight.requires_grad_(True)
+        with pytest.raises(SetupError, match="the script's own DDP"):
+            trainer.training_step(trainer.model, torch.ones(1, 1))
+
+
+def test_parameters_that_only_the_optimizer_has_are_found():
+    trainer = FakeTrainer()
+    assert parameters_beside_the_model(trainer) == []
+    scale = torch.nn.Parameter(torch.ones(2))
+    trainer.optimizer.add_param_group({"params": [scale]})
+    # What LOMO and others give their optimizer so that it has something.
+    trainer.optimizer.add_param_group({"params": [torch.zeros(1)]})
+    ((name, found),) = parameters_beside_the_model(trainer)
+    assert name == "parameter 0 of the optimizer's group 1, which is not in the model"
+    assert found is scale

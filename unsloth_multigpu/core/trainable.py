@@ -1,0 +1,220 @@
+"""Follows which parameters are trained: they may become trainable, or frozen, while a training runs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from unsloth_multigpu.core.exchange import Exchange
+from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
+
+logger = get_logger(__name__)
+
+_NUM_NAMED = 4
+_NUM_LOGGED = 5
+
+
+class TrainedParameters:
+    """Lets DDP exchange the gradients of what is trainable, in every step anew.
+
+    DDP knows the parameters that were trainable when it was made. A callback that unfreezes layers changes them between
+    two steps: then DDP is made anew on all ranks, newly trained parameters begin with rank 0's values, and the training
+    is that of one process. Within a step it is too late, and an error. Other strategies keep the parameters that they
+    began with: there more of them are an error.
+
+    Cost: one walk over the model's modules per step. Ranks talk to each other only where something has changed.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        exchange: The gradient strategy in DDP's place.
+        on_change: Called when DDP was made anew; the ranks are to be compared after this step.
+    """
+
+    def __init__(
+        self, trainer: Any, manager: DDPManager, exchange: Exchange | None, on_change: Callable[[], None]
+    ) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._exchange = exchange
+        self._on_change = on_change
+        self._training = 0
+        self._num_changes = 0
+        self._seen: tuple[int, ...] | None = None
+        self._is_between_steps = True
+
+    @contextmanager
+    def on_trainer(self, training: int) -> Iterator[None]:
+        """Follows the steps of one training; opened after what feeds steps and exchanges gradients.
+
+        Args:
+            training: How many calls of `train()` this process made before.
+        """
+        if self._manager.identity.world_size == 1:
+            yield
+            return
+        self._training = training
+        step = functools.partial(self._training_step, self._trainer.training_step)
+        with instance_attribute(self._trainer, "training_step", step):
+            yield
+
+    def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.training_step`: of a whole step where we feed it, else of a micro-batch."""
+        every = all_parameters(self._trainer.model)
+        trained = [p for p in every if p.requires_grad]
+        ids = tuple(map(id, trained))
+        if ids != self._seen:
+            if self._seen is not None and not self._is_between_steps:
+                self._refuse_within_a_step(set(ids) ^ set(self._seen))
+            self._follow(model, trained)
+            self._seen = ids
+        loss = original(model, *args, **kwargs)
+        self._check_end(every, set(ids), model)
+        self._is_between_steps = bool(self._trainer.accelerator.sync_gradients)
+        return loss
+
+    def _follow(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> None:
+        """Makes sure that the gradients of all that is trained will meet."""
+        ids = set(map(id, trained))
+        if self._exchange is not None:
+            assert self._exchange.sync is not None
+            more = ids - set(map(id, self._exchange.sync.parameters))
+            if more:
+                raise SetupError(
+                    f"{self._names(more)} became trainable after step {self._step}, but sync="
+                    f"{self._manager.config.sync!r} exchanges what was trainable when the training began.",
+                    hint="Set sync='ddp', or make it trainable before train().",
+                )
+            return
+        ddp = getattr(model, "_orig_mod", model)
+        if not isinstance(ddp, ReadableDDP):
+            self._follow_foreign(ids)
+            return
+        wanted = exchanged_of(ddp.module)
+        added, removed = wanted - ddp.exchanged, ddp.exchanged - wanted
+        # Where DDP searches for what a step leaves out, frozen parameters are left out.
+        if not added and (not removed or ddp.find_unused_parameters):
+            return
+        self._agree(added, removed)
+        settings = ddp_settings(ddp.module, self._manager.config, self._trainer.args)
+        rebuild_ddp(ddp, settings.get("find_unused_parameters", ddp.default_find_unused))
+        # A layer that is set anew when it is unfrozen may draw other numbers on each rank.
+        self._manager.broadcast_tensors(p for p in trained if id(p) in added)
+        # Some recipes train other layers in every step.
+        log = logger.info if self._num_changes <= _NUM_LOGGED else logger.debug
+        log(
+            "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was made anew",
+            self._step,
+            len(added),
+            len(removed),
+            self._names(added or removed),
+        )
+        self._on_change()
+
+    def _follow_foreign(self, ids: set[int]) -> None:
+        """For a DDP that the script has made, which may have settings that are not to be seen."""
+        if self._seen is not None and ids - set(self._seen):
+            raise SetupError(
+                f"{self._names(ids - set(self._seen))} became trainable after step {self._step}, but the script's own "
+                "DDP exchanges what was trainable when it was made.",
+                hint="Give the Trainer the plain model.",
+            )
+
+    def _agree(self, added: Set[int], removed: Set[int]) -> None:
+        """Waits until every rank has changed the same parameters: a rank that has not would be in another collective.
+
+        Raises:
+            DivergenceError: A rank has changed others, or none.
+        """
+        identity, self._num_changes = self._manager.identity, self._num_changes + 1
+        names = [(n, id(p) in added) for n, p in self._trainer.model.named_parameters() if id(p) in added | removed]
+        digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=8).hexdigest()
+        mine = json.dumps([self._step, digest])
+        prefix = f"trained/{self._training}/{self._num_changes}"
+        self._manager.publish(f"{prefix}/{identity.rank}", mine)
+        # Before the others' collective gives up, which would say less.
+        deadline = time.monotonic() + self._manager.config.timeout_s / 2
+        for rank in sorted(set(range(identity.world_size)) - {identity.rank}):
+            try:
+                theirs = self._manager.wait_for(
+                    f"{prefix}/{rank}",
+                    f"rank {rank} to change which parameters are trained",
+                    timeout_s=max(0.0, deadline - time.monotonic()),
+                )
+            except RankTimeoutError as error:
+                raise self._divergence(added or removed, f"on rank {identity.rank} and not on rank {rank}") from error
+            if theirs != mine:
+                raise self._divergence(added or removed, f"on rank {identity.rank}; rank {rank} has changed others")
+
+    def _divergence(self, changed: Set[int], where: str) -> DivergenceError:
+        return DivergenceError(
+            f"After step {self._step} {self._names(changed)} became trainable or frozen {where}.",
+            hint="Let a callback change `requires_grad` on all ranks alike: by step or epoch, not by rank or time.",
+        )
+
+    def _check_end(self, every: Sequence[nn.Parameter], ids: set[int], model: nn.Module) -> None:
+        """What has changed after the backward is followed in the next step; what has changed before it was missed."""
+        is_searched = getattr(getattr(model, "_orig_mod", model), "find_unused_parameters", True)
+        missed = {
+            id(p)
+            for p in every
+            if (p.requires_grad and id(p) not in ids and p.grad is not None)
+            or (not p.requires_grad and id(p) in ids and p.grad is None and not is_searched)
+        }
+        if missed:
+            self._refuse_within_a_step(missed)
+
+    def _refuse_within_a_step(self, changed: set[int]) -> None:
+        raise SetupError(
+            f"{self._names(changed)} became trainable or frozen within step {self._step + 1}: its gradient in this "
+            "step is not that of all ranks.",
+            hint="Change `requires_grad` between steps: in on_epoch_begin, on_step_begin or on_step_end of a callback.",
+        )
+
+    @property
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step)
+
+    def _names(self, ids: Set[int]) -> str:
+        names = [name for name, p in self._trainer.model.named_parameters() if id(p) in ids]
+        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+        return ", ".join(names[:_NUM_NAMED]) + more
+
+
+def all_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model, each once. A fifth of the time of `model.parameters()`, which spells all names."""
+    found: dict[int, nn.Parameter] = {}
+    seen: set[int] = set()
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        stack.extend(module._modules.values())
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def parameters_beside_the_model(trainer: Any) -> list[tuple[str, Any]]:
+    """Names and tensors of what the optimizer trains and the model does not have: nobody exchanges its gradients."""
+    own = {id(p) for p in trainer.model.parameters()}
+    return [
+        (f"parameter {i} of the optimizer's group {g}, which is not in the model", p)
+        for g, group in enumerate(trainer.optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+        if p.requires_grad and id(p) not in own
+    ]

@@ -1,0 +1,77 @@
+"""Deals the completions of trainers that generate their own samples (GRPO, RLOO). Pure: numbers in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from unsloth_multigpu.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GenerationShape:
+    """How one process, or each rank, goes through its completions.
+
+    Args:
+        batch: Completions of a micro-batch.
+        accumulation: Micro-batches of an optimizer step.
+        generation_steps: Micro-batches that are generated at once.
+    """
+
+    batch: int
+    accumulation: int
+    generation_steps: int
+
+
+def divide_generation(one: GenerationShape, world_size: int, num_generations: int = 1) -> GenerationShape:
+    """The shape of each rank with which all ranks together have the steps of one process.
+
+    A step and a generation keep their number of completions, and so the number of steps that a generation serves. TRL
+    deals a generation in equal parts, and a prompt's completions may lie on several ranks: it gathers their rewards.
+
+    Args:
+        one: Of the one-process run.
+        world_size: Number of ranks.
+        num_generations: Completions of a prompt, for the hint alone: a generation must hold whole prompts.
+
+    Returns:
+        The largest micro-batches that divide both evenly and are no larger than those of one process.
+
+    Raises:
+        ConfigError: The ranks cannot share a step, or a generation, evenly.
+    """
+    shared = one.batch * gcd(one.accumulation, one.generation_steps)
+    if shared % world_size:
+        raise ConfigError(_refusal(one, world_size), hint=_hint(one, world_size, num_generations))
+    mine = shared // world_size
+    batch = next(b for b in range(min(one.batch, mine), 0, -1) if mine % b == 0)
+    divisor = world_size * batch
+    return GenerationShape(batch, one.batch * one.accumulation // divisor, one.batch * one.generation_steps // divisor)
+
+
+def _refusal(one: GenerationShape, world_size: int) -> str:
+    asked = f"per_device_train_batch_size={one.batch} x gradient_accumulation_steps={one.accumulation}"
+    if one.generation_steps == one.accumulation:
+        num_completions = one.batch * one.accumulation
+        return f"{asked}: {num_completions} completions of a step cannot be shared evenly by {world_size} ranks."
+    return (
+        f"{asked}, with {one.generation_steps} micro-batches generated at once: steps of "
+        f"{one.batch * one.accumulation} and generations of {one.batch * one.generation_steps} completions cannot both "
+        f"be shared evenly by {world_size} ranks."
+    )
+
+
+def _hint(one: GenerationShape, world_size: int, num_generations: int) -> str:
+    factor = gcd(one.accumulation, one.generation_steps)
+
+    def works(batch: int) -> bool:
+        return batch * factor % world_size == 0 and batch * one.generation_steps % num_generations == 0
+
+    larger = next(b for b in range(one.batch + 1, one.batch + world_size * num_generations + 1) if works(b))
+    smaller = next((b for b in range(one.batch - 1, 0, -1) if works(b)), None)
+    batches = str(larger) if smaller is None else f"{smaller} or {larger}"
+    fewer = next(n for n in range(world_size - 1, 0, -1) if one.batch * factor % n == 0)
+    return (
+        f"per_device_train_batch_size={batches} works with this accumulation, and {fewer} rank(s) with this batch; "
+        "or use global_batch='scale'."
+    )
