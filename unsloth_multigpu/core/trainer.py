@@ -14,6 +14,7 @@ from torch import nn
 from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
+from unsloth_multigpu.core.control import OneDecision
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.guard import Guard
@@ -58,6 +59,7 @@ class DDPTrainer:
         is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
         self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), beat, self._may_stop)
+        self.decision = OneDecision(trainer, manager, os.environ.get(ENV_RUN_DIR), beat)
         self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
         self.num_steps = 0
         self._is_proof_due = False
@@ -75,6 +77,7 @@ class DDPTrainer:
         self.on_agreed()
         start = time.monotonic()
         with ExitStack() as stack:
+            stack.enter_context(self.decision.on_trainer())
             stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))
             if self._deals_steps():
                 stack.enter_context(self.steps.on_trainer())
