@@ -88,16 +88,31 @@ def train(name, *callbacks, **arguments):
     return {"steps": trainer.state.global_step, "events": events, "saved": saved, "weights": weights}
 
 
+class Follows(TrainerCallback):
+    """Rank 0 comes to the callbacks of step 2 when rank 1 has begun step 4."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if RANK == 1 and state.global_step == 3:
+            open(self.path, "w").close()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        while RANK == 0 and state.global_step == 2 and not os.path.exists(self.path):
+            pass
+
+
 def cases():
-    # The clock: rank 1 sees the limit one step before rank 0, or after it.
-    for rank, steps in (("early", (4, 3)), ("late", (3, 4))):
-        for flag in ("should_training_stop", "should_save", "should_evaluate"):
-            lasts = flag == "should_training_stop"
-            yield f"clock-{rank}-{flag}", [Sets(flag, lambda r, s=steps: s[r], lasts=lasts)], {"save_strategy": "steps"}
+    # The clock: rank 1 sees the limit a step before rank 0, or behind it.
+    yield "clock-stop", [Sets("should_training_stop", lambda rank: 4 - rank, lasts=True)], {"save_strategy": "steps"}
+    yield "clock-save", [Sets("should_save", lambda rank: 4 - rank)], {"save_strategy": "steps"}
+    yield "clock-evaluate", [Sets("should_evaluate", lambda rank: 4 - rank)], {}
+    yield "clock-late", [Sets("should_save", lambda rank: 3 + rank)], {}
     yield "epoch-stop", [Sets("should_epoch_stop", only(0, 3))], {}
-    for flag in ("should_log", "should_evaluate", "should_save", "should_training_stop"):
-        yield f"rank-0-{flag}", [Sets(flag, only(0, 3))], {}
-    yield "begin", [Sets("should_save", only(0, 2), "on_optimizer_step")], {}
+    yield "log", [Sets("should_log", only(0, 3))], {}
+    yield "evaluate", [Sets("should_evaluate", only(0, 3))], {}
+    yield "before-the-end", [Sets("should_save", only(0, 2), "on_optimizer_step")], {}
     # The loop reads the flags one after the other, and callbacks are asked in between.
     chain = [
         Sets("should_evaluate", only(0, 2), "on_log"),
@@ -112,9 +127,9 @@ def cases():
 
 def cases_apart():
     yield "alike", [Sets("should_evaluate", lambda rank: 3)], {"save_steps": 4, "save_strategy": "steps"}
-    yield "rank-0", [Sets("should_save", only(0, 3))], {}
     yield "rank-1", [Sets("should_save", only(1, 3))], {}
     yield "clock", [Sets("should_training_stop", lambda rank: 6 - rank, lasts=True)], {"max_steps": 24}
+    yield "behind", [Follows("rank_1_is_ahead"), Sets("should_save", only(0, 2))], {}
 
 
 if __name__ == "__main__":
