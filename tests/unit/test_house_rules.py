@@ -102,6 +102,8 @@ LAYERS = {
     "core.stopwatch": 3,
     "core.traffic": 3,
     "core.check": 3,
+    "core.control": 3,
+    "core.view": 3,
     "core.serial": 3,
     "hooks.*": 4,
     "launch.launcher": 4,

@@ -42,6 +42,7 @@ class StepFeed:
 
     Attributes:
         current: The micro-batch that is being computed.
+        loader: Of whole steps; None before the training, and where the trainer's own batches are used.
     """
 
     def __init__(self, trainer: Any, manager: DDPManager, beat: BeatPage) -> None:
@@ -55,7 +56,7 @@ class StepFeed:
         self._piece_factor = 1.0
         self._in_loss = self._must_count = False
         self._is_seedable = True
-        self._loader: StepLoader | None = None
+        self.loader: StepLoader | None = None
         # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
         self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
@@ -125,7 +126,7 @@ class StepFeed:
         check_divisible(sum(sizes), shape.world_size)
         dealt = self.balancer.prepare(loader, self._scale)
         logger.info("samples per step: %s%s", equation(sizes, shape.world_size, regroup=shape.regroup), dealt)
-        self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
+        self.loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return steps
@@ -146,6 +147,12 @@ class StepFeed:
 
     def _batch_samples(self, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""
+        if self.trainer.args.gradient_accumulation_steps != 1:
+            raise SetupError(
+                f"gradient_accumulation_steps was set to {self.trainer.args.gradient_accumulation_steps} while the "
+                f"training ran; its steps are dealt with {self.num_accumulated}.",
+                hint="Call train() once for each value, with resume_from_checkpoint, or use global_batch='scale'.",
+            )
         step = next(epoch_iterator, None)
         if step is None:
             return [], None
@@ -237,17 +244,17 @@ class StepFeed:
 
     def begin_epoch(self, epoch: int) -> None:
         """Lets a stream shuffle for `epoch` also where the Trainer resumes in it: accelerate forgets it there."""
-        if self._loader is not None and not self.has_one_order:
-            self._loader.set_epoch(epoch)
+        if self.loader is not None and not self.has_one_order:
+            self.loader.set_epoch(epoch)
 
     @property
     def has_one_order(self) -> bool:
         """True where all ranks follow rank 0's order of samples: none runs out of them before another."""
-        return self._loader is not None and not isinstance(self._loader.dataset, StepStream)
+        return self.loader is not None and not isinstance(self.loader.dataset, StepStream)
 
     def merge_metrics(self) -> None:
         """Puts together TRL's training metrics, which each rank has collected for its own samples. Collective."""
-        if self._loader is not None:  # Else this trainer's own gathers were left to it, and have put them together.
+        if self.loader is not None:  # Else this trainer's own gathers were left to it, and have put them together.
             merge_metrics(self.trainer, self.manager)
 
     def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:

@@ -22,6 +22,7 @@ from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
+from unsloth_multigpu.core.view import CallbackView
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
@@ -81,6 +82,7 @@ class DDPTrainer:
             stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))
             if self._deals_steps():
                 stack.enter_context(self.steps.on_trainer())
+                stack.enter_context(CallbackView(self.trainer, self.steps).on_trainer())
             stack.enter_context(self.check.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
             stack.enter_context(self.checkpoints.on_trainer({} if arguments is None else arguments, number))

@@ -27,6 +27,7 @@ def trainer_patches(
     device_type: str,
     run: RunTraining,
     get_manager: Callable[[], DDPManager],
+    notice: Callable[[], None] = lambda: None,
 ) -> list[Patch]:
     """Patches of `transformers.Trainer` and `TrainingArguments`.
 
@@ -35,6 +36,7 @@ def trainer_patches(
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
         get_manager: Gives the manager, which opens the group of CPU ranks.
+        notice: Called where a training begins.
         run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
             `train`.
     """
@@ -44,6 +46,12 @@ def trainer_patches(
         wrap=_evaluated_by_batch,
         reason="Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
     )
+    beginning = Patch(
+        target="transformers.trainer_callback:CallbackHandler.on_train_begin",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_noticed_beginning, notice),
+        reason="A training that does not come by Trainer.train would be another one on each rank, without a word.",
+    )
     return [
         Patch(
             target="transformers.trainer:Trainer.train",
@@ -51,7 +59,7 @@ def trainer_patches(
             wrap=functools.partial(_steered_train, run),
             reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
         ),
-        *([evaluation] if world_size > 1 else []),
+        *([evaluation, beginning] if world_size > 1 else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -100,6 +108,15 @@ def _steered_train(run: RunTraining, original: Callable[..., Any]) -> Callable[.
         return run(self, bound, arguments)
 
     return train
+
+
+def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_train_begin(*args: Any, **kwargs: Any) -> Any:
+        notice()
+        return original(*args, **kwargs)
+
+    return on_train_begin
 
 
 def _evaluated_by_batch(original: Callable[..., Any]) -> Callable[..., Any]:
