@@ -331,7 +331,7 @@ def _parts(link: Any) -> list[Any]:
     if isinstance(link, dict):
         return list(link.values())[:_MOST_PARTS]
     if callable(link) and not isinstance(link, (type, ModuleType)):
-        return [getattr(type(link), "__call__", None), *list(getattr(link, "__dict__", {}).values())[:_MOST_PARTS]]
+        return [inspect.getattr_static(link, "__call__"), *list(getattr(link, "__dict__", {}).values())[:_MOST_PARTS]]
     return []
 
 

@@ -106,7 +106,8 @@ class StepFeed:
         if len(raw) != 1:
             raise SetupError(
                 f"{type(trainer).__name__}.get_train_dataloader() prepared {len(raw)} data loaders; expected one.",
-                hint="Return a DataLoader or accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
+                hint="Return one DataLoader over all rows (torch.utils.data.ConcatDataset), as it is or by "
+                "accelerator.prepare, or use global_batch='scale', where each rank takes the script's batch.",
             )
         loader = raw[0]
         scale = find_loss_scale(trainer, functools.partial(few_samples, trainer, loader))
@@ -147,7 +148,7 @@ class StepFeed:
 
     def _batch_samples(self, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""
-        if self.trainer.args.gradient_accumulation_steps != 1:
+        if self.loader is not None and self.trainer.args.gradient_accumulation_steps != 1:
             raise SetupError(
                 f"gradient_accumulation_steps was set to {self.trainer.args.gradient_accumulation_steps} while the "
                 f"training ran; its steps are dealt with {self.num_accumulated}.",

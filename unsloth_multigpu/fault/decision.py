@@ -182,7 +182,6 @@ class StoreBoard:
         return int(self._store.get(key)) if self._store.check([key]) else None
 
 
-
 def wait_for_word(read: Callable[[], int | None], longest_pause_s: float, turn: Callable[[], None]) -> int:
     """Reads until there is a word other than `WAIT`. `turn` is called between two looks, and may raise."""
     pause_s = _SHORTEST_PAUSE_S

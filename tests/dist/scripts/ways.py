@@ -76,8 +76,8 @@ def looks(data):
     callback.data = data
     trainer = make(callback, data=data)
     trainer.train()
-    shown = trainer.callback_handler.train_dataloader.dataset is data
-    return {**callback.seen, "is shown behind train()": shown, "accumulation behind": trainer.args.gradient_accumulation_steps}
+    behind = [trainer.callback_handler.train_dataloader.dataset is data, trainer.args.gradient_accumulation_steps]
+    return {**callback.seen, "behind train()": behind}
 
 
 def wrapped(wrap):
