@@ -102,9 +102,12 @@ class Session:
 
     def run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
+        from unsloth_multigpu.core.search import trial_set_up
+
         self.num_running += 1
         try:
-            return self._run_training(trainer, original_train, arguments)
+            with trial_set_up(trainer, arguments.get("trial")):
+                return self._run_training(trainer, original_train, arguments)
         finally:
             self.num_running -= 1
 

@@ -104,6 +104,7 @@ LAYERS = {
     "core.check": 3,
     "core.control": 3,
     "core.view": 3,
+    "core.search": 3,
     "core.serial": 3,
     "hooks.*": 4,
     "launch.launcher": 4,

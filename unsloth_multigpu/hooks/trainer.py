@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,13 @@ def trainer_patches(
         wrap=functools.partial(_noticed_beginning, notice),
         reason="A training that does not come by Trainer.train would be another one on each rank, without a word.",
     )
+    search = Patch(
+        target="transformers.trainer:Trainer.hyperparameter_search",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_one_search, get_manager),
+        reason="All ranks train each trial that rank 0 chooses, and have its result; transformers gives them none.",
+        needs=("backend",),
+    )
     return [
         Patch(
             target="transformers.trainer:Trainer.train",
@@ -59,7 +67,7 @@ def trainer_patches(
             wrap=functools.partial(_steered_train, run),
             reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
         ),
-        *([evaluation, beginning] if world_size > 1 else []),
+        *([evaluation, beginning, search] if world_size > 1 else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -117,6 +125,18 @@ def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any])
         return original(*args, **kwargs)
 
     return on_train_begin
+
+
+def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hyperparameter_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.core.search import run_search
+
+        bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        search = functools.partial(original, self, *args, **kwargs)
+        return run_search(self, get_manager(), search, bound.get("backend"), bound.get("kwargs", {}))
+
+    return hyperparameter_search
 
 
 def _evaluated_by_batch(original: Callable[..., Any]) -> Callable[..., Any]:
