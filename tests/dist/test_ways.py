@@ -36,3 +36,5 @@ def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
     changed = "A callback has set gradient_accumulation_steps from 2 to 1 in on_epoch_end"
     assert changed in ours["changed"]["text"]
     assert "prepared 2 data loaders; expected one.\nHint: Return one DataLoader" in ours["two loaders"]["text"]
+    assert ours["past DDP"]["error"] == "DivergenceError"
+    assert "The forward pass passed by DDP in step 1" in ours["past DDP"]["text"]

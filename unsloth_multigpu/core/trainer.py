@@ -23,7 +23,7 @@ from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
 from unsloth_multigpu.core.view import CallbackView
-from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
@@ -64,6 +64,8 @@ class DDPTrainer:
         self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
         self.num_steps = 0
         self._is_proof_due = False
+        # False from the wrapping of a model until its first forward pass by DDP.
+        self._is_forward_seen = True
 
     def run(self, original_train: Callable[[], Any], arguments: dict[str, Any] | None = None, number: int = 0) -> Any:
         """Runs `original_train` with this rank's share of every step, and returns what it returns.
@@ -200,7 +202,31 @@ class DDPTrainer:
             raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
         if is_trained:
             inner.__class__ = ReadableDDP
+        # A compiler would trace the hook.
+        if is_trained and inner is wrapped:
+            self._watch_forward(inner)
         return wrapped
+
+    def _watch_forward(self, wrapped: nn.Module) -> None:
+        def see(*_: Any) -> None:
+            self._is_forward_seen = True
+            handle.remove()
+
+        self._is_forward_seen = False
+        handle = wrapped.register_forward_pre_hook(see)
+
+    def check_forward(self, step: int) -> None:
+        """After a step, and before its weights are saved.
+
+        Raises:
+            DivergenceError: Each rank has stepped with its own gradients.
+        """
+        if not self._is_forward_seen:
+            raise DivergenceError(
+                f"The forward pass passed by DDP in step {step}: the model that compute_loss is given was not called, "
+                "and the ranks' gradients did not meet.",
+                hint="Call the model that compute_loss(model, inputs) is given, not self.model or model.module.",
+            )
 
     @contextmanager
     def _progress(self) -> Iterator[None]:
@@ -286,6 +312,7 @@ def _progress_callback(steered: DDPTrainer) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steered.num_steps += 1
+            steered.check_forward(state.global_step)
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)
             # Here every rank comes by; a log call may be made on one alone.

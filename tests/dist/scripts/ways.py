@@ -114,6 +114,11 @@ class TwoLoaders(Trainer):
         return Chained([self.accelerator.prepare(loader) for loader in loaders])
 
 
+class PastDDP(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return self.model(**inputs)["loss"]
+
+
 class Chained:
     def __init__(self, loaders):
         self.loaders = loaders
@@ -135,6 +140,7 @@ def cases():
     yield "look at a stream", functools.partial(looks, Stream())
     yield "changed", functools.partial(train, Changes(), max_steps=9)
     yield "two loaders", functools.partial(train, cls=TwoLoaders)
+    yield "past DDP", functools.partial(train, cls=PastDDP)
 
 
 if __name__ == "__main__":
