@@ -64,7 +64,7 @@ class DDPTrainer:
         self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
         self.num_steps = 0
         self._is_proof_due = False
-        # False from the wrapping of a model until its first forward pass by DDP.
+        # False from the start of a training by DDP until its first forward pass.
         self._is_forward_seen = True
 
     def run(self, original_train: Callable[[], Any], arguments: dict[str, Any] | None = None, number: int = 0) -> Any:
@@ -202,12 +202,13 @@ class DDPTrainer:
             raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
         if is_trained:
             inner.__class__ = ReadableDDP
-        # A compiler would trace the hook.
-        if is_trained and inner is wrapped:
-            self._watch_forward(inner)
         return wrapped
 
-    def _watch_forward(self, wrapped: nn.Module) -> None:
+    def watch_forward(self, wrapped: Any) -> None:
+        """Looks for the first forward pass by DDP."""
+        if not isinstance(wrapped, ReadableDDP):
+            return  # Another strategy, one process, or a compiler around it, which would trace the hook.
+
         def see(*_: Any) -> None:
             self._is_forward_seen = True
             handle.remove()
@@ -304,6 +305,7 @@ def _progress_callback(steered: DDPTrainer) -> Any:
 
     class Progress(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steered.watch_forward(steered.trainer.model_wrapped)
             if steered.config.seed_per_rank and rank > 0:
                 set_seed(args.seed + rank)
 

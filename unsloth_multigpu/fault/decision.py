@@ -84,8 +84,8 @@ class PageBoard:
         os.close(self._file)
 
     def next_training(self) -> int:
-        # A word's bits for it; after so many trainings the ring holds nothing of the first.
-        self._memory[0] = (self._memory[0] + 1) % (1 << 12)
+        # 12 bits, and never 0, which a new page is full of. The rings hold nothing of a training so long ago.
+        self._memory[0] = self._memory[0] % ((1 << 12) - 1) + 1
         return self._memory[0]
 
     def begin(self, training: int) -> None:
