@@ -61,7 +61,11 @@ def run_search(trainer: Any, manager: DDPManager, search: Callable[..., Any], ba
         )
     manager.open_group()
     report = functools.partial(_report, trainer, manager, trainer._report_to_hp_search)
-    with instance_attribute(trainer, "_report_to_hp_search", report):
+    make = functools.partial(_make_model, manager.identity.rank == 0, trainer.call_model_init)
+    with (
+        instance_attribute(trainer, "_report_to_hp_search", report),
+        instance_attribute(trainer, "call_model_init", make),
+    ):
         if manager.identity.rank > 0:
             backends = _Followers(trainer)
             with backends.in_place():
@@ -117,6 +121,19 @@ class _Followers:
                     trainer.objective = trainer.compute_objective(trainer.evaluate())
             except TrialCutOff:
                 continue
+
+
+def _make_model(is_rank_0: bool, original: Callable[..., Any], trial: Any = None) -> Any:
+    """`Trainer.call_model_init`, in which a model may ask the trial for more than the arguments did. Collective."""
+    if trial is None:
+        return original(trial)
+    params = [None]
+    if is_rank_0:
+        model = original(trial)
+        params = [trial.params]
+    dist.broadcast_object_list(params, src=0)
+    # What rank 0 has sent before is a trial with the choices that had been made until then.
+    return model if is_rank_0 else original(type(trial)(params[0], trial.number))
 
 
 def _report(trainer: Any, manager: DDPManager, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,9 +15,10 @@ ROWS = [{"x": torch.tensor([i % 7 - 3.0, i % 5 - 2.0]), "labels": torch.tensor([
 
 
 class Model(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, trial):
         super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
+        # The Trainer's constructor has no trial.
+        self.layer = torch.nn.Linear(2, 1, bias=trial is None or trial.suggest("bias"))
 
     def forward(self, x, labels):
         return {"loss": (self.layer(x) - labels).square().mean(), "logits": self.layer(x)}
@@ -29,12 +30,14 @@ class Notes(TrainerCallback):
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         chosen = [args.learning_rate, args.per_device_train_batch_size, args.gradient_accumulation_steps]
-        weights = [round(w, 6) for w in model.layer.weight.flatten().tolist()]
+        weights = [round(w, 6) for p in model.parameters() for w in p.flatten().tolist()]
         self.trials.append([*chosen, state.global_step, *weights])
 
 
 def space(trial):
-    return {name: trial.suggest(name) for name in trial.params}
+    return {
+        n: trial.suggest(n) for n in ("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps")
+    }
 
 
 args = TrainingArguments(

@@ -8,10 +8,10 @@ import types
 __version__ = "5.0.0"
 
 ORDER = [
-    {"learning_rate": 0.05, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
-    {"learning_rate": 0.02, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
-    {"learning_rate": 0.1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-    {"learning_rate": 0.01, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    {"learning_rate": 0.05, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "bias": True},
+    {"learning_rate": 0.02, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "bias": True},
+    {"learning_rate": 0.1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "bias": False},
+    {"learning_rate": 0.01, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bias": False},
 ]
 # The trial that is not worth going on with, and how many fit into the time that the script gives.
 PRUNED, FIT = 1, 3
@@ -31,8 +31,12 @@ class FixedTrial:
 
 class Trial(FixedTrial):
     def __init__(self, number, study):
-        super().__init__(dict(ORDER[number]), number)
+        super().__init__({}, number)
         self.study, self.value = study, None
+
+    def suggest(self, name):
+        self.params[name] = ORDER[self.number][name]
+        return self.params[name]
 
     def report(self, value, step):
         self.value = value
