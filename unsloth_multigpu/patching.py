@@ -10,10 +10,11 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from types import ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 from wrapt import register_post_import_hook
@@ -26,6 +27,9 @@ State = Literal["landed", "waiting for import", "absent", "not installed", "undo
 
 _log = get_logger(__name__)
 _MISSING: Any = object()
+# How far a function may be from what stands in its place: wrappers over wrappers, each with what it keeps. A name
+# leads to much that is no wrapper.
+_WRAPPER_DEPTH, _NAME_STEPS, _MOST_PARTS = 12, 6, 64
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,10 @@ class PatchRegistry:
             raise
 
     def verify(self) -> None:
-        """Checks that each target still leads to our function, alone or in the `__wrapped__` chain of another one.
+        """Checks that each target still leads to our function: it is there, or what is there holds it.
 
-        Costs a few dictionary look-ups per patch. A wrapper that names ours in `__wrapped__` is trusted to call it.
+        Costs a few dictionary look-ups per patch. What holds ours, in `__wrapped__`, in a closure or by a name that it
+        reads, is trusted to call it. A patch whose function is being called needs no look: it was reached.
 
         Raises:
             PatchError: A target was replaced, or its module is imported without the patch.
@@ -157,6 +162,7 @@ class _Seam:
         self.before: Any = None
         self.installed: Any = None
         self.function: Any = None  # `installed` without its staticmethod or classmethod.
+        self.num_active = 0  # Calls of `function` that have not returned.
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `datasets` hashes what a mapped function holds, down to methods of a tokenizer that we wrap. Seen from there
@@ -216,12 +222,17 @@ class _Seam:
                 f"{self.module} is imported, but the patch of {self.path} is not in it ({self.state}).",
                 hint="Import it in the ordinary way, from an installed distribution, after enable_multi_gpu().",
             )
-        if inspect.unwrap(raw, stop=lambda link: link is self.function) is not self.function:
-            raise PatchError(
-                f"{self.patch.target} was replaced after it was patched: {_describe(raw)} stands there now.",
-                hint="Whatever put it there must call the function that it found. Load it before enable_multi_gpu(), "
-                "or leave it out.",
-            )
+        if not self.num_active and not _holds(raw, self.function, self.holder):
+            raise self.lost(raw)
+
+    def lost(self, raw: Any) -> PatchError:
+        """What stands in our function's place does not lead to it."""
+        return PatchError(
+            f"{self.patch.target} was replaced after it was patched: {_describe(raw)} stands there now, and does not "
+            "call what it found.",
+            hint="Let it keep the function that it found there and call it, as functools.wraps and closures do; or put "
+            "it there before enable_multi_gpu().",
+        )
 
     def _is_alias(self) -> bool:
         # A class that was renamed keeps its old name beside the new one, whose patch stands for both.
@@ -244,7 +255,11 @@ class _Seam:
         # The state is asked at each call since copies (on instances, in others' wrappers) outlive undo().
         @functools.wraps(original)
         def switch(*args: Any, **kwargs: Any) -> Any:
-            return (replacement if self.state == "landed" else original)(*args, **kwargs)
+            self.num_active += 1
+            try:
+                return (replacement if self.state == "landed" else original)(*args, **kwargs)
+            finally:
+                self.num_active -= 1
 
         return switch
 
@@ -282,6 +297,61 @@ def _locate(module: ModuleType, path: str) -> tuple[Any, Any]:
     for name in path.split("."):
         holder, raw = raw, inspect.getattr_static(raw, name, _MISSING)
     return holder, raw
+
+
+def _holds(raw: Any, function: Any, holder: Any) -> bool:
+    """True if `raw` is `function`, or is made of something that is: what it wraps, closes over, or reads by name."""
+    seen: set[int] = set()
+    found = [(raw, _WRAPPER_DEPTH)]
+    while found:
+        link, depth = found.pop()
+        if link is function:
+            return True
+        if depth and id(link) not in seen:
+            seen.add(id(link))
+            found.extend((part, depth - 1) for part in _parts(link))
+            found.extend((part, max(0, depth - _NAME_STEPS)) for part in _read_by_name(link, holder))
+    return False
+
+
+def _read_by_name(link: Any, holder: Any) -> list[Any]:
+    """What a function may read from its module, or from where it stands."""
+    if not isinstance(link, FunctionType):
+        return []
+    names = _names_read(link.__code__)
+    from_module = [link.__globals__[n] for n in names if n in link.__globals__]
+    return [*from_module, *(inspect.getattr_static(holder, n, None) for n in names)]
+
+
+def _parts(link: Any) -> list[Any]:
+    """What a function, a wrapper object or a container of one keeps. Nothing is called or bound."""
+    if isinstance(link, FunctionType):
+        return [*_filled(link.__closure__ or ()), *(link.__defaults__ or ()), *vars(link).values()]
+    if isinstance(link, functools.partial):
+        return [link.func, *link.args, *link.keywords.values()]
+    if isinstance(link, (staticmethod, classmethod, MethodType)):
+        return [link.__func__, getattr(link, "__self__", None)]
+    if isinstance(link, (tuple, list)):
+        return list(link[:_MOST_PARTS])
+    if isinstance(link, dict):
+        return list(link.values())[:_MOST_PARTS]
+    if callable(link) and not isinstance(link, (type, ModuleType)):
+        return [inspect.getattr_static(link, "__call__"), *list(getattr(link, "__dict__", {}).values())[:_MOST_PARTS]]
+    return []
+
+
+def _names_read(code: CodeType) -> set[str]:
+    nested = (_names_read(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*nested)
+
+
+def _filled(cells: Iterable[CellType]) -> list[Any]:
+    # A cell is empty while the name that it stands for has no value.
+    contents = []
+    for cell in cells:
+        with suppress(ValueError):
+            contents.append(cell.cell_contents)
+    return contents
 
 
 def _describe(raw: Any) -> str:

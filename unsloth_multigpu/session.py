@@ -52,6 +52,8 @@ class Session:
     num_trainings: int = 0
     num_finished: int = 0
     is_closed: bool = False
+    # Calls of `run_training` that have not returned.
+    num_running: int = 0
     # Counts the sessions of this process.
     number: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
@@ -102,6 +104,30 @@ class Session:
 
     def run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
+        from unsloth_multigpu.core.search import trial_set_up
+
+        self.num_running += 1
+        try:
+            with trial_set_up(trainer, arguments.get("trial")):
+                return self._run_training(trainer, original_train, arguments)
+        finally:
+            self.num_running -= 1
+
+    def notice_training(self) -> None:
+        """Told where a Trainer's loop begins, however it was reached.
+
+        Raises:
+            PatchError: Something stands in the place of `Trainer.train` that does not call ours.
+        """
+        if self.num_running or self.is_closed:
+            return
+        self.registry.verify()
+        logger.warning(
+            "a training begins that does not come by Trainer.train and is not steered: each rank takes the whole batch "
+            "of the script, as under torchrun. Let the trainer's train() call super().train()"
+        )
+
+    def _run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
         self.before_training()
         number, self.num_trainings = self.num_trainings, self.num_trainings + 1
@@ -243,7 +269,8 @@ def _patches(session: Session) -> list[Patch]:
 
     config, identity = session.config, session.identity
     device_type = _claim_device(session)
-    patches = trainer_patches(config, identity.world_size, device_type, session.run_training, session.manager)
+    run, notice = session.run_training, session.notice_training
+    patches = trainer_patches(config, identity.world_size, device_type, run, session.manager, notice)
     others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]
     if others and ENV_RECEIPT in os.environ:
         # Nobody would end the training after the steps that were asked for.

@@ -133,6 +133,19 @@ def test_exit_inside_training_is_an_early_exit(exit_code: int, shown: int) -> No
     assert cause.message == f"rank 1 left with exit code {exit_code} after step 4, while other ranks were training"
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_error_that_a_script_has_caught_is_no_exit(is_gone: bool) -> None:
+    run = Run().training(0, 1).add("left_training", 1, 4, error="RuntimeError: no luck.\nmore").fails(0, CLOSED, step=4)
+    cause = find_cause(run.events, {0: 1}, gone={1} if is_gone else (), beats=at_steps({0: 4, 1: 4}))
+    ended = " and ended with exit code 0" if is_gone else ""
+    assert (cause.rank, cause.exit_code) == (1, 1)
+    assert cause.message == (
+        f"rank 1 left train() by an error after step 4, which its script caught{ended}, while other ranks were "
+        "training: RuntimeError: no luck"
+    )
+    assert cause.traceback.startswith("Hint: Catch errors of train() on all ranks or on none")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_hard_exit_inside_training_is_an_early_exit(rank: int) -> None:
     # os._exit(0) says nothing: the last word of the rank is "training", and only its process is missing.

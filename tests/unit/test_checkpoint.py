@@ -414,7 +414,6 @@ class FakeTrainer:
             global_step=3, epoch=0.5, best_model_checkpoint=None, best_global_step=None, save_to_json=lambda path: None
         )
         self.args = SimpleNamespace(should_save=True, save_total_limit=None)
-        self.callback_handler = SimpleNamespace(train_dataloader=None)
         self.saved_draws: list[float] = []
 
     def _get_output_dir(self, trial: Any = None) -> str:
@@ -434,7 +433,7 @@ class FakeTrainer:
 
 
 def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
-    steps: Any = SimpleNamespace(balancer=SimpleNamespace(state_dict=dict), num_accumulated=1)
+    steps: Any = SimpleNamespace(balancer=SimpleNamespace(state_dict=dict), num_accumulated=1, loader=None)
     return Checkpoints(trainer, rank, steps, None)  # type: ignore[arg-type]
 
 

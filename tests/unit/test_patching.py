@@ -433,6 +433,69 @@ def test_verify_accepts_wrappers_over_ours(write: Write) -> None:
     patches.verify()
 
 
+class Wrapper:
+    def __init__(self, found: Callable[..., Any]) -> None:
+        self.found = found
+
+    def __call__(self, *args: Any) -> Any:
+        return self.found(*args)
+
+    def __get__(self, thing: Any, _: Any = None) -> Any:
+        return functools.partial(self, thing)
+
+
+def wrappers(module: ModuleType, found: Callable[..., Any]) -> dict[str, Any]:
+    """Ways to keep a function and call it that `functools.wraps` has no part in."""
+
+    def closure(self: Any, x: int) -> Any:
+        return found(self, x)
+
+    def inner(self: Any, x: int) -> Any:
+        def call() -> Any:
+            return found(self, x)
+
+        return call()
+
+    module.kept = found  # type: ignore[attr-defined]
+    module.Thing.kept = found
+    sources = ("lambda self, x: kept(self, x)", "lambda self, x: self.kept(x)", "lambda self, x, f=kept: f(self, x)")
+    by_name = [eval(source, vars(module)) for source in sources]
+    return {"closure": closure, "inner": inner, "object": Wrapper(found), **dict(zip("mhd", by_name, strict=True))}
+
+
+@pytest.mark.parametrize("kind", ["closure", "inner", "object", "m", "h", "d"])
+def test_verify_accepts_what_keeps_ours_in_any_way(write: Write, kind: str) -> None:
+    module = importlib.import_module(write())
+    patches = registry(f"{module.__name__}:Thing.method")
+    patches.apply()
+    module.Thing.method = wrappers(module, module.Thing.method)[kind]
+    patches.verify()
+    assert module.Thing().method(1) == ("ours", ("method", 1))
+
+
+def test_verify_asks_nothing_of_a_function_that_is_being_called(write: Write) -> None:
+    module = importlib.import_module(write())
+    calls = []
+
+    def checks(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any) -> Any:
+            patches.verify()
+            calls.append(1)
+            return original(*args)
+
+        return replacement
+
+    patches = registry(f"{module.__name__}:Thing.method", wrap=checks)
+    patches.apply()
+    ours = {"where nobody looks": {1: [[module.Thing.method]]}}
+    module.Thing.method = lambda self, x: Path.cwd() and ours["where nobody looks"][1][0][0](self, x)
+    module.Thing().method(1)
+    module.Thing.method = lambda self, x: x
+    with pytest.raises(PatchError, match="does not call what it found"):
+        patches.verify()
+    assert calls == [1]
+
+
 def test_verify_names_what_replaced_ours(write: Write) -> None:
     module = importlib.import_module(write())
     patches = registry(f"{module.__name__}:Thing.method")

@@ -47,7 +47,7 @@ def step(model, watch, **options):
 
 def test_lap_is_the_computation_without_the_wait():
     model = Model()
-    watch = Stopwatch(model, CPU)
+    watch = Stopwatch(lambda: model, CPU)
     begin = time.perf_counter()
     with watch.on_model():
         lap = step(model, watch)
@@ -56,7 +56,7 @@ def test_lap_is_the_computation_without_the_wait():
 
 def test_there_is_no_lap_without_the_gradient():
     model = Model()
-    watch = Stopwatch(model, CPU)
+    watch = Stopwatch(lambda: model, CPU)
     with watch.on_model():
         assert step(model, watch) is not None
         # The step before must not be taken for this one.
@@ -65,14 +65,14 @@ def test_there_is_no_lap_without_the_gradient():
 
 def test_model_is_left_alone_afterwards():
     model = Model()
-    watch = Stopwatch(model, CPU)
+    watch = Stopwatch(lambda: model, CPU)
     with watch.on_model():
         pass
     assert step(model, watch) is None
 
 
 def test_model_without_trained_parameters_has_no_laps():
-    watch = Stopwatch(nn.Linear(1, 1).requires_grad_(False), CPU)
+    watch = Stopwatch(lambda: nn.Linear(1, 1).requires_grad_(False), CPU)
     with watch.on_model():
         watch.start()
         assert watch.lap() is None

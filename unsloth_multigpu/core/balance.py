@@ -62,7 +62,7 @@ class Balancer:
         self.balance: Balance | None = None
         # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
         self.resumed: Mapping[str, Any] = {}
-        self.stopwatch = Stopwatch(trainer.model, trainer.args.device)
+        self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
     def prepare(self, loader: Any, scale: LossScale) -> str:
         """Decides how samples are dealt; returns it in words. Collective.

@@ -196,7 +196,7 @@ class Checkpoints:
         _move_changed(final, before, part)
         if not part.is_dir():
             return  # The script saves in a way of its own, elsewhere.
-        loader = trainer.callback_handler.train_dataloader
+        loader = self._steps.loader
         order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
         if trainer.args.should_save:
             if (part / _STATE_FILE).is_file():
@@ -223,13 +223,13 @@ class Checkpoints:
 
     def _cursor(self, loader: Any) -> dict[str, int]:
         """Where the epoch is; its steps and samples where we deal them."""
-        state, args = self._trainer.state, self._trainer.args
+        state = self._trainer.state
         if isinstance(getattr(loader, "dataset", None), StepStream):
             return dict(loader.dataset.cursor())
         if not isinstance(getattr(loader, "batch_sampler", None), StepSampler):
             return {"epoch": int((state.epoch or 0) + 1e-6)}
         epoch, step = divmod(state.global_step, max(1, len(loader)))
-        num_samples = step * args.per_device_train_batch_size * self._steps.num_accumulated
+        num_samples = step * self._trainer._train_batch_size * self._steps.num_accumulated
         return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}
 
     @contextmanager

@@ -29,10 +29,12 @@ def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> 
     """
     args, data = trainer.args, trainer.train_dataset
     names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
-    shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
     facts: dict[str, Any] = {name: getattr(args, name) for name in names}
     facts["gradient_accumulation_steps"] = num_accumulated
-    facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
+    # A trial of a search makes its model in the midst of train(); what is there now is of the one before, or nothing.
+    if trainer.model is not None and getattr(trainer, "hp_search_backend", None) is None:
+        shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
+        facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
     facts |= {f"option {name}": value for name, value in config.of_the_run().items()}
     # Without the part that tells for which CUDA torch was built.
     installed = ((name, installed_version(name)) for name in ("unsloth_multigpu", *SUPPORTED))

@@ -50,7 +50,7 @@ class Resume:
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
         """Puts our methods on the trainer instance for the time of the training."""
-        trainer, callback = self._trainer, _cursor_callback(self)
+        trainer, callback = self._trainer, _cursor_callback(self, self._steps)
         overrides = {
             "_load_rng_state": functools.partial(self._load_random_state, trainer._load_rng_state),
             "get_batch_samples": functools.partial(self._batch_samples, trainer.get_batch_samples),
@@ -192,11 +192,11 @@ def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, numb
     return dict(json.loads(json.dumps(facts)))
 
 
-def _cursor_callback(resume: Resume) -> Any:
+def _cursor_callback(resume: Resume, steps: StepFeed) -> Any:
     from transformers import TrainerCallback
 
     class CursorCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            resume.place_cursor(kwargs.get("train_dataloader"))
+            resume.place_cursor(steps.loader)
 
     return CursorCallback()

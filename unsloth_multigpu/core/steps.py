@@ -47,6 +47,7 @@ class StepFeed:
     Attributes:
         current: The micro-batch that is being computed.
         inexact: Why ranks cannot share the loss of a micro-batch exactly; "" where they can, or need not.
+        loader: Of whole steps; None before the training, and where the trainer's own batches are used.
     """
 
     def __init__(self, trainer: Any, manager: DDPManager, beat: BeatPage) -> None:
@@ -64,7 +65,7 @@ class StepFeed:
         self._watch: LossWatch | None = None
         self._is_whole = False
         self._is_seedable = True
-        self._loader: StepLoader | None = None
+        self.loader: StepLoader | None = None
         # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
         self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
@@ -116,7 +117,8 @@ class StepFeed:
         if len(raw) != 1:
             raise SetupError(
                 f"{type(trainer).__name__}.get_train_dataloader() prepared {len(raw)} data loaders; expected one.",
-                hint="Return a DataLoader or accelerator.prepare(DataLoader(...)), or use global_batch='scale'.",
+                hint="Return one DataLoader over all rows (torch.utils.data.ConcatDataset), as it is or by "
+                "accelerator.prepare, or use global_batch='scale', where each rank takes the script's batch.",
             )
         loader = raw[0]
         draw = functools.partial(draw_samples, trainer, loader)
@@ -144,7 +146,7 @@ class StepFeed:
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
         logger.info("samples per step: %s%s", how, dealt)
         self.metrics.begin(loader, self.num_accumulated)
-        self._loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
+        self.loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return steps
@@ -203,6 +205,12 @@ class StepFeed:
 
     def _batch_samples(self, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""
+        if self.loader is not None and self.trainer.args.gradient_accumulation_steps != 1:
+            raise SetupError(
+                f"gradient_accumulation_steps was set to {self.trainer.args.gradient_accumulation_steps} while the "
+                f"training ran; its steps are dealt with {self.num_accumulated}.",
+                hint="Call train() once for each value, with resume_from_checkpoint, or use global_batch='scale'.",
+            )
         step = next(epoch_iterator, None)
         if step is None:
             return [], None
@@ -315,13 +323,13 @@ class StepFeed:
 
     def begin_epoch(self, epoch: int) -> None:
         """Lets a stream shuffle for `epoch` also where the Trainer resumes in it: accelerate forgets it there."""
-        if self._loader is not None and not self.has_one_order:
-            self._loader.set_epoch(epoch)
+        if self.loader is not None and not self.has_one_order:
+            self.loader.set_epoch(epoch)
 
     @property
     def has_one_order(self) -> bool:
         """True where all ranks follow rank 0's order of samples: none runs out of them before another."""
-        return self._loader is not None and not isinstance(self._loader.dataset, StepStream)
+        return self.loader is not None and not isinstance(self.loader.dataset, StepStream)
 
     def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:
         """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.

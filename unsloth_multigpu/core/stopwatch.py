@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +18,15 @@ class Stopwatch:
     the end of the backward pass. On a GPU it reads the device's own clock, and nothing waits for the device.
 
     Args:
-        model: Whose parameters are trained.
+        model: Gives the model whose parameters are trained; asked in the first micro-batch. `model_init` makes it in
+            the midst of `train()`.
         device: Where.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._first = next((p for p in model.parameters() if p.requires_grad), None)
+    def __init__(self, model: Callable[[], nn.Module], device: torch.device) -> None:
+        self._model = model
+        self._is_open = False
+        self._watched: ExitStack | None = None
         self._device = device
         self._begin: Any = None
         self._end: Any = None
@@ -31,20 +34,29 @@ class Stopwatch:
     @contextmanager
     def on_model(self) -> Iterator[None]:
         """Watches the parameter for the time of a training."""
-        if self._first is None:
-            yield
-            return
-        handle = self._first.register_post_accumulate_grad_hook(self._arrived)
+        self._is_open = True
         try:
             yield
         finally:
-            handle.remove()
+            self._is_open = False
+            if self._watched is not None:
+                self._watched.close()
+                self._watched = None
+
+    def _watch(self) -> ExitStack:
+        stack = ExitStack()
+        first = next((p for p in self._model().parameters() if p.requires_grad), None)
+        if first is not None:
+            stack.callback(first.register_post_accumulate_grad_hook(self._arrived).remove)
+        return stack
 
     def _arrived(self, _: torch.Tensor) -> None:
         self._end = self._now()
 
     def start(self) -> None:
         """Called before the forward pass."""
+        if self._is_open and self._watched is None:
+            self._watched = self._watch()
         self._end = None
         self._begin = self._now()
 

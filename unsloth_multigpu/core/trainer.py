@@ -16,6 +16,7 @@ from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.core.buffer import EqualBuffers, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
+from unsloth_multigpu.core.control import OneDecision
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.guard import Guard
@@ -24,14 +25,15 @@ from unsloth_multigpu.core.manager import DDPManager, gradient_backend
 from unsloth_multigpu.core.steps import StepFeed, instance_attribute
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
 from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
-from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.core.view import CallbackView
+from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ddp_settings, forget_evaluation, make_readable
+from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation, make_readable
 
 logger = get_logger(__name__)
 
@@ -62,10 +64,13 @@ class DDPTrainer:
         is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
         self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), beat, self._may_stop)
+        self.decision = OneDecision(trainer, manager, os.environ.get(ENV_RUN_DIR), beat)
         self.checkpoints = Checkpoints(trainer, manager, self.steps, self.exchange)
         self.trained = TrainedParameters(trainer, manager, self.exchange, self._ask_for_proof)
         self.num_steps = 0
         self._is_proof_due = False
+        # False from the start of a training by DDP until its first forward pass.
+        self._is_forward_seen = True
 
     def run(self, original_train: Callable[[], Any], arguments: dict[str, Any] | None = None, number: int = 0) -> Any:
         """Runs `original_train` with this rank's share of every step, and returns what it returns.
@@ -80,11 +85,13 @@ class DDPTrainer:
         self.on_agreed()
         start = time.monotonic()
         with ExitStack() as stack:
+            stack.enter_context(self.decision.on_trainer())
             stack.enter_context(planted_faults(self.trainer, self.manager, self.steps))
             if self._deals_steps():
                 stack.enter_context(self.statistics.of_micro_batches())
                 stack.enter_context(self.steps.on_trainer())
                 stack.enter_context(self.statistics.of_steps())
+                stack.enter_context(CallbackView(self.trainer, self.steps).on_trainer())
             stack.enter_context(self.steps.metrics.on_trainer())
             stack.enter_context(self.check.on_trainer())
             stack.enter_context(self._settings_of_ddp() if self.exchange is None else self.exchange.on_trainer())
@@ -212,6 +219,31 @@ class DDPTrainer:
             make_readable(inner, model, handler.find_unused_parameters)
         return wrapped
 
+    def watch_forward(self, wrapped: Any) -> None:
+        """Looks for the first forward pass by DDP."""
+        if not isinstance(wrapped, ReadableDDP):
+            return  # Another strategy, one process, or a compiler around it, which would trace the hook.
+
+        def see(*_: Any) -> None:
+            self._is_forward_seen = True
+            handle.remove()
+
+        self._is_forward_seen = False
+        handle = wrapped.register_forward_pre_hook(see)
+
+    def check_forward(self, step: int) -> None:
+        """After a step, and before its weights are saved.
+
+        Raises:
+            DivergenceError: Each rank has stepped with its own gradients.
+        """
+        if not self._is_forward_seen:
+            raise DivergenceError(
+                f"The forward pass passed by DDP in step {step}: the model that compute_loss is given was not called, "
+                "and the ranks' gradients did not meet.",
+                hint="Call the model that compute_loss(model, inputs) is given, not self.model or model.module.",
+            )
+
     @contextmanager
     def _progress(self) -> Iterator[None]:
         """Tells the supervisor where this rank is."""
@@ -297,6 +329,7 @@ def _progress_callback(steered: DDPTrainer) -> Any:
 
     class Progress(TrainerCallback):  # type: ignore[misc, unused-ignore]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steered.watch_forward(steered.trainer.model_wrapped)
             if steered.config.seed_per_rank and rank > 0:
                 set_seed(args.seed + rank)
 
@@ -306,6 +339,7 @@ def _progress_callback(steered: DDPTrainer) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steered.num_steps += 1
+            steered.check_forward(state.global_step)
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)
 

@@ -87,7 +87,13 @@ class StepSampler(BatchSampler):
 
 
 class StepLoader(DataLoader[Any]):
-    """Loads whole steps; made by `step_loader`."""
+    """Loads whole steps; made by `step_loader`.
+
+    Attributes:
+        one_process: The loader that one process has in its place, with the script's own data set and batches.
+    """
+
+    one_process: DataLoader[Any]
 
     def __len__(self) -> int:
         """Steps of an epoch. TypeError for a stream whose data set does not say its length."""
@@ -132,20 +138,25 @@ def step_loader(
             **{**settings, "pin_memory": False},
         )
         stream = StepStream(reference(rows_only), shape, loader.collate_fn)
-        return StepLoader(stream, batch_size=None, collate_fn=_as_it_is, pin_memory=loader.pin_memory)
+        steps = StepLoader(stream, batch_size=None, collate_fn=_as_it_is, pin_memory=loader.pin_memory)
+        steps.one_process = loader
+        return steps
     if loader.drop_last and len(loader) == 0:
         num_rows = len(loader.dataset)  # type: ignore[arg-type]
         raise SetupError(
             f"{num_rows} row(s) make no whole batch of {loader.batch_size} with dataloader_drop_last=True.",
             hint="Leave dataloader_drop_last out, or set a smaller per_device_train_batch_size.",
         )
-    sampler = StepSampler(reference(loader), shape, broadcast)
-    return StepLoader(
+    one_process = reference(loader)
+    sampler = StepSampler(one_process, shape, broadcast)
+    steps = StepLoader(
         _StepDataset(loader.dataset, loader.collate_fn, shape.regroup),
         batch_sampler=sampler,
         collate_fn=_only,
         **settings,
     )
+    steps.one_process = one_process
+    return steps
 
 
 class Reference(Protocol):

@@ -33,7 +33,7 @@ class Phase(enum.IntEnum):
     GENERATE = 9  # Making samples to train on, as GRPO does.
     WARM_UP = 10  # Computing in the first step: kernels are compiled and memory is laid out.
     FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
-    AGREE = 12  # Asking the other ranks after a step whether to stop.
+    AGREE = 12  # Asking the other ranks after a step whether to stop, to save, to evaluate.
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _DOING = {
     Phase.GENERATE: "generating samples",
     Phase.WARM_UP: "computing",
     Phase.FILL: "getting the first samples of an epoch",
-    Phase.AGREE: "asking the other ranks whether to stop",
+    Phase.AGREE: "asking the other ranks what comes next",
 }
 
 

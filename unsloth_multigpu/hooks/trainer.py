@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ def trainer_patches(
     device_type: str,
     run: RunTraining,
     get_manager: Callable[[], DDPManager],
+    notice: Callable[[], None] = lambda: None,
 ) -> list[Patch]:
     """Patches of `transformers.Trainer` and `TrainingArguments`.
 
@@ -40,6 +42,7 @@ def trainer_patches(
         world_size: Ranks of the run.
         device_type: "cuda", "xpu" or "cpu".
         get_manager: Gives the manager, which opens the group of CPU ranks and gathers an evaluation's metrics.
+        notice: Called where a training begins.
         run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
             `train`.
     """
@@ -49,6 +52,19 @@ def trainer_patches(
         wrap=functools.partial(_evaluated_by_batch, get_manager),
         reason="Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
     )
+    beginning = Patch(
+        target="transformers.trainer_callback:CallbackHandler.on_train_begin",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_noticed_beginning, notice),
+        reason="A training that does not come by Trainer.train would be another one on each rank, without a word.",
+    )
+    search = Patch(
+        target="transformers.trainer:Trainer.hyperparameter_search",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_one_search, get_manager),
+        reason="All ranks train each trial that rank 0 chooses, and have its result; transformers gives them none.",
+        needs=("backend",),
+    )
     return [
         Patch(
             target="transformers.trainer:Trainer.train",
@@ -56,7 +72,7 @@ def trainer_patches(
             wrap=functools.partial(_steered_train, run),
             reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
         ),
-        *([evaluation] if world_size > 1 else []),
+        *([evaluation, beginning, search] if world_size > 1 else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -135,6 +151,27 @@ def _steered_train(run: RunTraining, original: Callable[..., Any]) -> Callable[.
         return run(self, bound, arguments)
 
     return train
+
+
+def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_train_begin(*args: Any, **kwargs: Any) -> Any:
+        notice()
+        return original(*args, **kwargs)
+
+    return on_train_begin
+
+
+def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hyperparameter_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.core.search import run_search
+
+        bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        search = functools.partial(original, self, *args, **kwargs)
+        return run_search(self, get_manager(), search, bound.get("backend"), bound.get("kwargs", {}))
+
+    return hyperparameter_search
 
 
 def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,11 +95,7 @@ def find_cause(
     leaving = {r for r in leaving if exit_codes.get(r, 0) >= 0 or exit_codes[r] in _SENT_TO_SURVIVORS}
     left = find_early_exit(events, {r for r in {*gone, *exit_codes} if exit_codes.get(r, 0) >= 0} | leaving)
     if left is not None:
-        code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
-        is_known = "exit_code" in left.facts or exit_codes
-        how = f"left with exit code {code}" if is_known else "ended"
-        message = f"rank {left.rank} {how} {_where(steps.get(left.rank, -1))}, while other ranks were training"
-        return Cause(left.rank, code or 1, message)
+        return _from_early_exit(left, exit_codes, left.rank in gone, steps.get(left.rank, -1))
     # One that has said why it ends was killed because its teardown took too long.
     silent = {r: c for r, c in exit_codes.items() if r not in {e.rank for e in exceptions}}
     if ended := _from_exit_codes(silent, gone, steps, memory):
@@ -143,6 +139,19 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
         if has_left and not _is_communication_error(event) and waits - {event.rank}:
             return event
     return None
+
+
+def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, step: int) -> Cause:
+    code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
+    if left.kind == "left_training" and "exit_code" not in left.facts:
+        # No exit: an error came out of train(), and the script has caught it.
+        error = str(left.facts["error"]).strip().split("\n")[0].rstrip(".: ")
+        ended = f" and ended with exit code {code}" if is_gone else ""
+        message = f"rank {left.rank} left train() by an error {_where(step)}, which its script caught{ended}"
+        hint = "Hint: Catch errors of train() on all ranks or on none; the others wait for the one that has left.\n"
+        return Cause(left.rank, code or 1, f"{message}, while other ranks were training: {error}", hint)
+    how = f"left with exit code {code}" if "exit_code" in left.facts or exit_codes else "ended"
+    return Cause(left.rank, code or 1, f"rank {left.rank} {how} {_where(step)}, while other ranks were training")
 
 
 def _is_communication_error(event: Event) -> bool:

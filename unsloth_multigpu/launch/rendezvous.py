@@ -16,6 +16,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.config import ENV_ATTEMPT
+from unsloth_multigpu.errors import LaunchError
+
+# A connection to this very machine.
+_CONNECT_LIMIT_S = 5.0
 
 
 class Rounds(RendezvousHandler):
@@ -91,8 +95,12 @@ class LoopbackRendezvous(RendezvousHandler):
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The one node is complete at once. A restart gets a new store, without addresses of dead ranks."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        """The one node is complete at once. A restart gets a new store, without addresses of dead ranks.
+
+        Raises:
+            LaunchError: This machine does not reach itself by 127.0.0.1.
+        """
+        listener = listen_on_loopback()
         port = listener.getsockname()[1]
         self._server = serve_store("127.0.0.1", port, listener.detach())
         return RendezvousInfo(PrefixStore("agent", self._server), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
@@ -132,3 +140,26 @@ def serve_store(host: str, port: int, descriptor: int, **options: Any) -> TCPSto
     except NotImplementedError:
         # Up to torch 2.7 the default backend, libuv, cannot take over a socket, and leaves it alone; the older can.
         return TCPStore(host, port, **options, use_libuv=False)
+
+
+def listen_on_loopback() -> socket.socket:
+    """A socket that listens on a free port of 127.0.0.1 and has been reached there once.
+
+    torch would try for minutes to connect to a store that it cannot reach, and no signal comes through meanwhile.
+
+    Raises:
+        LaunchError: There is no such address, or it cannot be reached.
+    """
+    listener = None
+    try:
+        listener = socket.create_server(("127.0.0.1", 0))
+        with socket.create_connection(listener.getsockname(), timeout=_CONNECT_LIMIT_S):
+            listener.accept()[0].close()
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise LaunchError(
+            f"The ranks of this machine cannot meet on 127.0.0.1: {error}.",
+            hint="Bring its loopback interface up with this address: ip link set lo up; ip addr add 127.0.0.1/8 dev lo",
+        ) from error
+    return listener

@@ -91,10 +91,12 @@ class ReplicaProof:
         since = f"All ranks were equal after step {last}." if last is not None else "It is the first check."
         raise DivergenceError(
             f"The ranks' replicas differ after step {step}: {what}. {since}",
-            hint="Look for what changes weights or gradients on one rank alone: a callback or hook, weights set after "
-            "the model was wrapped, parameters that only the optimizer has, DDP(init_sync=False), an optimizer that "
-            "draws random numbers (try seed_per_rank=False), faulty memory. verify_every=1 finds the step. Cards of "
-            "different kinds may round differently: there use verify_every=0.",
+            hint="Look for a forward pass that passed by DDP, such as model.module.lm_head(...) or self.model(...) in "
+            "compute_loss: call the model that it is given, and let its forward compute the rest. Or for what changes "
+            "weights or gradients on one rank alone: a callback or hook, weights set after the model was wrapped, "
+            "parameters that only the optimizer has, DDP(init_sync=False), an optimizer that draws random numbers (try "
+            "seed_per_rank=False), faulty memory. "
+            "verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0.",
         )
 
 

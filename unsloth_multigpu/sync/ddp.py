@@ -121,6 +121,8 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
 def forget_evaluation(trainer: Any) -> None:
     """Takes back what `evaluate()` or another `sync` made of the model: accelerate prepares no model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
+    if model is None:
+        return  # Between two trials of a search; train() makes it anew.
     if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
         return
     trainer.model_wrapped = model

@@ -1,0 +1,62 @@
+"""What callbacks decide on one rank, or on ranks at different steps: it counts on all of them, or it is said."""
+
+import json
+from pathlib import Path
+
+from tests.helpers.run import BARE, finish, start
+
+SCRIPT = Path(__file__).parent / "scripts" / "decisions.py"
+TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
+OVERRULED = "[rank 1] a callback of rank 1 has set control.should_save after step 3, and none of rank 0 did"
+
+
+def found(folder, rank=0):
+    return json.loads((folder / f"found_{rank}.json").read_text())
+
+
+def events(of):
+    return {name: [*case["events"], case["steps"]] for name, case in of.items()}
+
+
+def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    alone = start([SCRIPT, "together"], one, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "1"})
+    run = finish(start([SCRIPT, "together"], two, TWO_RANKS))
+    assert run.code == 0, run.err
+    assert finish(alone).code == 0
+    assert found(two, 0) == found(two, 1) == found(one)
+    assert events(found(two)) == {
+        "clock-stop": [4],
+        "clock-save": [["save", 4], ["save", 8], 8],
+        "clock-evaluate": [["evaluate", 4], 8],
+        "clock-late": [["save", 3], 8],
+        "epoch-stop": [3],
+        "log": [["log", 3], 8],
+        "evaluate": [["evaluate", 3], 8],
+        "before-the-end": [["save", 3], 8],
+        "chain": [["log", 2], ["evaluate", 2], ["save", 2], 2],
+        "epoch-end": [["save", 8], 10],
+        "added": [["evaluate", 3], 8],
+        "rank-1": [8],
+    }
+    log = (two / "logs" / "rank_1.log").read_text()
+    # The clocks are no reason to warn: rank 0 decided the same, a step later or before.
+    assert log.count("none of rank 0 did") == log.count(OVERRULED) == 1
+
+
+def test_ranks_that_step_by_themselves_meet_at_rank_0s_word(tmp_path):
+    options = {"UNSLOTH_MULTIGPU_SYNC": "local_sgd", "UNSLOTH_MULTIGPU_SYNC_EVERY_STEPS": "4"}
+    run = finish(start([SCRIPT, "apart"], tmp_path, {**TWO_RANKS, **options}))
+    assert run.code == 0, run.err
+    assert found(tmp_path, 0) == found(tmp_path, 1)
+    assert events(found(tmp_path)) == {
+        "alike": [["evaluate", 3], ["save", 4], ["save", 8], 8],
+        "rank-1": [8],
+        "clock": [6],
+        # Rank 1 had gone on when rank 0 decided in step 2.
+        "behind": [["save", 4], 8],
+    }
+    assert "should_save after step 2 is for step 4" in run.err
+    assert OVERRULED in (tmp_path / "logs" / "rank_1.log").read_text()

@@ -1,0 +1,40 @@
+"""Wrappers over `Trainer.train`, what callbacks read and change, loaders of a script's own."""
+
+import json
+from pathlib import Path
+
+from tests.helpers.run import BARE, finish, start
+
+SCRIPT = Path(__file__).parent / "scripts" / "ways.py"
+
+
+def found(folder, rank=0):
+    return json.loads((folder / f"found_{rank}.json").read_text())
+
+
+def test_a_training_is_steered_whatever_leads_to_it_or_it_is_said(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    alone = start([SCRIPT], one, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "1"})
+    run = finish(start([SCRIPT], two, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "2"}))
+    assert run.code == 0, run.err
+    assert finish(alone).code == 0
+    ours, wanted = found(two), found(one)
+    assert ours == found(two, 1)
+    for name in ("plain", "closure"):
+        assert ours[name] == wanted[name]
+    # Whoever looks sees one process: its data set, its batches, its accumulation.
+    for name in ("look", "look at a stream"):
+        assert ours[name] == wanted[name]
+        assert ours[name]["is the script's"]
+        assert ours[name]["behind train()"] == [True, 2]
+    assert ours["replaced"]["error"] == "PatchError"
+    assert "scripts/ways.py" in ours["replaced"]["text"]
+    assert "Let it keep the function that it found there and call it" in ours["replaced"]["text"]
+    assert "does not come by Trainer.train and is not steered" in run.err
+    changed = "A callback has set gradient_accumulation_steps from 2 to 1 in on_epoch_end"
+    assert changed in ours["changed"]["text"]
+    assert "prepared 2 data loaders; expected one.\nHint: Return one DataLoader" in ours["two loaders"]["text"]
+    assert ours["past DDP"]["error"] == "DivergenceError"
+    assert "The forward pass passed by DDP in step 1" in ours["past DDP"]["text"]

@@ -1,0 +1,192 @@
+"""Words by which rank 0 tells the other ranks what its callbacks have decided, without a collective."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from torch.distributed import Store
+
+from unsloth_multigpu.errors import DistributedError
+
+# What a rank that does not wait for rank 0 leaves behind: it has gone on, and nothing can be decided there any more.
+PASSED = 1 << 8
+# What rank 0 leaves ahead of all ranks: whoever comes here waits for its word.
+WAIT = 1 << 9
+
+_WORD_BYTES = 8
+_PAYLOAD_BITS, _NUMBER_BITS = 10, 40
+# A rank may be so many points ahead of another. Between two collectives there are a few.
+_RING = 4096
+_FILE = "decisions"
+_SHORTEST_PAUSE_S = 0.00002
+
+
+class Board(Protocol):
+    """Two rows of words below `1 << 10`, each in its numbered place.
+
+    Words are written by rank 0 alone. A claim belongs to the rank that comes first.
+    """
+
+    # Between two looks of a rank that waits.
+    longest_pause_s: float
+
+    def next_training(self) -> int:
+        """Called by rank 0: a number that no training of this run has had, also before a restart."""
+
+    def begin(self, training: int) -> None:
+        """Words of other trainings count as not written."""
+
+    def put(self, number: int, word: int) -> None:
+        """Rank 0 writes word `number`."""
+
+    def get(self, number: int) -> int | None:
+        """Word `number`, None as long as it is not written."""
+
+    def claim(self, number: int, word: int) -> int:
+        """Writes claim `number` unless another rank has. Returns what stands there then."""
+
+    def settle(self, number: int, word: int) -> None:
+        """Rank 0 replaces its own claim."""
+
+    def look(self, number: int) -> int | None:
+        """Claim `number`, None as long as it is not written."""
+
+    def close(self) -> None:
+        """Lets go of what it holds."""
+
+
+class PageBoard:
+    """For the ranks of one machine: memory that they share. A look costs a microsecond, a claim about six.
+
+    Args:
+        run_dir: The run's private folder.
+    """
+
+    longest_pause_s = 0.001
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        num_bytes = _WORD_BYTES * (1 + 2 * _RING)
+        self._file = os.open(Path(run_dir, _FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Reserved now: memory of a full disk that is written later would end the process by SIGBUS.
+        os.posix_fallocate(self._file, 0, num_bytes)
+        self._memory = memoryview(mmap.mmap(self._file, num_bytes)).cast("q")
+        self._training = 0
+
+    def close(self) -> None:
+        # The memory goes with the last reference to it.
+        os.close(self._file)
+
+    def next_training(self) -> int:
+        # 12 bits, and never 0, which a new page is full of. The rings hold nothing of a training so long ago.
+        self._memory[0] = self._memory[0] % ((1 << 12) - 1) + 1
+        return self._memory[0]
+
+    def begin(self, training: int) -> None:
+        self._training = training
+
+    def put(self, number: int, word: int) -> None:
+        self._memory[1 + number % _RING] = self._pack(number, word)
+
+    def get(self, number: int) -> int | None:
+        found = self._read(1 + number % _RING)
+        if found is not None and found[0] > number:
+            raise DistributedError(
+                f"rank 0 is {found[0] - number} decisions ahead of this rank.", hint="Report this message."
+            )
+        return found[1] if found is not None and found[0] == number else None
+
+    def claim(self, number: int, word: int) -> int:
+        with self._lock():
+            there = self.look(number)
+            if there is None:
+                self.settle(number, word)
+        return word if there is None else there
+
+    def settle(self, number: int, word: int) -> None:
+        self._memory[1 + _RING + number % _RING] = self._pack(number, word)
+
+    def look(self, number: int) -> int | None:
+        found = self._read(1 + _RING + number % _RING)
+        if found is None or found[0] < number:
+            return None
+        return found[1] if found[0] == number else PASSED  # A rank is a whole ring ahead.
+
+    def _pack(self, number: int, word: int) -> int:
+        return (((self._training << _NUMBER_BITS) + number) << _PAYLOAD_BITS) + word
+
+    def _read(self, place: int) -> tuple[int, int] | None:
+        head, word = divmod(self._memory[place], 1 << _PAYLOAD_BITS)
+        training, number = divmod(head, 1 << _NUMBER_BITS)
+        return (number, word) if training == self._training else None
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+class StoreBoard:
+    """For ranks of several machines, or of another launcher: their store. A round trip for each word.
+
+    Args:
+        store: The ranks' store. Its server does one thing after the other.
+    """
+
+    longest_pause_s = 0.005
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._prefix = ""
+
+    def close(self) -> None:
+        """The store is the ranks' own."""
+
+    def next_training(self) -> int:
+        return int(self._store.add("control/trainings", 1))
+
+    def begin(self, training: int) -> None:
+        self._prefix = f"control/{training}"
+
+    def put(self, number: int, word: int) -> None:
+        self._store.set(self._key("word", number), str(word))
+        if number >= _RING:
+            self._store.delete_key(self._key("word", number - _RING))
+
+    def get(self, number: int) -> int | None:
+        return self._read("word", number)
+
+    def claim(self, number: int, word: int) -> int:
+        return int(self._store.compare_set(self._key("claim", number), "", str(word)))
+
+    def settle(self, number: int, word: int) -> None:
+        self._store.set(self._key("claim", number), str(word))
+
+    def look(self, number: int) -> int | None:
+        return self._read("claim", number)
+
+    def _key(self, name: str, number: int) -> str:
+        return f"{self._prefix}/{name}/{number}"
+
+    def _read(self, name: str, number: int) -> int | None:
+        key = self._key(name, number)
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
+
+def wait_for_word(read: Callable[[], int | None], longest_pause_s: float, turn: Callable[[], None]) -> int:
+    """Reads until there is a word other than `WAIT`. `turn` is called between two looks, and may raise."""
+    pause_s = _SHORTEST_PAUSE_S
+    while (word := read()) is None or word == WAIT:
+        turn()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_pause_s)
+    return word
