@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, ENV_RUN_DRAWS, ENV_RUN_SEED, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -194,6 +195,7 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
         from unsloth_multigpu.launch.rank import enter_rank
 
         session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
+        _draw_alike(session)
         if identity.rank == 0 and identity.world_size > 1 and ENV_RECEIPT not in os.environ:
             from unsloth_multigpu.core.wrap import warn_of_lone_steps
 
@@ -205,6 +207,20 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
     return session
+
+
+def _draw_alike(session: Session) -> None:
+    """Lets what the script draws without a seed be the same on all ranks. A seed that it has set by now stays."""
+    if session.number:
+        return  # The ranks were made alike when this process enabled the first time.
+    if session.identity.world_size > 1:
+        import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
+    if ENV_RUN_SEED in os.environ:
+        from unsloth_multigpu.launch.draw import seed_unseeded
+
+        seed_unseeded(int(os.environ[ENV_RUN_SEED]), json.loads(os.environ.get(ENV_RUN_DRAWS, "{}")))
+    elif session.identity.world_size > 1:
+        session.manager().agree_on_draws()
 
 
 def _patches(session: Session) -> list[Patch]:

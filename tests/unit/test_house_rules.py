@@ -46,6 +46,7 @@ LAYERS = {
     "launch.stop": 1,
     "launch.folder": 1,
     "launch.nodes": 1,
+    "launch.draw": 1,
     "data.cost": 1,
     "data.deal": 1,
     "data.plan": 1,

@@ -358,7 +358,7 @@ def test_link_in_the_locks_place_is_an_error(tmp_path: Path) -> None:
 
 def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
     told = rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", {})
-    words = {"RUN_DIR", "RUN_SEED", "RUN_LOG_DIR", "SUPERVISOR_PID", "RUN_ID"}
+    words = {"RUN_DIR", "RUN_SEED", "RUN_DRAWS", "RUN_LOG_DIR", "SUPERVISOR_PID", "RUN_ID"}
     torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     assert set(told) == {f"UNSLOTH_MULTIGPU_{word}" for word in words} | torchs
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")

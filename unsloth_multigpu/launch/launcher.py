@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from unsloth_multigpu.config import (
     ENV_LOG_DIR_OF_RUN,
     ENV_RECEIPT,
     ENV_RUN_DIR,
+    ENV_RUN_DRAWS,
     ENV_RUN_ID,
     ENV_RUN_SEED,
     ENV_SUPERVISOR_PID,
@@ -24,6 +26,7 @@ from unsloth_multigpu.config import (
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
 from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
+from unsloth_multigpu.launch.draw import generator_digests
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
@@ -164,10 +167,13 @@ def rank_environment(
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
         **socket_interfaces(config),
     }
+    # "random" asks for any order; the ranks need one.
+    is_unset = {name: environment.get(name, "") in ("", "random") for name in defaults}
     return {
-        **{name: value for name, value in defaults.items() if not environment.get(name)},
+        **{name: value for name, value in defaults.items() if is_unset[name]},
         ENV_RUN_DIR: str(run_dir),
         ENV_RUN_SEED: run_seed,
+        ENV_RUN_DRAWS: json.dumps(generator_digests()),
         ENV_LOG_DIR_OF_RUN: str(log_dir),
         ENV_SUPERVISOR_PID: str(os.getpid()),
         ENV_RUN_ID: run_id,
