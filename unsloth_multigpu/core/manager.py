@@ -124,12 +124,12 @@ class DDPManager:
             torch.manual_seed(seed)  # Also of the devices, once they are opened.
         write_random_state(state)
         # Too late to change in this process, and `list(set(labels))` would be another list on each rank.
-        if self._store_of_run.compare_set("string hash", "", _string_hash()).decode() != _string_hash():
-            if self._store_of_run.add("string hash told", 1) == 1:
-                logger.warning(
-                    "the ranks hash strings differently: a set of strings has another order on each, so that labels "
-                    "numbered by it differ. Start with PYTHONHASHSEED=0 in the environment of all ranks"
-                )
+        string_hash = self._store_of_run.compare_set("string hash", "", _string_hash()).decode()
+        if string_hash != _string_hash() and self._store_of_run.add("string hash told", 1) == 1:
+            logger.warning(
+                "the ranks hash strings differently: a set of strings has another order on each, so that labels "
+                "numbered by it differ. Start with PYTHONHASHSEED=0 in the environment of all ranks"
+            )
 
     def check_same(self, facts: Mapping[str, Any]) -> None:
         """Compares facts that must be equal on all ranks. Collective.
@@ -149,14 +149,15 @@ class DDPManager:
         if all(d == all_digests[0] for d in all_digests):
             return
         other = next(r for r, d in enumerate(all_digests) if d != all_digests[0])
-        all_facts = self.gather_texts(json.dumps([dict(zip(names, texts, strict=True)), _string_hash()]))
-        (first, first_hash), (second, second_hash) = (json.loads(all_facts[r]) for r in (0, other))
+        all_facts = self.gather_texts(json.dumps({**dict(zip(names, texts, strict=True)), "": _string_hash()}))
+        first, second = (json.loads(all_facts[r]) for r in (0, other))
+        do_hashes_differ = first.pop("", None) != second.pop("", None)
         different = [n for n in {**first, **second} if first.get(n) != second.get(n)]
         lines = [f"{n}: rank 0 has {first.get(n)}, rank {other} has {second.get(n)}" for n in different]
         raise DivergenceError(
             "The ranks are about to train different runs. " + "; ".join(lines) + ".",
             hint="Give shuffles, splits and generators of your own (default_rng(), random.Random()) a seed, and do not "
-            "let the script depend on the rank." + (_HASH_HINT if first_hash != second_hash else ""),
+            "let the script depend on the rank." + (_HASH_HINT if do_hashes_differ else ""),
         )
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
 
 def generator_digests() -> dict[str, str]:
@@ -39,8 +39,13 @@ def _generators() -> dict[str, tuple[Callable[[], bytes], Callable[[int], object
     }
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
-        found["numpy"] = (lambda: pickle.dumps(numpy.random.get_state()), numpy.random.seed)
+        found["numpy"] = (lambda: _numpy_state(numpy), numpy.random.seed)
     if torch is not None:
         # Its `manual_seed` seeds the devices as well, once they are opened.
         found["torch"] = (lambda: torch.get_rng_state().numpy().tobytes(), torch.manual_seed)
     return found
+
+
+def _numpy_state(numpy: ModuleType) -> bytes:
+    name, words, *place = numpy.random.get_state()
+    return repr((name, *place)).encode() + bytes(words.tobytes())
