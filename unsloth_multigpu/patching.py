@@ -241,6 +241,9 @@ class _Seam:
         def switch(*args: Any, **kwargs: Any) -> Any:
             return (replacement if self.state == "landed" else original)(*args, **kwargs)
 
+        if not hasattr(original, "__code__"):
+            # `os.remove` says that it is posix.remove. What is pickled by its name must be found where it stands.
+            switch.__module__, switch.__qualname__ = self.module, self.path
         return switch
 
 

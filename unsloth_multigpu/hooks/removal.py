@@ -1,0 +1,188 @@
+"""What rank 0 has saved stays: the other ranks do not remove it, rank 0 does.
+
+The script runs on every rank, and so does `if exists(folder): rmtree(folder)` before a save. A rank that comes there
+late would remove what rank 0 has saved since. In program order its removal belongs before that save, where rank 0 has
+made the same call: it is left out. A removal of something that both have seen saved waits for rank 0's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.hooks.journal import Entry, is_within, real_path
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.patching import Patch
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.hooks.saving import SaveGate
+
+logger = get_logger(__name__)
+
+_POLL_S = 0.02
+# How often a removal is tried again while another rank is at the same one.
+_MAX_TRIES = 100
+_RETRY_S = 0.02
+_LEFT_OUT = object()
+_REASON = "A rank that comes late would remove what rank 0 has saved meanwhile; two at once fail at each other's files."
+_REMOVALS = ("os:remove", "os:unlink", "os:rmdir", "shutil:rmtree")
+_MOVES = ("os:rename", "os:replace", "shutil:move")
+# Python 3.10's pathlib keeps the functions of `os` as they were when it was imported.
+_PATHLIB = {"unlink": False, "rmdir": False, "rename": True, "replace": True} if sys.version_info < (3, 11) else {}
+
+
+def removal_patches(gate: SaveGate) -> list[Patch]:
+    """Patches of what removes, moves and replaces files in Python. `gate` knows what was saved."""
+    guard = RemovalGuard(gate)
+    targets = [(target, False) for target in _REMOVALS] + [(target, True) for target in _MOVES]
+    targets += [(f"pathlib:Path.{name}", moves) for name, moves in _PATHLIB.items()]
+    return [
+        Patch(
+            target=target,
+            supports="python>=3.10",
+            wrap=functools.partial(guard.as_one, moves=moves),
+            reason=_REASON,
+        )
+        for target, moves in targets
+    ]
+
+
+class RemovalGuard:
+    """Lets ranks remove as one process would: rank 0 what it has saved, and no rank fails at another's removal."""
+
+    def __init__(self, gate: SaveGate) -> None:
+        self._gate = gate
+        self._pid = os.getpid()
+        self._thread = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (type(self).__name__,)  # See `SaveGate`.
+
+    def as_one(self, original: Callable[..., Any], *, moves: bool) -> Callable[..., Any]:
+        """Wraps a function `(path, ...)` that removes `path`, or `(path, target, ...)` that moves it."""
+
+        @functools.wraps(original)
+        def removing(*args: Any, **kwargs: Any) -> Any:
+            # A program's own helper processes are no ranks; what these functions call among themselves is one call.
+            if os.getpid() != self._pid or getattr(self._thread, "is_inside", False):
+                return original(*args, **kwargs)
+            self._thread.is_inside = True
+            try:
+                manager = self._gate.find_manager()
+                # Savers clear away what they replace; they stand in the journal themselves.
+                if manager is None or (self._gate.rank == 0 and self._gate.is_saving):
+                    return original(*args, **kwargs)
+                act = functools.partial(original, *args, **kwargs)
+                path, target = _paths(args, kwargs, moves=moves)
+                result = self._remove(manager, original.__name__, path, target, act)
+                if result is not _LEFT_OUT:
+                    return result
+                # The functions of `os` return nothing, the others where it lies now.
+                of_path = original.__qualname__.startswith("Path.")
+                return type(args[0])(target) if of_path and moves else target if original.__name__ == "move" else None
+            finally:
+                self._thread.is_inside = False
+
+        return removing
+
+    def _remove(self, manager: DDPManager, name: str, path: str, target: str | None, act: Callable[[], Any]) -> Any:
+        """Removes or moves `path` unless that is rank 0's to do, and done by it."""
+        what = f"{name}({', '.join(repr(p) for p in (path, target) if p is not None)})"
+        if self._gate.rank == 0:
+            if self._gate.journal.saved_in(path):
+                entry = Entry(what, path, _end_of_move(name, path, target), is_removal=True)
+                act = functools.partial(self._gate.note, manager, entry, act)
+            return self._together(manager, path, act)
+        numbers = self._gate.saved_by_rank_0(manager, path)
+        if numbers and self._wait_for_rank_0(manager, what, path, max(numbers)):
+            return _LEFT_OUT
+        if target is not None and max(self._gate.saved_by_rank_0(manager, target), default=-1) > self._gate.position:
+            # In program order the save comes later and replaces it.
+            logger.info("%s: rank 0 has saved there since", what)
+            os.unlink(path)
+            return _LEFT_OUT
+        return self._together(manager, path, act)
+
+    def _together(self, manager: DDPManager, path: str, act: Callable[[], Any]) -> Any:
+        """Does it; where another rank was just doing the same, its work counts."""
+        key = _claim(manager, path)
+        if os.path.lexists(path):
+            manager.publish(f"{key}/{self._gate.rank}")
+        for tries_left in reversed(range(_MAX_TRIES)):
+            try:
+                return act()
+            except OSError:
+                if not tries_left or not self._is_removed_by_another(manager, key):
+                    raise
+                if not os.path.lexists(path) or (self._gate.rank and self._gate.saved_by_rank_0(manager, path)):
+                    return _LEFT_OUT
+                time.sleep(_RETRY_S)
+        raise AssertionError("unreachable")
+
+    def _is_removed_by_another(self, manager: DDPManager, key: str) -> bool:
+        identity = manager.identity
+        first = identity.rank - identity.local_rank
+        others = [rank for rank in range(first, first + identity.local_world_size) if rank != identity.rank]
+        return any(manager.is_published(f"{key}/{rank}") for rank in others)
+
+    def _wait_for_rank_0(self, manager: DDPManager, what: str, path: str, number: int) -> bool:
+        """Waits until rank 0 has made this call; False if it failed, and this rank should meet the same error.
+
+        Raises:
+            DistributedError: Rank 0 has ended and keeps what it saved.
+            RankTimeoutError: It does not come here within `timeout_s`.
+        """
+        gate, limit_s = self._gate, manager.config.timeout_s
+        deadline = time.monotonic() + limit_s
+        while number <= gate.position:
+            has_left = manager.has_rank_0_left() or manager.is_published("saves/end")
+            if beyond := gate.journal.read(manager)[gate.position + 1 :]:
+                same = [i for i, entry in enumerate(beyond, start=gate.position + 1) if entry.what == what]
+                if not same:
+                    break
+                gate.position = same[0]
+                return "error" not in gate.journal.wait(manager, same[0], timeout_s=limit_s)
+            if has_left or time.monotonic() > deadline:
+                kind, reason = (
+                    (DistributedError, "has ended its part and keeps it")
+                    if has_left
+                    else (RankTimeoutError, f"has not come to the same call in timeout_s={limit_s:g} seconds")
+                )
+                raise kind(
+                    f"rank {gate.rank} would remove what rank 0 saved: {what}, and rank 0 {reason}.",
+                    hint="Remove it on all ranks, or on rank 0 alone: if ump.get_multi_gpu_status().rank == 0.",
+                )
+            time.sleep(_POLL_S)
+        logger.info("%s: left out, rank 0 has saved there since", what)
+        return True
+
+
+def _paths(args: tuple[Any, ...], kwargs: dict[str, Any], *, moves: bool) -> tuple[str, str | None]:
+    """What is removed or moved, and where it is moved to."""
+    given = [*args, *(kwargs[n] for n in ("path", "src") if n in kwargs)][:1]
+    path = real_path(given[0], kwargs.get("dir_fd", kwargs.get("src_dir_fd")))
+    if not moves:
+        return path, None
+    targets = [*args[1:], *(kwargs[n] for n in ("dst", "target") if n in kwargs)]
+    return path, real_path(targets[0], kwargs.get("dst_dir_fd"))
+
+
+def _end_of_move(name: str, path: str, target: str | None) -> str | None:
+    """Where it lies afterwards: `shutil.move` moves into a folder that is there."""
+    if target is not None and name == "move" and os.path.isdir(target) and not is_within(target, path):
+        return os.path.join(target, os.path.basename(path))
+    return target
+
+
+def _claim(manager: DDPManager, path: str) -> str:
+    """Nodes may have a file of the same name each."""
+    node = manager.identity.rank - manager.identity.local_rank
+    return f"removed/{node}/{hashlib.blake2b(os.fsencode(path), digest_size=12).hexdigest()}"
