@@ -13,10 +13,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.hooks.journal import Entry, is_within, real_path
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
@@ -96,20 +96,33 @@ class RemovalGuard:
     def _remove(self, manager: DDPManager, name: str, path: str, target: str | None, act: Callable[[], Any]) -> Any:
         """Removes or moves `path` unless that is rank 0's to do, and done by it."""
         what = f"{name}({', '.join(repr(p) for p in (path, target) if p is not None)})"
-        if self._gate.rank == 0:
-            if self._gate.journal.saved_in(path):
-                entry = Entry(what, path, _end_of_move(name, path, target), is_removal=True)
-                act = functools.partial(self._gate.note, manager, entry, act)
-            return self._together(manager, path, act)
-        numbers = self._gate.saved_by_rank_0(manager, path)
-        if numbers and self._wait_for_rank_0(manager, what, path, max(numbers)):
-            return _LEFT_OUT
-        if target is not None and max(self._gate.saved_by_rank_0(manager, target), default=-1) > self._gate.position:
-            # In program order the save comes later and replaces it.
-            logger.info("%s: rank 0 has saved there since", what)
-            os.unlink(path)
-            return _LEFT_OUT
+        if self._gate.rank > 0:
+            return self._remove_above_rank_0(manager, what, path, target, act)
+        if self._gate.journal.saved_in(path):
+            entry = Entry(what, path, _end_of_move(name, path, target), is_removal=True)
+            act = functools.partial(self._gate.note, manager, entry, act)
         return self._together(manager, path, act)
+
+    def _remove_above_rank_0(
+        self, manager: DDPManager, what: str, path: str, target: str | None, act: Callable[[], Any]
+    ) -> Any:
+        from torch.distributed import DistError
+
+        gate = self._gate
+        try:
+            if self._is_left_to_rank_0(manager, what, path):
+                return _LEFT_OUT
+            if target is not None and max(gate.saved_by_rank_0(manager, target), default=-1) > gate.position:
+                # In program order the save comes later and replaces it.
+                logger.info("%s: rank 0 has saved there since", what)
+                os.unlink(path)
+                return _LEFT_OUT
+            return self._together(manager, path, act)
+        except DistError:
+            # Rank 0 served the store and has ended, as under srun: nobody is left to be harmed but its files.
+            if gate.journal.saved_in(path):
+                raise
+            return act()
 
     def _together(self, manager: DDPManager, path: str, act: Callable[[], Any]) -> Any:
         """Does it; where another rank was just doing the same, its work counts."""
@@ -133,36 +146,46 @@ class RemovalGuard:
         others = [rank for rank in range(first, first + identity.local_world_size) if rank != identity.rank]
         return any(manager.is_published(f"{key}/{rank}") for rank in others)
 
-    def _wait_for_rank_0(self, manager: DDPManager, what: str, path: str, number: int) -> bool:
-        """Waits until rank 0 has made this call; False if it failed, and this rank should meet the same error.
+    def _is_left_to_rank_0(self, manager: DDPManager, what: str, path: str) -> bool:
+        """True once rank 0 has made this call, or is past it; False where it is no call of rank 0's, or failed there.
 
         Raises:
-            DistributedError: Rank 0 has ended and keeps what it saved.
-            RankTimeoutError: It does not come here within `timeout_s`.
+            DistributedError: Rank 0 has ended and keeps what it saved, or does not come here within `timeout_s`.
         """
         gate, limit_s = self._gate, manager.config.timeout_s
         deadline = time.monotonic() + limit_s
-        while number <= gate.position:
-            has_left = manager.has_rank_0_left() or manager.is_published("saves/end")
-            if beyond := gate.journal.read(manager)[gate.position + 1 :]:
-                same = [i for i, entry in enumerate(beyond, start=gate.position + 1) if entry.what == what]
-                if not same:
-                    break
-                gate.position = same[0]
-                return "error" not in gate.journal.wait(manager, same[0], timeout_s=limit_s)
+        has_left = False
+        while True:
+            numbers = gate.saved_by_rank_0(manager, path)
+            place = _place_of(gate.journal.entries, gate.position + 1, what, path)
+            if place is not None:
+                gate.position = place
+                return "error" not in gate.journal.wait(manager, place, timeout_s=limit_s)
+            if not numbers or not os.path.lexists(path):
+                return False
+            if len(gate.journal.entries) > gate.position + 1:
+                logger.info("%s: left out, rank 0 has saved since", what)
+                return True
             if has_left or time.monotonic() > deadline:
-                kind, reason = (
-                    (DistributedError, "has ended its part and keeps it")
-                    if has_left
-                    else (RankTimeoutError, f"has not come to the same call in timeout_s={limit_s:g} seconds")
-                )
-                raise kind(
+                # No RankTimeoutError: it would pass for the consequence of another rank's failure.
+                reason = "has ended its part" if has_left else f"has not come to this call in timeout_s={limit_s:g} s"
+                raise DistributedError(
                     f"rank {gate.rank} would remove what rank 0 saved: {what}, and rank 0 {reason}.",
                     hint="Remove it on all ranks, or on rank 0 alone: if ump.get_multi_gpu_status().rank == 0.",
                 )
-            time.sleep(_POLL_S)
-        logger.info("%s: left out, rank 0 has saved there since", what)
-        return True
+            has_left = manager.has_rank_0_left() or manager.is_published("saves/end")
+            if not has_left:  # What it did before it left is seen in another turn.
+                time.sleep(_POLL_S)
+
+
+def _place_of(entries: Sequence[Entry], begin: int, what: str, path: str) -> int | None:
+    """Number of rank 0's same removal, from `begin` on; None where it saved there before that, or is not so far."""
+    for number, entry in enumerate(entries[begin:], start=begin):
+        if entry.is_removal and entry.what == what:
+            return number
+        if not entry.is_removal and entry.path and entry.touches(path):
+            return None
+    return None
 
 
 def _paths(args: tuple[Any, ...], kwargs: dict[str, Any], *, moves: bool) -> tuple[str, str | None]:

@@ -220,7 +220,7 @@ class SaveGate:
         for number, entry in enumerate(self.journal.read(manager)):
             if entry.outcome is None and not entry.is_removal and entry.path and entry.touches(path):
                 self.journal.wait(manager, number, timeout_s=SAVE_LIMIT_S)
-        self.journal.read(manager)
+                self.journal.read(manager)
         identity = manager.identity
         # A file of the same name on another node may be that node's own.
         is_one_disk = identity.rank == identity.local_rank
@@ -229,10 +229,12 @@ class SaveGate:
 
     def end(self) -> None:
         """Rank 0's script is over."""
-        manager = None if self._manager is None else self.find_manager()
+        manager = self._manager
         if manager is None or not self.journal.entries:
             return
         manager.publish("saves/end")
+        if self._get_manager() is None:
+            return  # What was removed since the session was closed is not known.
         lost = [file for file in self.journal.files if not os.path.lexists(file)]
         if lost and manager.identity.launcher != "notebook":
             logger.warning(
