@@ -68,7 +68,14 @@ class Session:
 
     def open_manager(self) -> DDPManager | None:
         """The same; None once this session is closed, and in a notebook's cell that not all ranks run."""
-        return None if self.is_closed or self.is_apart() else self.manager()
+        if self.is_closed or self.is_apart():
+            return None
+        if self.identity.launcher == "notebook":
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                return None  # Between two groups there is no store.
+        return self.manager()
 
     def leave_group(self) -> None:
         """In a notebook: the process group is about to be closed, and a new one opened."""

@@ -97,14 +97,14 @@ class RemovalGuard:
         """Removes or moves `path` unless that is rank 0's to do, and done by it."""
         what = f"{name}({', '.join(repr(p) for p in (path, target) if p is not None)})"
         if self._gate.rank > 0:
-            return self._remove_above_rank_0(manager, what, path, target, act)
+            return self._remove_above_rank_0(manager, name, what, path, target, act)
         if self._gate.journal.saved_in(path):
             entry = Entry(what, path, _end_of_move(name, path, target), is_removal=True)
             act = functools.partial(self._gate.note, manager, entry, act)
-        return self._together(manager, path, act)
+        return self._together(manager, name, path, target, act)
 
     def _remove_above_rank_0(
-        self, manager: DDPManager, what: str, path: str, target: str | None, act: Callable[[], Any]
+        self, manager: DDPManager, name: str, what: str, path: str, target: str | None, act: Callable[[], Any]
     ) -> Any:
         from torch.distributed import DistError
 
@@ -117,30 +117,37 @@ class RemovalGuard:
                 logger.info("%s: rank 0 has saved there since", what)
                 os.unlink(path)
                 return _LEFT_OUT
-            return self._together(manager, path, act)
+            return self._together(manager, name, path, target, act)
         except DistError:
             # Rank 0 served the store and has ended, as under srun: nobody is left to be harmed but its files.
             if gate.journal.saved_in(path):
                 raise
             return act()
 
-    def _together(self, manager: DDPManager, path: str, act: Callable[[], Any]) -> Any:
-        """Does it; where another rank was just doing the same, its work counts."""
-        key = _claim(manager, path)
+    def _together(self, manager: DDPManager, name: str, path: str, target: str | None, act: Callable[[], Any]) -> Any:
+        """Does it; where another rank is just removing the same folder, or has moved the same file, its work counts.
+
+        Not so for a single file: programs tell by an error of `os.remove` which of them was first.
+        """
+        if name not in ("rmtree", "move", "rename", "replace"):
+            return act()
+        key = _claim(manager, f"{path}\0{target or ''}")
         if os.path.lexists(path):
             manager.publish(f"{key}/{self._gate.rank}")
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 return act()
             except OSError:
-                if not tries_left or not self._is_removed_by_another(manager, key):
+                if not self._is_done_by_another(manager, key):
                     raise
                 if not os.path.lexists(path) or (self._gate.rank and self._gate.saved_by_rank_0(manager, path)):
                     return _LEFT_OUT
+                if name != "rmtree" or not tries_left:
+                    raise
                 time.sleep(_RETRY_S)
         raise AssertionError("unreachable")
 
-    def _is_removed_by_another(self, manager: DDPManager, key: str) -> bool:
+    def _is_done_by_another(self, manager: DDPManager, key: str) -> bool:
         identity = manager.identity
         first = identity.rank - identity.local_rank
         others = [rank for rank in range(first, first + identity.local_world_size) if rank != identity.rank]
@@ -205,7 +212,7 @@ def _end_of_move(name: str, path: str, target: str | None) -> str | None:
     return target
 
 
-def _claim(manager: DDPManager, path: str) -> str:
+def _claim(manager: DDPManager, paths: str) -> str:
     """Nodes may have a file of the same name each."""
     node = manager.identity.rank - manager.identity.local_rank
-    return f"removed/{node}/{hashlib.blake2b(os.fsencode(path), digest_size=12).hexdigest()}"
+    return f"removed/{node}/{hashlib.blake2b(os.fsencode(paths), digest_size=12).hexdigest()}"
