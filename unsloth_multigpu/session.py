@@ -232,7 +232,8 @@ def _draw_alike(session: Session) -> None:
 
 def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.datasets import dataset_patches
-    from unsloth_multigpu.hooks.saving import saving_patches
+    from unsloth_multigpu.hooks.removal import removal_patches
+    from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.trainer import trainer_patches
     from unsloth_multigpu.hooks.unsloth import placement_patches
 
@@ -262,10 +263,12 @@ def _patches(session: Session) -> list[Patch]:
         return []
     from unsloth_multigpu.core.manager import local_device
 
+    gate = SaveGate(identity.rank, session.open_manager)
     return [
         *patches,
         *placement_patches(device_type, local_device(identity, config).index or 0),
-        *saving_patches(identity.rank, session.open_manager),
+        *saving_patches(gate),
+        *removal_patches(gate),
         *dataset_patches(os.environ.get(ENV_RUN_DIR), session.open_manager),
     ]
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+from typing import Any, Protocol
 
 # Absolute path -> inode, time of the last change in ns, size in bytes.
 Inventory = dict[str, tuple[int, int, int]]
 # A folder of more files than this is looked at without its subfolders.
 _MAX_FILES = 10_000
 _READ_LIMIT_S = 60.0
+
+
+class Exchange(Protocol):
+    """What a `DDPManager` has for keys that all ranks see."""
+
+    def publish(self, key: str, value: str = "") -> None: ...
+
+    def is_published(self, key: str) -> bool: ...
+
+    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str: ...
 
 
 @dataclass
@@ -50,20 +57,20 @@ class Journal:
         self.files: dict[str, tuple[int, tuple[int, int, int]]] = {}
         self._num_applied = 0
 
-    def begin(self, manager: DDPManager, entry: Entry) -> int:
+    def begin(self, manager: Exchange, entry: Entry) -> int:
         """Publishes what rank 0 is about to do; returns its number."""
         self.entries.append(entry)
         number = len(self.entries) - 1
         manager.publish(f"saves/{number}", json.dumps([entry.what, entry.path, entry.target, entry.is_removal]))
         return number
 
-    def end(self, manager: DDPManager, number: int, **outcome: Any) -> None:
+    def end(self, manager: Exchange, number: int, **outcome: Any) -> None:
         """Publishes how it went."""
         self._close(self.entries[number], outcome)
         manager.publish(f"saves/{number}/done", json.dumps(outcome))
         self._apply()
 
-    def read(self, manager: DDPManager) -> list[Entry]:
+    def read(self, manager: Exchange) -> list[Entry]:
         """All entries that rank 0 has begun by now. Does not wait."""
         while manager.is_published(f"saves/{len(self.entries)}"):
             text = manager.wait_for(f"saves/{len(self.entries)}", "rank 0", timeout_s=_READ_LIMIT_S)
@@ -74,7 +81,7 @@ class Journal:
         self._apply()
         return self.entries
 
-    def wait(self, manager: DDPManager, number: int, *, timeout_s: float) -> dict[str, Any]:
+    def wait(self, manager: Exchange, number: int, *, timeout_s: float) -> dict[str, Any]:
         """Waits until rank 0 has done it, and returns how it went.
 
         Raises:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,14 +35,14 @@ _REASON = "A rank that comes late would remove what rank 0 has saved meanwhile; 
 _REMOVALS = ("os:remove", "os:unlink", "os:rmdir", "shutil:rmtree")
 _MOVES = ("os:rename", "os:replace", "shutil:move")
 # Python 3.10's pathlib keeps the functions of `os` as they were when it was imported.
-_PATHLIB = {"unlink": False, "rmdir": False, "rename": True, "replace": True} if sys.version_info < (3, 11) else {}
+_PATH_REMOVALS = ("pathlib:Path.unlink", "pathlib:Path.rmdir")
+_PATH_MOVES = ("pathlib:Path.rename", "pathlib:Path.replace")
 
 
 def removal_patches(gate: SaveGate) -> list[Patch]:
     """Patches of what removes, moves and replaces files in Python. `gate` knows what was saved."""
     guard = RemovalGuard(gate)
-    targets = [(target, False) for target in _REMOVALS] + [(target, True) for target in _MOVES]
-    targets += [(f"pathlib:Path.{name}", moves) for name, moves in _PATHLIB.items()]
+    targets = dict.fromkeys((*_REMOVALS, *_PATH_REMOVALS), False) | dict.fromkeys((*_MOVES, *_PATH_MOVES), True)
     return [
         Patch(
             target=target,
@@ -51,7 +50,7 @@ def removal_patches(gate: SaveGate) -> list[Patch]:
             wrap=functools.partial(guard.as_one, moves=moves),
             reason=_REASON,
         )
-        for target, moves in targets
+        for target, moves in targets.items()
     ]
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.hooks.journal import Entry, Journal, real_path, take_inventory
-from unsloth_multigpu.hooks.removal import removal_patches
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
@@ -54,15 +53,8 @@ _PUSHERS = {
 }
 
 
-def saving_patches(rank: int, get_manager: Callable[[], DDPManager | None]) -> list[Patch]:
-    """Patches of everything that writes files or uploads.
-
-    Args:
-        rank: This rank.
-        get_manager: Gives the manager, whose store works before there is a process group; None once the session is
-            closed: savers that Unsloth has put on a model outlive it.
-    """
-    gate = SaveGate(rank, get_manager)
+def saving_patches(gate: SaveGate) -> list[Patch]:
+    """Patches of everything that writes files or uploads."""
     patches = [
         Patch(target=target, supports=supports, wrap=wrap, reason=reason, optional=True)
         for table, wrap, reason in ((_SAVERS, gate.once, _RACE), (_PUSHERS, gate.upload_once, _ONCE))
@@ -85,9 +77,7 @@ def saving_patches(rank: int, get_manager: Callable[[], DDPManager | None]) -> l
             optional=True,
         )
     )
-    if rank == 0:
-        atexit.register(gate.end)
-    return [*patches, *removal_patches(gate)]
+    return patches
 
 
 class SaveGate:
@@ -97,6 +87,11 @@ class SaveGate:
     rank 0 reaches must not wait for the others. Rank 0 publishes each save when it begins and when it ends, and
     each removal of what it has saved.
 
+    Args:
+        rank: This rank.
+        get_manager: Gives the manager, whose store works before there is a process group; None once the session is
+            closed: savers that Unsloth has put on a model outlive it.
+
     Attributes:
         journal: What rank 0 has saved and removed.
         position: Number of the last entry of the journal that this rank has come past; -1 = none.
@@ -104,6 +99,8 @@ class SaveGate:
 
     def __init__(self, rank: int, get_manager: Callable[[], DDPManager | None]) -> None:
         self.rank = rank
+        if rank == 0:
+            atexit.register(self.end)
         self._get_manager = get_manager
         self._manager: DDPManager | None = None
         self._count_from_here()

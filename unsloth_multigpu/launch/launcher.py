@@ -26,7 +26,6 @@ from unsloth_multigpu.config import (
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
 from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
-from unsloth_multigpu.launch.draw import generator_digests
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
@@ -160,6 +159,8 @@ def rank_environment(
 
     Threads are shared out: without a limit every rank would start one thread for each core.
     """
+    from unsloth_multigpu.launch.draw import generator_digests
+
     run_seed = str(shared_seed(config))
     defaults = {
         # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.
