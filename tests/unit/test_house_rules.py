@@ -104,6 +104,7 @@ LAYERS = {
     "core.check": 3,
     "core.serial": 3,
     "hooks.journal": 1,
+    "hooks.effect": 1,
     "hooks.*": 4,
     "launch.launcher": 4,
     "launch.rank": 4,
