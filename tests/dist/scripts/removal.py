@@ -57,7 +57,9 @@ def replace_model(final, first, name):
     model.save_pretrained(final)
     if rank == first == 0:
         flag(name)
-    return files(final)
+    found = files(final)
+    meet(f"{name} end")
+    return found
 
 
 def works():
