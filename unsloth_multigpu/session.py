@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import json
@@ -264,6 +265,8 @@ def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.core.manager import local_device
 
     gate = SaveGate(identity.rank, session.open_manager)
+    if identity.rank == 0:
+        atexit.register(gate.end)
     return [
         *patches,
         *placement_patches(device_type, local_device(identity, config).index or 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import time
@@ -99,8 +98,6 @@ class SaveGate:
 
     def __init__(self, rank: int, get_manager: Callable[[], DDPManager | None]) -> None:
         self.rank = rank
-        if rank == 0:
-            atexit.register(self.end)
         self._get_manager = get_manager
         self._manager: DDPManager | None = None
         self._count_from_here()
