@@ -174,6 +174,20 @@ def test_model_that_rank_0_has_removed_itself_is_no_error(tmp_path: Path) -> Non
     ranks.save(1, final)
 
 
+def test_what_a_later_saver_clears_away_is_no_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ranks, final = Ranks(), tmp_path / "final"
+    ranks.save(0, final)
+
+    def convert(model: object, path: Path) -> None:
+        ranks.remove(0, final)
+        path.touch()
+
+    ranks.gates[0].once(convert)("model", tmp_path / "converted")
+    ranks.save(1, final)  # Comes late, and finds nothing to complain of.
+    ranks.gates[0].end()
+    assert caplog.messages == []
+
+
 def test_loss_is_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks()
     for name in ("kept", "removed", "lost"):

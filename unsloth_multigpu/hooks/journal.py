@@ -30,10 +30,10 @@ class Entry:
 
     Attributes:
         what: The call, equal on all ranks that make it.
-        path: The real path of what is saved or removed.
+        path: The real path of what is saved or removed; "" where no files are written.
         target: Where a removal moves it to.
         is_removal: False for a save.
-        outcome: None while it lasts; `error`, or `result` and `files` of a save.
+        outcome: None while it lasts; `error`, or of a save `result`, `files`, and `removed`: what it cleared away.
     """
 
     what: str
@@ -44,8 +44,9 @@ class Entry:
     files: Inventory = field(default_factory=dict)
 
     def touches(self, path: str) -> bool:
-        """True if one of the two lies in the other."""
-        return is_within(path, self.path) or is_within(self.path, path)
+        """True if one of the two lies in the other, or if it has cleared `path` away."""
+        own = [self.path, *(self.outcome or {}).get("removed", ())]
+        return any(is_within(path, mine) or is_within(mine, path) for mine in own if mine)
 
 
 class Journal:
@@ -108,6 +109,9 @@ class Journal:
         while self._num_applied < len(self.entries) and self.entries[self._num_applied].outcome is not None:
             number, entry = self._num_applied, self.entries[self._num_applied]
             self._num_applied += 1
+            for path in (entry.outcome or {}).get("removed", ()):
+                for file in self.saved_in(path):
+                    del self.files[file]
             self.files.update({file: (number, stat) for file, stat in entry.files.items()})
             if not entry.is_removal or "error" in (entry.outcome or {}):
                 continue

@@ -76,11 +76,14 @@ class RemovalGuard:
             self._thread.is_inside = True
             try:
                 manager = self._gate.find_manager()
-                # Savers clear away what they replace; they stand in the journal themselves.
-                if manager is None or (self._gate.rank == 0 and self._gate.is_saving):
+                if manager is None:
                     return original(*args, **kwargs)
                 act = functools.partial(original, *args, **kwargs)
                 path, target = _paths(args, kwargs, moves=moves)
+                if self._gate.rank == 0 and self._gate.is_saving:
+                    # Savers clear away what they replace, and stand in the journal themselves.
+                    self._gate.removed += [path] if self._gate.journal.saved_in(path) else []
+                    return act()
                 result = self._remove(manager, original.__name__, path, target, act)
                 if result is not _LEFT_OUT:
                     return result

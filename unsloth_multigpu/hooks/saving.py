@@ -109,6 +109,8 @@ class SaveGate:
         self.position = -1
         self._num_saves = 0
         self._counts: Counter[str] = Counter()
+        # What the saver that runs has removed of what was saved before.
+        self.removed: list[str] = []
 
     def find_manager(self) -> DDPManager | None:
         """A new manager has an empty store: ranks that have left a notebook's cell at different places begin anew."""
@@ -187,6 +189,7 @@ class SaveGate:
 
     def _write(self, manager: DDPManager, entry: Entry, save: Callable[[], Any]) -> Any:
         number = self.journal.begin(manager, entry)
+        self.removed = []
         before = take_inventory(entry.path) if entry.path else {}
         try:
             result = save()
@@ -195,7 +198,7 @@ class SaveGate:
             raise
         after = take_inventory(entry.path) if entry.path else {}
         files = {file: stat for file, stat in after.items() if before.get(file) != stat}
-        self.journal.end(manager, number, result=_plain(result), files=files)
+        self.journal.end(manager, number, result=_plain(result), files=files, removed=self.removed)
         return result
 
     def note(self, manager: DDPManager, entry: Entry, remove: Callable[[], Any]) -> Any:
@@ -224,13 +227,13 @@ class SaveGate:
     def end(self) -> None:
         """Rank 0's script is over."""
         manager = self._manager
-        if manager is None or not self.journal.entries:
-            return
+        if manager is None or not self.journal.entries or manager.identity.launcher == "notebook":
+            return  # A kernel's ranks end with it.
         manager.publish("saves/end")
         if self._get_manager() is None:
             return  # What was removed since the session was closed is not known.
         lost = [file for file in self.journal.files if not os.path.lexists(file)]
-        if lost and manager.identity.launcher != "notebook":
+        if lost:
             logger.warning(
                 "%s was saved and is gone (with %d other files), but this script has not removed it in Python: "
                 "another rank, or a program, has",
