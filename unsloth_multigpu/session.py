@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
+import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, ENV_RUN_DRAWS, ENV_RUN_SEED, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
@@ -71,7 +73,14 @@ class Session:
 
     def open_manager(self) -> DDPManager | None:
         """The same; None once this session is closed, and in a notebook's cell that not all ranks run."""
-        return None if self.is_closed or self.is_apart() else self.manager()
+        if self.is_closed or self.is_apart():
+            return None
+        if self.identity.launcher == "notebook":
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                return None  # Between two groups there is no store.
+        return self.manager()
 
     def leave_group(self) -> None:
         """In a notebook: the process group is about to be closed, and a new one opened."""
@@ -228,6 +237,7 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
         from unsloth_multigpu.launch.rank import enter_rank
 
         session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
+        _draw_alike(session)
         if identity.rank == 0 and identity.world_size > 1 and ENV_RECEIPT not in os.environ:
             from unsloth_multigpu.core.wrap import warn_of_lone_steps
 
@@ -260,10 +270,25 @@ def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
     )
 
 
+def _draw_alike(session: Session) -> None:
+    """Lets what the script draws without a seed be the same on all ranks. A seed that it has set by now stays."""
+    if session.number:
+        return  # The ranks were made alike when this process enabled the first time.
+    if session.identity.world_size > 1:
+        import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
+    if ENV_RUN_SEED in os.environ:
+        from unsloth_multigpu.launch.draw import seed_unseeded
+
+        seed_unseeded(int(os.environ[ENV_RUN_SEED]), json.loads(os.environ.get(ENV_RUN_DRAWS, "{}")))
+    elif session.identity.world_size > 1:
+        session.manager().agree_on_draws()
+
+
 def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
-    from unsloth_multigpu.hooks.saving import saving_patches
+    from unsloth_multigpu.hooks.removal import removal_patches
+    from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.trainer import trainer_patches
     from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
 
@@ -294,13 +319,17 @@ def _patches(session: Session) -> list[Patch]:
         return []
     from unsloth_multigpu.core.manager import local_device
 
+    gate = SaveGate(identity.rank, session.open_manager)
+    if identity.rank == 0:
+        atexit.register(gate.end)
     device_index = local_device(identity, config).index or 0
     return [
         *patches,
         *device_patches(device_type, device_index, identity.local_rank),
         *placement_patches(device_type, device_index),
         *offload_patches(identity.rank),
-        *saving_patches(identity.rank, session.open_manager),
+        *saving_patches(gate),
+        *removal_patches(gate),
         *dataset_patches(os.environ.get(ENV_RUN_DIR), session.open_manager),
     ]
 

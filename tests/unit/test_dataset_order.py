@@ -31,7 +31,7 @@ class Ranks:
     """The patched `map` of each rank, with one store between them."""
 
     def __init__(self, num_ranks: int, per_node: int, run_dir: Path | None = None) -> None:
-        self.store: set[str] = set()
+        self.store: dict[str, str] = {}
         self.calls: list[tuple[int, str, dict[str, Any]]] = []
         self.has_left = False
         self.is_apart = False
@@ -41,8 +41,9 @@ class Ranks:
         manager = SimpleNamespace(
             identity=RankIdentity(rank, rank % per_node, num_ranks, per_node, "torchrun"),
             config=SimpleNamespace(timeout_s=LIMIT_S),
-            publish=self.store.add,
+            publish=lambda key, value="": self.store.__setitem__(key, value),
             is_published=self.store.__contains__,
+            wait_for=lambda key, what, *, timeout_s: self.store[key],
             has_rank_0_left=lambda: self.has_left,
         )
         (patch,) = dataset_patches(
@@ -170,7 +171,7 @@ def test_map_of_a_cell_that_not_all_ranks_run_does_not_count() -> None:
     for rank in (0, 1):
         ranks.maps[rank](FakeData("b"), unhashable)
     assert ranks.order == [(1, "a"), (0, "b"), (1, "b")]
-    assert ranks.store == {"map/0/done/0 1", "map/0/calls/1"}
+    assert ranks.store.keys() == {"map/0/done/0 1", "map/0/calls/1"}
 
 
 @pytest.mark.parametrize("function", [work, unhashable])

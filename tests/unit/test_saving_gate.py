@@ -272,7 +272,7 @@ def test_gate_can_be_hashed_by_its_name() -> None:
 
 
 def test_patches_of_saving_name_what_they_touch_and_why() -> None:
-    patches = saving_patches(0, lambda: pytest.fail("the manager is made when something is saved"))
+    patches = saving_patches(SaveGate(0, lambda: pytest.fail("the manager is made when something is saved")))
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets)
     assert "peft.peft_model:PeftModel.save_pretrained" in targets

@@ -66,6 +66,8 @@ NEVER_IMPORTED = {
 ALLOWED = {
     "core/state.py": {"pickle.UnpicklingError"},
     "hooks/datasets.py": {"pickle.PicklingError"},
+    # It only writes, into a digest.
+    "hooks/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
     # What torch elastic has pickled in this process, or is about to unpickle in it.
     "launch/backend.py": {"pickle.dumps", "pickle.loads"},
     "launch/rendezvous.py": {"socket.create_server"},
@@ -359,7 +361,7 @@ def test_link_in_the_locks_place_is_an_error(tmp_path: Path) -> None:
 
 def test_ranks_are_told_no_secret(tmp_path: Path) -> None:
     told = rank_environment(MultiGPUConfig(), 2, tmp_path, tmp_path, "run", {})
-    words = {"RUN_DIR", "RUN_SEED", "RUN_LOG_DIR", "SUPERVISOR_PID", "RUN_ID"}
+    words = {"RUN_DIR", "RUN_SEED", "RUN_DRAWS", "RUN_LOG_DIR", "SUPERVISOR_PID", "RUN_ID"}
     torchs = {"PYTHONHASHSEED", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *allocator_variables({})}
     assert set(told) == {f"UNSLOTH_MULTIGPU_{word}" for word in words} | torchs
     assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")

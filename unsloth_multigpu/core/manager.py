@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,10 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.02
 _PREFIX = "unsloth_multigpu"
+_HASH_HINT = (
+    " These ranks hash strings differently, so a set of strings has another order on each: sort it, or start with "
+    "PYTHONHASHSEED=0 in the environment of all ranks."
+)
 
 
 class DDPManager:
@@ -52,8 +57,14 @@ class DDPManager:
     def store(self) -> Store:
         """Keys and values shared by all ranks, which work before there is a process group and without collectives."""
         if self._store is None:
-            self._store = PrefixStore(str(self._number), _connect_store(self.identity, self.config.timeout_s))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._store = PrefixStore(f"{attempt}/{self._number}", self._store_of_run)
         return self._store
+
+    @functools.cached_property
+    def _store_of_run(self) -> Store:
+        """The same store, with what earlier attempts left in it where their launcher keeps it."""
+        return PrefixStore(_PREFIX, _connect_store(self.identity, self.config.timeout_s))
 
     def open_group(self) -> None:
         """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
@@ -101,6 +112,25 @@ class DDPManager:
             time.sleep(_POLL_S)
         return str(self.store.get(key).decode())[1:]
 
+    def agree_on_draws(self) -> None:
+        """Gives this process the random generators of the rank that comes here first. No rank waits for another.
+
+        Where the script has seeded them before, all ranks have the same and nothing changes. Ranks that are started
+        again by torchrun get what the ranks before them had.
+        """
+        mine = json.dumps([torch.initial_seed(), read_random_state()])
+        seed, state = json.loads(self._store_of_run.compare_set("draws", "", mine))
+        if not any(getattr(torch, name).is_initialized() for name in ("cuda", "xpu")):
+            torch.manual_seed(seed)  # Also of the devices, once they are opened.
+        write_random_state(state)
+        # Too late to change in this process, and `list(set(labels))` would be another list on each rank.
+        string_hash = self._store_of_run.compare_set("string hash", "", _string_hash()).decode()
+        if string_hash != _string_hash() and self._store_of_run.add("string hash told", 1) == 1:
+            logger.warning(
+                "the ranks hash strings differently: a set of strings has another order on each, so that labels "
+                "numbered by it differ. Start with PYTHONHASHSEED=0 in the environment of all ranks"
+            )
+
     def check_same(self, facts: Mapping[str, Any]) -> None:
         """Compares facts that must be equal on all ranks. Collective.
 
@@ -119,14 +149,15 @@ class DDPManager:
         if all(d == all_digests[0] for d in all_digests):
             return
         other = next(r for r, d in enumerate(all_digests) if d != all_digests[0])
-        all_facts = self.gather_texts(json.dumps(dict(zip(names, texts, strict=True))))
+        all_facts = self.gather_texts(json.dumps({**dict(zip(names, texts, strict=True)), "": _string_hash()}))
         first, second = (json.loads(all_facts[r]) for r in (0, other))
+        do_hashes_differ = first.pop("", None) != second.pop("", None)
         different = [n for n in {**first, **second} if first.get(n) != second.get(n)]
         lines = [f"{n}: rank 0 has {first.get(n)}, rank {other} has {second.get(n)}" for n in different]
         raise DivergenceError(
             "The ranks are about to train different runs. " + "; ".join(lines) + ".",
             hint="Give shuffles, splits and generators of your own (default_rng(), random.Random()) a seed, and do not "
-            "let the script depend on the rank.",
+            "let the script depend on the rank." + (_HASH_HINT if do_hashes_differ else ""),
         )
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -238,6 +269,11 @@ def left_alone(rank: int, what: str) -> DistributedError:
     )
 
 
+def _string_hash() -> str:
+    """Differs where Python was started with another PYTHONHASHSEED."""
+    return str(hash(_PREFIX))
+
+
 def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device:
     """The device of this rank."""
     if config.device == "cpu":
@@ -285,7 +321,7 @@ def _wire_device() -> torch.device:
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
     if identity.launcher == "notebook":
         # A kernel and its workers meet by a file; a group that is made anew brings an empty store.
-        return PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        return dist.distributed_c10d._get_default_store()
     timeout = timedelta(seconds=timeout_s)
     # Torch elastic serves a store for the ranks. Elsewhere rank 0 does, and init_process_group joins the same server.
     is_server = identity.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -297,5 +333,4 @@ def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"{_PREFIX}/{attempt}", store)
+    return store

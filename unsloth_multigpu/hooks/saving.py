@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.hooks.journal import Entry, Journal, real_path, take_inventory
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
@@ -53,18 +53,11 @@ _PUSHERS = {
 }
 
 
-def saving_patches(rank: int, get_manager: Callable[[], DDPManager | None]) -> list[Patch]:
-    """Patches of everything that writes files or uploads.
-
-    Args:
-        rank: This rank.
-        get_manager: Gives the manager, whose store works before there is a process group; None once the session is
-            closed: savers that Unsloth has put on a model outlive it.
-    """
-    gate = SaveGate(rank, get_manager)
+def saving_patches(gate: SaveGate) -> list[Patch]:
+    """Patches of everything that writes files or uploads."""
     patches = [
-        Patch(target=target, supports=supports, wrap=gate.once, reason=reason, optional=True)
-        for table, reason in ((_SAVERS, _RACE), (_PUSHERS, _ONCE))
+        Patch(target=target, supports=supports, wrap=wrap, reason=reason, optional=True)
+        for table, wrap, reason in ((_SAVERS, gate.once, _RACE), (_PUSHERS, gate.upload_once, _ONCE))
         for target, supports in table.items()
     ]
     patches.append(
@@ -91,11 +84,21 @@ class SaveGate:
     """Lets rank 0 write and the other ranks wait for it, by the path that is written.
 
     Waiting is by the store and not by a barrier: an export may take longer than a collective may, and code that only
-    rank 0 reaches must not wait for the others. Rank 0 publishes each save when it begins and when it ends.
+    rank 0 reaches must not wait for the others. Rank 0 publishes each save when it begins and when it ends, and
+    each removal of what it has saved.
+
+    Args:
+        rank: This rank.
+        get_manager: Gives the manager, whose store works before there is a process group; None once the session is
+            closed: savers that Unsloth has put on a model outlive it.
+
+    Attributes:
+        journal: What rank 0 has saved and removed.
+        position: Number of the last entry of the journal that this rank has come past; -1 = none.
     """
 
     def __init__(self, rank: int, get_manager: Callable[[], DDPManager | None]) -> None:
-        self._rank = rank
+        self.rank = rank
         self._get_manager = get_manager
         self._manager: DDPManager | None = None
         self._count_from_here()
@@ -103,17 +106,25 @@ class SaveGate:
         self._is_writer = rank == 0
 
     def _count_from_here(self) -> None:
+        self.journal = Journal()
+        self.position = -1
         self._num_saves = 0
         self._counts: Counter[str] = Counter()
-        self._seen: list[str] = []
+        # What the saver that runs has removed of what was saved before.
+        self.removed: list[str] = []
 
-    def _find_manager(self) -> DDPManager | None:
+    def find_manager(self) -> DDPManager | None:
         """A new manager has an empty store: ranks that have left a notebook's cell at different places begin anew."""
         manager = self._get_manager()
         if manager is not None and manager is not self._manager:
             self._manager = manager
             self._count_from_here()
         return manager
+
+    @property
+    def is_saving(self) -> bool:
+        """True inside a saver."""
+        return self._depth > 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Unsloth puts guarded savers on the tokenizer, which mapped functions hold and `datasets` hashes.
@@ -123,11 +134,17 @@ class SaveGate:
         """Wraps a function `(self, path, ...)` that writes `path`: only rank 0 calls it."""
         return self._gated(original, runs_everywhere=False)
 
+    def upload_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function `(self, name, ...)` that uploads: only rank 0 calls it."""
+        return self._gated(original, runs_everywhere=False, writes_files=False)
+
     def after_rank_0(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function that all ranks must call but only rank 0 writes in: the others then wait for rank 0."""
         return self._gated(original, runs_everywhere=True)
 
-    def _gated(self, original: Callable[..., Any], *, runs_everywhere: bool) -> Callable[..., Any]:
+    def _gated(
+        self, original: Callable[..., Any], *, runs_everywhere: bool, writes_files: bool = True
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def gated(*args: Any, **kwargs: Any) -> Any:
             path = _path_of(args, kwargs)
@@ -136,15 +153,16 @@ class SaveGate:
                 return original(*args, **kwargs)
             if self._depth:
                 return None
-            manager = self._find_manager()
+            manager = self.find_manager()
             if manager is None:
                 return original(*args, **kwargs)
             what = f"{getattr(original, '__qualname__', 'save')}({path!r})"
             self._num_saves += 1
             self._counts[what] += 1
             save = functools.partial(self._nested, functools.partial(original, *args, **kwargs))
-            if self._rank == 0:
-                return self._write(manager, what, save)
+            if self.rank == 0:
+                entry = Entry(what, _folder_of(path, args) if writes_files else "")
+                return self._write(manager, entry, save)
             if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
                 return self._write_own(save)  # save_on_each_node: the first rank of each node writes its own.
             if runs_everywhere:
@@ -170,16 +188,59 @@ class SaveGate:
         finally:
             self._depth -= 1
 
-    def _write(self, manager: DDPManager, what: str, save: Callable[[], Any]) -> Any:
-        key = f"saves/{self._num_saves - 1}"
-        manager.publish(key, what)
+    def _write(self, manager: DDPManager, entry: Entry, save: Callable[[], Any]) -> Any:
+        number = self.journal.begin(manager, entry)
+        self.removed = []
+        before = take_inventory(entry.path) if entry.path else {}
         try:
             result = save()
         except BaseException as error:
-            manager.publish(f"{key}/done", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            self.journal.end(manager, number, error=f"{type(error).__name__}: {error}")
             raise
-        manager.publish(f"{key}/done", json.dumps({"result": _plain(result)}))
+        after = take_inventory(entry.path) if entry.path else {}
+        files = {file: stat for file, stat in after.items() if before.get(file) != stat}
+        self.journal.end(manager, number, result=_plain(result), files=files, removed=self.removed)
         return result
+
+    def note(self, manager: DDPManager, entry: Entry, remove: Callable[[], Any]) -> Any:
+        """Rank 0 removes what it has saved, and the others hear of it."""
+        number = self.journal.begin(manager, entry)
+        try:
+            result = remove()
+        except BaseException as error:
+            self.journal.end(manager, number, error=f"{type(error).__name__}: {error}")
+            raise
+        self.journal.end(manager, number)
+        return result
+
+    def saved_by_rank_0(self, manager: DDPManager, path: str) -> set[int]:
+        """Numbers of rank 0's saves of which a removal of `path` on this rank would take something away."""
+        for number, entry in enumerate(self.journal.read(manager)):
+            if entry.outcome is None and not entry.is_removal and entry.path and entry.touches(path):
+                self.journal.wait(manager, number, timeout_s=SAVE_LIMIT_S)
+                self.journal.read(manager)
+        identity = manager.identity
+        # A file of the same name on another node may be that node's own.
+        is_one_disk = identity.rank == identity.local_rank
+        found = self.journal.saved_in(path).items()
+        return {number for file, (number, stat) in found if is_one_disk or _is_same(file, stat)}
+
+    def end(self) -> None:
+        """Rank 0's script is over."""
+        manager = self._manager
+        if manager is None or not self.journal.entries or manager.identity.launcher == "notebook":
+            return  # A kernel's ranks end with it.
+        manager.publish("saves/end")
+        if self._get_manager() is None:
+            return  # What was removed since the session was closed is not known.
+        lost = [file for file in self.journal.files if not os.path.lexists(file)]
+        if lost:
+            logger.warning(
+                "%s was saved and is gone (with %d other files), but this script has not removed it in Python: "
+                "another rank, or a program, has",
+                lost[0],
+                len(lost) - 1,
+            )
 
     def _place_of(self, manager: DDPManager, what: str) -> int | None:
         """Number of rank 0's save that this one is; None if rank 0 does not write there.
@@ -191,39 +252,59 @@ class SaveGate:
         begin = quiet_since = time.monotonic()
         while True:
             has_left = manager.has_rank_0_left()  # Asked first: what it saved before is seen below.
-            while manager.is_published(f"saves/{len(self._seen)}"):
-                self._seen.append(manager.wait_for(f"saves/{len(self._seen)}", what, timeout_s=limit_s))
+            num_before = len(self.journal.entries)
+            entries = self.journal.read(manager)
+            if len(entries) > num_before:
                 quiet_since = time.monotonic()
-            places = [i for i, seen in enumerate(self._seen) if seen == what]
+            saves = [i for i, entry in enumerate(entries) if not entry.is_removal]
+            places = [i for i in saves if entries[i].what == what]
             if len(places) >= self._counts[what]:
                 return places[self._counts[what] - 1]
             now = time.monotonic()
-            if len(self._seen) < self._num_saves or not manager.is_published(f"saves/{len(self._seen) - 1}/done"):
+            is_busy = bool(entries) and entries[-1].outcome is None
+            if len(saves) < self._num_saves or is_busy:
                 quiet_since = now
-            if self._seen and not manager.is_published(f"saves/{len(self._seen) - 1}/done"):
+            if is_busy:
                 begin = now  # Rank 0 is at another save, which may take long.
-            if has_left and len(self._seen) < self._num_saves:
+            if has_left and len(saves) < self._num_saves:
                 raise DistributedError(
-                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has left the cell.",
+                    f"rank {self.rank} waits for rank 0 in {what}, and rank 0 has left the cell.",
                     hint="Save on all ranks.",
                 )
             if has_left or now - quiet_since > OWN_PATH_GRACE_S:
-                logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._seen[-1])
+                logger.warning("%s is this rank's alone, rank 0 saved %s", what, entries[saves[-1]].what)
                 return None
             if now - begin > limit_s:
                 raise RankTimeoutError(
-                    f"rank {self._rank} waited timeout_s={limit_s:g} seconds for rank 0 in {what}.",
+                    f"rank {self.rank} waited timeout_s={limit_s:g} seconds for rank 0 in {what}.",
                     hint="Save on all ranks, or raise timeout_s where it only takes long.",
                 )
             time.sleep(_POLL_S)
 
     def _outcome(self, manager: DDPManager, place: int, what: str) -> Any:
-        done = manager.wait_for(f"saves/{place}/done", f"rank 0 in {what}", timeout_s=SAVE_LIMIT_S)
-        outcome = json.loads(done)
+        outcome = self.journal.wait(manager, place, timeout_s=SAVE_LIMIT_S)
+        self.position = max(self.position, place)
         if "error" in outcome:
             raise DistributedError(f"rank 0 failed in {what}: {outcome['error']}", hint="The cause is rank 0's error.")
+        self._check_there(manager, place)
         result = outcome["result"]
         return tuple(result) if isinstance(result, list) else result
+
+    def _check_there(self, manager: DDPManager, place: int) -> None:
+        """Programs that another rank starts (`rm -rf`) go past what keeps it from removing what rank 0 has saved."""
+        saved = self.journal.entries[place]
+        lost = [file for file in saved.files if not os.path.lexists(file)]
+        if not lost or manager.identity.rank != manager.identity.local_rank:
+            return  # Another node may have another disk.
+        # Rank 0 may be further on, and have removed it or saved there again.
+        if any(entry.touches(saved.path) for entry in self.journal.read(manager)[place + 1 :]):
+            return
+        raise DistributedError(
+            f"rank 0 has done {saved.what}, and {lost[0]} is gone (with {len(lost) - 1} other files), which rank 0 has "
+            f"not removed. Rank {self.rank} came to this save later: its part of the script, or a program that it "
+            "started, has.",
+            hint="Remove files in Python (shutil.rmtree, os.remove), or on rank 0 alone.",
+        )
 
 
 def _bind_guarded(gate: SaveGate, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,6 +325,16 @@ def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         # A repository's name is no path, but making it absolute does not harm: it is only compared.
         return os.path.abspath(os.fspath(value))
     return "" if value is None else None
+
+
+def _folder_of(path: str, args: tuple[Any, ...]) -> str:
+    """Where the files go; "" is a trainer's own folder."""
+    folder = path or getattr(getattr(args[0], "args", None), "output_dir", None)
+    return real_path(folder) if folder else ""
+
+
+def _is_same(file: str, stat: tuple[int, int, int]) -> bool:
+    return take_inventory(file).get(file) == tuple(stat)
 
 
 def _plain(result: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from unsloth_multigpu.config import (
     ENV_LOG_DIR_OF_RUN,
     ENV_RECEIPT,
     ENV_RUN_DIR,
+    ENV_RUN_DRAWS,
     ENV_RUN_ID,
     ENV_RUN_SEED,
     ENV_SUPERVISOR_PID,
@@ -158,6 +160,8 @@ def rank_environment(
 
     Threads are shared out: without a limit every rank would start one thread for each core.
     """
+    from unsloth_multigpu.launch.draw import generator_digests
+
     run_seed = str(shared_seed(config))
     defaults = {
         # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.
@@ -166,10 +170,13 @@ def rank_environment(
         **socket_interfaces(config),
         **({} if config.device == "cpu" else allocator_variables(environment)),
     }
+    # "random" asks for any order; the ranks need one.
+    is_unset = {name: environment.get(name, "") in ("", "random") for name in defaults}
     return {
-        **{name: value for name, value in defaults.items() if not environment.get(name)},
+        **{name: value for name, value in defaults.items() if is_unset[name]},
         ENV_RUN_DIR: str(run_dir),
         ENV_RUN_SEED: run_seed,
+        ENV_RUN_DRAWS: json.dumps(generator_digests()),
         ENV_LOG_DIR_OF_RUN: str(log_dir),
         ENV_SUPERVISOR_PID: str(os.getpid()),
         ENV_RUN_ID: run_id,

@@ -6,7 +6,6 @@ import atexit
 import ctypes
 import faulthandler
 import os
-import random
 import signal
 import sys
 import threading
@@ -14,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_DIR, ENV_RUN_SEED, ENV_SUPERVISOR_PID
+from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_DIR, ENV_SUPERVISOR_PID
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -49,7 +48,6 @@ def enter_rank(identity: RankIdentity, hang_timeout_s: float = 120.0) -> tuple[E
         return None, BeatPage(None, identity.rank)
     if identity.local_rank > 0 and not os.environ.get("PYTHONBREAKPOINT"):
         os.environ["PYTHONBREAKPOINT"] = "0"  # There is nobody at its prompt; the one of rank 0 is for the user.
-    _same_random_choices(int(os.environ[ENV_RUN_SEED]))
     die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
     if sys.stderr is not None:  # Closed by whoever started the command.
         faulthandler.enable()
@@ -96,14 +94,6 @@ def _leave_group() -> None:
 
 
 _has_failed = threading.Event()
-
-
-def _same_random_choices(run_seed: int) -> None:
-    """An unseeded shuffle or split must give every rank the same data; the seed differs from run to run as always."""
-    import numpy
-
-    random.seed(run_seed)
-    numpy.random.seed(run_seed)
 
 
 def die_with_supervisor(supervisor_pid: int) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 model_dir, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
 facts = {}
-calls = []
+os.environ["CALLS"] = f"calls_{rank}"
 
 
 def note(name, value):
@@ -30,20 +30,27 @@ note("tokenizer_files", [Path(f).name for f in tokenizer.save_pretrained("early"
 note("tokenizer_reads_back", AutoTokenizer.from_pretrained("early").vocab_size)
 
 
+def num_calls():
+    path = Path(os.environ["CALLS"])
+    count = path.stat().st_size if path.exists() else 0
+    path.unlink(missing_ok=True)
+    return count
+
+
 def slow_length(row):
-    calls.append(row["text"])
+    # Counted where the function does not hold it: a list of its own every rank would fill.
+    with open(os.environ["CALLS"], "a") as file:
+        file.write("x")
     return {"length": len(row["text"])}
 
 
 memory = datasets.Dataset.from_dict({"text": ["a" * i for i in range(50)]}).map(slow_length)
-note("in_memory_calls", len(calls))
+note("in_memory_calls", num_calls())
 note("in_memory_lengths", memory["length"][:5])
-calls.clear()
 datasets.Dataset.from_dict({"text": ["b" * i for i in range(40)]}).save_to_disk("on_disk")
 stored = datasets.load_from_disk("on_disk").map(slow_length)
-note("on_disk_calls", len(calls))
+note("on_disk_calls", num_calls())
 note("filtered", len(stored.filter(lambda row: row["length"] % 2 == 0)))
-calls.clear()
 # A call that only rank 0 makes, and then one that all make.
 if rank == 0:
     memory.map(lambda row: {"only": 0})

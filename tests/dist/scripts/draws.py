@@ -1,0 +1,33 @@
+"""Draws without a seed, or after one that stands before the line. Usage: draws.py OUT [SEED]"""
+
+import json
+import os
+import random
+import sys
+
+if len(sys.argv) > 2:
+    import torch
+
+    torch.manual_seed(int(sys.argv[2]))
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu(num_gpus=None if "RANK" in os.environ else 2)
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+
+drawn = {
+    "torch": float(torch.rand(())),
+    "random": random.random(),
+    "numpy": float(numpy.random.rand()),
+    "split": torch.utils.data.random_split(range(20), [10, 10])[0].indices,
+    # What a device is seeded with when it is opened.
+    "seed of devices": torch.initial_seed(),
+    "set": list({"negative", "neutral", "positive", "mixed", "unknown", "none"}),
+}
+ump.disable_multi_gpu()
+ump.enable_multi_gpu(num_gpus=2)
+drawn["torch, enabled again"] = float(torch.rand(()))
+with open(f"{sys.argv[1]}_{os.environ['RANK']}.json", "w") as file:
+    json.dump(drawn, file)

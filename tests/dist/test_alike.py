@@ -1,0 +1,145 @@
+"""What ranks draw, remove and map is as if one process did it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.run import BARE, LIGHT, Finished, run_python
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def of_ranks(folder: Path, name: str, ranks: Sequence[int] = (0, 1)) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in ranks]
+
+
+# Draws without a seed.
+
+
+def draws(folder: Path, *arguments: str, launcher: Sequence[str] = ()) -> tuple[list[dict[str, Any]], Finished]:
+    run = run_python([*launcher, SCRIPTS / "draws.py", "drawn", *arguments], folder, BARE)
+    assert run.code == 0, run.err
+    return of_ranks(folder, "drawn"), run
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return draws(tmp_path_factory.mktemp("draws"))[0]
+
+
+@pytest.fixture(scope="module")
+def drawn_under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Finished]:
+    return draws(tmp_path_factory.mktemp("torchrun"), launcher=TORCHRUN)
+
+
+def test_draws_without_a_seed_are_those_of_every_rank(drawn: list[dict[str, Any]]) -> None:
+    assert drawn[0] == drawn[1]
+
+
+def test_draws_without_a_seed_are_alike_under_torchrun(
+    drawn_under_torchrun: tuple[list[dict[str, Any]], Finished], drawn: list[dict[str, Any]]
+) -> None:
+    first, second = ({k: v for k, v in rank.items() if k != "set"} for rank in drawn_under_torchrun[0])
+    assert first == second
+    # Another run draws something else, as one process does.
+    assert all(first[name] != drawn[0][name] for name in ("torch", "random", "numpy"))
+
+
+def test_strings_that_hash_differently_are_told_once(
+    drawn_under_torchrun: tuple[list[dict[str, Any]], Finished],
+) -> None:
+    err = drawn_under_torchrun[1].err
+    assert err.count("the ranks hash strings differently") == 1
+    assert "PYTHONHASHSEED=0" in err
+
+
+def test_seed_that_stands_before_the_line_stays(tmp_path: Path) -> None:
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        expected = float(torch.rand(()))
+    ranks, _ = draws(tmp_path, "7")
+    assert [rank["torch"] for rank in ranks] == [expected, expected]
+    assert ranks[0]["random"] == ranks[1]["random"]
+
+
+# Files.
+
+
+def remove(folder: Path, case: str) -> Finished:
+    return run_python([SCRIPTS / "removal.py", case, "20"], folder, BARE)
+
+
+def test_ranks_remove_and_save_as_one_process(tmp_path: Path) -> None:
+    run = remove(tmp_path, "works")
+    assert run.code == 0, run.err
+    first, second = of_ranks(tmp_path, "facts")
+    assert first == second
+    there = ["config.json"]
+    assert [first[name] for name in ("rank 0 first", "rank 1 first", "in step")] == [[there] * 3] * 3
+    assert first["top"] == first["brief"] == first["alone"] == there
+    assert first["old"] == [False] * 10
+    assert [first[f"moved {move}"] for move in ("rename", "move", "replace")] == [[None, there]] * 3
+    assert (first["brief removed"], first["own"], first["disabled"]) == (False, [False, False], True)
+    assert "never there" not in first
+    assert sorted(os.listdir(tmp_path / "final")) == sorted(os.listdir(tmp_path / "placed")) == there
+
+
+def test_rank_above_0_cannot_remove_what_rank_0_keeps(tmp_path: Path) -> None:
+    run = remove(tmp_path, "keeps")
+    assert run.code == 76
+    assert "rank 1 would remove what rank 0 saved: rmtree(" in run.err
+    assert (tmp_path / "final" / "config.json").exists()
+
+
+def test_model_that_a_program_of_a_late_rank_has_removed_is_an_error(tmp_path: Path) -> None:
+    run = remove(tmp_path, "program")
+    assert run.code == 76
+    assert "final/config.json is gone (with 0 other files), which rank 0 has not removed. Rank 1 came" in run.err
+    assert "Hint: Remove files in Python" in run.err
+
+
+# Mapped functions that do more than return rows.
+
+
+@pytest.fixture(scope="module")
+def effects(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One process, and both of two ranks."""
+    found = []
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for name, environment, ranks in (("one", alone, [0]), ("two", {}, [0, 1])):
+        folder = tmp_path_factory.mktemp(name)
+        run = run_python([SCRIPTS / "effects.py", "out"], folder, {**LIGHT, **environment, "PYTHONHASHSEED": "0"})
+        assert run.code == 0, run.err
+        found += of_ranks(folder, "out", ranks)
+    return found
+
+
+@pytest.mark.parametrize("fact", ["stored", "memory", "vocabulary", "filter", "both"])
+def test_what_a_mapped_function_changes_exists_on_every_rank(effects: list[dict[str, Any]], fact: str) -> None:
+    one, *ranks = effects
+    assert one[fact]
+    assert [rank[fact] for rank in ranks] == [one[fact]] * 2
+    assert [rank.get(f"{fact} again") for rank in ranks] == [one.get(f"{fact} again")] * 2
+    assert [rank.get(f"{fact} calls") for rank in ranks] == [one.get(f"{fact} calls")] * 2
+
+
+def test_draws_of_a_mapped_function_count_on_every_rank(effects: list[dict[str, Any]]) -> None:
+    # The rows, what is drawn after them, and how often the function was called.
+    one, first, second = (rank["drawn"] for rank in effects)
+    assert one == first
+    assert second == [*one[:2], 0]
+
+
+def test_function_without_an_effect_is_called_on_one_rank(effects: list[dict[str, Any]]) -> None:
+    one, first, second = (rank["pure"] for rank in effects)
+    assert one == first
+    assert second == [one[0], 0]

@@ -1,0 +1,51 @@
+"""What a script draws without a seed: the same on all ranks of a run, another in each run."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+
+def generator_digests() -> dict[str, str]:
+    """A digest of each global random generator that this process has loaded: Python's, NumPy's and torch's."""
+    return {name: hashlib.blake2b(read(), digest_size=8).hexdigest() for name, (read, _) in _generators().items()}
+
+
+def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
+    """Seeds those generators that the script has not seeded itself.
+
+    A generator that nobody has seeded begins with another state in each process. Where this process finds the state
+    that its supervisor had at the same line of the script, the script has made it.
+
+    Args:
+        run_seed: 0 .. 2^32 - 1.
+        seeded: The supervisor's `generator_digests`.
+    """
+    import numpy  # noqa: F401  # Where it is loaded later it would begin with a state of its own.
+
+    here = generator_digests()
+    for name, (_, seed) in _generators().items():
+        if here[name] != seeded.get(name):
+            seed(run_seed)
+
+
+def _generators() -> dict[str, tuple[Callable[[], bytes], Callable[[int], object]]]:
+    """Name -> what reads the generator's state and what seeds it; of loaded libraries only."""
+    found: dict[str, tuple[Callable[[], bytes], Callable[[int], object]]] = {
+        "random": (lambda: repr(random.getstate()).encode(), random.seed)
+    }
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        found["numpy"] = (lambda: _numpy_state(numpy), numpy.random.seed)
+    if torch is not None:
+        # Its `manual_seed` seeds the devices as well, once they are opened.
+        found["torch"] = (lambda: torch.get_rng_state().numpy().tobytes(), torch.manual_seed)
+    return found
+
+
+def _numpy_state(numpy: ModuleType) -> bytes:
+    name, words, *place = numpy.random.get_state()
+    return repr((name, *place)).encode() + bytes(words.tobytes())
