@@ -66,7 +66,9 @@ def test_facts_that_differ_are_named_and_so_are_those_that_one_rank_alone_has(mo
     assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)
 
 
-@pytest.mark.parametrize(("theirs", "is_hinted"), [("another", True), (str(hash("unsloth_multigpu")), False)])
+@pytest.mark.parametrize(
+    ("theirs", "is_hinted"), [("another", True), (str(hash("unsloth_multigpu")), False)], ids=["another", "the same"]
+)
 def test_ranks_that_hash_strings_differently_are_told_why_they_may_differ(
     monkeypatch: pytest.MonkeyPatch, theirs: str, is_hinted: bool
 ) -> None:
