@@ -411,7 +411,12 @@ class FakeTrainer:
     def __init__(self, folder: Path, *files: str) -> None:
         self.folder, self.files, self.model = folder, files, None
         self.state = SimpleNamespace(
-            global_step=3, epoch=0.5, best_model_checkpoint=None, best_global_step=None, save_to_json=lambda path: None
+            global_step=3,
+            epoch=0.5,
+            best_model_checkpoint=None,
+            best_global_step=None,
+            stateful_callbacks={},
+            save_to_json=lambda path: None,
         )
         self.args = SimpleNamespace(should_save=True, save_total_limit=None)
         self.saved_draws: list[float] = []

@@ -40,6 +40,8 @@ _MEANS_OVER_ROWS = {"accuracy", "margin", "kl", "log_odds_ratio", "log_odds_chos
 _DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 # A number that an expression gives again from a rank's own part, or it was not understood.
 _SAME = 1e-3
+# Steps after which the ranks meet where nothing is logged for long: what they note would become large.
+_MOST_STEPS = 256
 
 
 @dataclass
@@ -83,7 +85,8 @@ class Metrics:
     A value that is not made from gathers is known for whole micro-batches alone; in one that ranks share it is the mean
     of theirs, weighted by rows, and a WARNING names it once.
 
-    Cost: two small collectives for each line, and those gathers are followed which belong to shared micro-batches.
+    Cost: two small collectives for each line, as many as before an evaluation or a checkpoint without one and at the
+    end of an epoch; about a millisecond for each micro-batch that ranks share, whose gathers are followed.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -103,7 +106,7 @@ class Metrics:
         self._records: list[_Record] = []
         self._num_new: dict[str, int] = {}
         self._replaced: set[str] = set()
-        # Losses of the steps since the ranks last met, and how many steps each was behind the start of the training.
+        # Of each step since the ranks last met: the number of steps before it, and its loss.
         self._losses: list[tuple[int, torch.Tensor]] = []
         self._loss_sum = 0.0
         self._last_logged = -1
@@ -229,7 +232,8 @@ class Metrics:
             # Ranks that step by themselves need not wait for each other before the end.
             state = self._trainer.state
             is_end = control.should_training_stop or state.global_step >= state.max_steps
-        if is_end or control.should_log or control.should_evaluate or control.should_save:
+        is_long = len(self._losses) >= _MOST_STEPS and self._manager.config.meets_every_step
+        if is_end or is_long or control.should_log or control.should_evaluate or control.should_save:
             if self.is_dealing:
                 self.merge()
                 tr_loss.fill_(self._loss_sum)
