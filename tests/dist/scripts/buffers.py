@@ -75,7 +75,7 @@ def run(job):
     make, num_rows, batch, accumulation = JOBS[job]
     torch.manual_seed(1)
     # What finds the loss's scale leaves statistics alone then.
-    model = make().eval()
+    model = make()
     args = TrainingArguments(
         str(out / f"checkpoints_{job}"),
         per_device_train_batch_size=batch,
