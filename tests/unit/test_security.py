@@ -70,7 +70,7 @@ ALLOWED = {
     "hooks/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
     # What torch elastic has pickled in this process, or is about to unpickle in it.
     "launch/backend.py": {"pickle.dumps", "pickle.loads"},
-    "launch/rendezvous.py": {"socket.create_server"},
+    "launch/rendezvous.py": {"socket.create_server", "socket.create_connection"},
     # Several nodes: where to meet.
     "launch/membership.py": {"socket.socket"},
     "launch/nodes.py": {"socket.*"},

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
-
-import torch.distributed as dist
 
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import instance_attribute
 from unsloth_multigpu.errors import SetupError
 
+# Rank 0's word before a trial; another text is the end.
+_TRIAL = "trial"
 # What came of a report to rank 0's study.
 _GOES_ON, _PRUNED, _FAILED = range(3)
 
 
 class TrialCutOff(Exception):
     """Rank 0 has left a trial before its end."""
-
-
-@dataclass(frozen=True)
-class _End:
-    """Rank 0's last message of a search."""
-
-    best: Any
-    is_model_released: bool
 
 
 def run_search(trainer: Any, manager: DDPManager, search: Callable[..., Any], backend: Any, options: Any) -> Any:
@@ -60,80 +52,83 @@ def run_search(trainer: Any, manager: DDPManager, search: Callable[..., Any], ba
             hint="Leave n_jobs out: each trial is trained by all ranks.",
         )
     manager.open_group()
+    is_rank_0 = manager.identity.rank == 0
     report = functools.partial(_report, trainer, manager, trainer._report_to_hp_search)
-    make = functools.partial(_make_model, manager.identity.rank == 0, trainer.call_model_init)
-    with (
-        instance_attribute(trainer, "_report_to_hp_search", report),
-        instance_attribute(trainer, "call_model_init", make),
-    ):
-        if manager.identity.rank > 0:
-            backends = _Followers(trainer)
-            with backends.in_place():
-                return search()
-        best = search()
-    dist.broadcast_object_list([_End(best, trainer.model is None)], src=0)
+    make = functools.partial(_make_model, manager, trainer.call_model_init)
+    with ExitStack() as stack:
+        stack.enter_context(instance_attribute(trainer, "_report_to_hp_search", report))
+        stack.enter_context(instance_attribute(trainer, "call_model_init", make))
+        stack.enter_context(_backend_run(functools.partial(_lead if is_rank_0 else _follow, trainer, manager)))
+        return search()
+
+
+@contextmanager
+def _backend_run(run: Callable[..., Any]) -> Iterator[None]:
+    """Lets `Trainer.hyperparameter_search` call `run` with the backend's own `run` and what that is given."""
+    from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS as BACKENDS
+    from transformers.trainer_utils import HPSearchBackend
+
+    name = HPSearchBackend.OPTUNA
+    before = BACKENDS[name]
+
+    class OneSearch(before):  # type: ignore[misc, valid-type]
+        def run(self, _trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(super().run, *args, **kwargs)
+
+    BACKENDS[name] = OneSearch
+    try:
+        yield
+    finally:
+        BACKENDS[name] = before
+
+
+def _lead(trainer: Any, manager: DDPManager, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Rank 0's part: says before each trial that there is one, and at the end what is best."""
+    space, announced = trainer.hp_space, []
+
+    def announcing(trial: Any) -> Any:
+        # The first thing that becomes of a trial; transformers sends it to the others right behind.
+        if trial.number not in announced:
+            announced.append(trial.number)
+            manager.broadcast_text(_TRIAL)
+        return space(trial)
+
+    trainer.hp_space = announcing
+    best = run(trainer, *args, **kwargs)
+    runs = best if isinstance(best, list) else [best]
+    found = [[r.run_id, r.objective, r.hyperparameters] for r in runs]
+    end = {"is_list": isinstance(best, list), "found": found, "is_model_released": trainer.model is None}
+    manager.broadcast_text(json.dumps(end, default=float))
     return best
 
 
-class _Followers:
-    """What ranks above 0 run in the place of the backend.
+def _follow(
+    trainer: Any, manager: DDPManager, run: Callable[..., Any], _num_trials: int, *args: Any, **kwargs: Any
+) -> Any:
+    """The part of the others: trains what rank 0 trains, until it says what it has found."""
+    from transformers.trainer_utils import BestRun
 
-    Args:
-        trainer: A `transformers.Trainer` or subclass.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Lets `hyperparameter_search` call `run` instead of the backend's, meanwhile."""
-        from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS as BACKENDS
-        from transformers.trainer_utils import HPSearchBackend
-
-        name, run = HPSearchBackend.OPTUNA, self.run
-        before = BACKENDS[name]
-
-        class Following(before):  # type: ignore[misc, valid-type]
-            def run(self, *_: Any, **__: Any) -> Any:
-                return run()
-
-        BACKENDS[name] = Following
-        try:
-            yield
-        finally:
-            BACKENDS[name] = before
-
-    def run(self) -> Any:
-        """Trains what rank 0 trains, until it says what it has found."""
-        trainer = self._trainer
-        while True:
-            message = [None]
-            dist.broadcast_object_list(message, src=0)
-            if isinstance(message[0], _End):
-                if message[0].is_model_released:
-                    trainer.model = trainer.model_wrapped = None
-                return message[0].best
-            trainer.objective = None
-            try:
-                trainer.train(resume_from_checkpoint=None, trial=message[0])
-                if getattr(trainer, "objective", None) is None:
-                    trainer.objective = trainer.compute_objective(trainer.evaluate())
-            except TrialCutOff:
-                continue
+    while (text := manager.broadcast_text("")) == _TRIAL:
+        # Transformers' own part for these ranks, which takes over one trial and trains it.
+        with suppress(TrialCutOff):
+            run(trainer, 1, *args, **kwargs)
+    end = json.loads(text)
+    if end["is_model_released"]:
+        trainer.model = trainer.model_wrapped = None
+    best = [BestRun(*row) for row in end["found"]]
+    return best if end["is_list"] else best[0]
 
 
-def _make_model(is_rank_0: bool, original: Callable[..., Any], trial: Any = None) -> Any:
+def _make_model(manager: DDPManager, original: Callable[..., Any], trial: Any = None) -> Any:
     """`Trainer.call_model_init`, in which a model may ask the trial for more than the arguments did. Collective."""
     if trial is None:
         return original(trial)
-    params = [None]
-    if is_rank_0:
+    if manager.identity.rank == 0:
         model = original(trial)
-        params = [trial.params]
-    dist.broadcast_object_list(params, src=0)
-    # What rank 0 has sent before is a trial with the choices that had been made until then.
-    return model if is_rank_0 else original(type(trial)(params[0], trial.number))
+        manager.broadcast_text(json.dumps(trial.params))
+        return model
+    # What transformers has sent is a trial with the choices that had been made until then.
+    return original(type(trial)(json.loads(manager.broadcast_text("")), trial.number))
 
 
 def _report(trainer: Any, manager: DDPManager, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
