@@ -142,6 +142,20 @@ def test_open_files_and_generators_count_as_unchanged() -> None:
     assert state_digest(lambda: lines) == before is not None
 
 
+def test_object_that_refuses_to_be_pickled_counts_as_unchanged() -> None:
+    class Refuses:
+        def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+            raise KeyError("no")
+
+    class Lies:
+        def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+            return (str, "no tuple")
+
+    refuses, lies = Refuses(), Lies()
+    assert state_digest(lambda: refuses) == state_digest(lambda: refuses) is not None
+    assert state_digest(lambda: lies) is None
+
+
 def test_what_is_too_large_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(effect, "_MAX_BYTES", 1000)
     data = b"x" * 2000

@@ -216,7 +216,7 @@ class _Before:
 
         calls = ""
         if self._state is None:
-            calls = "what the function reaches is too large to see whether it has changed"
+            calls = "what the function reaches is too large, or too strange, to see whether it has changed"
         elif state_digest(*self._roots) != self._state:
             calls = "the function has changed what it reaches"
         if generator_digests() == self._draws:

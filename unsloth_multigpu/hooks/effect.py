@@ -28,12 +28,15 @@ _KNOWN_LIBRARIES = frozenset(
         *("tqdm", "transformers", "trl", "unsloth", "unsloth_multigpu", "unsloth_zoo"),
     }
 )
-# What pickling an object that was not made for it raises.
-_NOT_PICKLED = (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, pickle.PicklingError)
+# What pickling an object that was not made for it raises. RecursionError is a RuntimeError.
+_NOT_PICKLED = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, ReferenceError),
+    *(RuntimeError, TypeError, ValueError, pickle.PicklingError),
+)
 
 
 def state_digest(*roots: Any) -> str | None:
-    """A digest of what the roots hold and reach; None where that is too much to look at.
+    """A digest of what the roots hold and reach; None where that is too much to look at, or cannot be.
 
     Functions of the script and of its own modules are followed into closures, defaults, and the globals that they name;
     functions of installed libraries into closures and defaults. Objects that cannot be pickled (locks, open files)
@@ -42,7 +45,7 @@ def state_digest(*roots: Any) -> str | None:
     sink = _Sink()
     try:
         _Walk(sink, protocol=5).dump(roots)
-    except (_TooMuchError, RecursionError):
+    except (_TooMuchError, *_NOT_PICKLED):
         return None
     return sink.digest.hexdigest()
 
