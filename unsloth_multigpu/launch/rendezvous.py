@@ -100,15 +100,8 @@ class LoopbackRendezvous(RendezvousHandler):
         Raises:
             LaunchError: This machine does not reach itself by 127.0.0.1.
         """
-<<<<<<< HEAD
-        listener = listen_on_loopback()
-        port = listener.getsockname()[1]
-        self._server = serve_store("127.0.0.1", port, listener.detach())
-=======
         listener, port = listen_on_loopback()
-        # The server takes over the socket that listens already.
-        self._server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
->>>>>>> h-control
+        self._server = serve_store("127.0.0.1", port, listener)
         return RendezvousInfo(PrefixStore("agent", self._server), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
@@ -131,7 +124,6 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-<<<<<<< HEAD
 def serve_store(host: str, port: int, descriptor: int, **options: Any) -> TCPStore:
     """Serves a store on a socket that listens already: a port that is looked for first can be taken meanwhile.
 
@@ -149,12 +141,8 @@ def serve_store(host: str, port: int, descriptor: int, **options: Any) -> TCPSto
         return TCPStore(host, port, **options, use_libuv=False)
 
 
-def listen_on_loopback() -> socket.socket:
-    """A socket that listens on a free port of 127.0.0.1 and has been reached there once.
-=======
 def listen_on_loopback() -> tuple[int, int]:
     """File and port of a socket that listens on a free port of 127.0.0.1, and has been reached there once.
->>>>>>> h-control
 
     torch would try for minutes to connect to a store that it cannot reach, and no signal comes through meanwhile.
 

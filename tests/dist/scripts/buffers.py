@@ -74,7 +74,6 @@ JOBS = {
 def run(job):
     make, num_rows, batch, accumulation = JOBS[job]
     torch.manual_seed(1)
-    # What finds the loss's scale leaves statistics alone then.
     model = make()
     args = TrainingArguments(
         str(out / f"checkpoints_{job}"),
