@@ -17,7 +17,15 @@ from unsloth_multigpu.core.loss import LossScale, has_router_loss
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.stopwatch import Lap, Stopwatch
-from unsloth_multigpu.data.cost import CostModel, fit_cost, relative_speeds, without_outliers
+from unsloth_multigpu.data.cost import (
+    ANY_COST,
+    CostModel,
+    fit_cost,
+    is_settled,
+    relative_speeds,
+    with_overhead,
+    without_outliers,
+)
 from unsloth_multigpu.data.deal import Balance, Piece, balance_step
 from unsloth_multigpu.data.length import read_lengths
 from unsloth_multigpu.errors import ConfigError, SetupError
@@ -27,10 +35,13 @@ logger = get_logger(__name__)
 
 # Until it is measured: a GPU is not full below some hundred tokens, and launching its kernels takes a while.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
-_ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0)
-# Steps after which ranks tell each other their times; costs are found in the first ones, speeds may change for ever.
+_ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, possible=ANY_COST)
+# Steps after which ranks tell each other their times. Costs are found in the first ones, and go on being fitted until
+# they are settled; speeds may change for ever.
 _FIRST_EXCHANGES = (4, 8, 16)
 _EXCHANGE_EVERY = 32
+# Laps of so many exchanges count together: few laps of a busy machine tell little.
+_EXCHANGES_KEPT = 4
 _WARM_UP_STEPS = 2
 _FEWEST_LAPS, _MOST_LAPS = 8, 64
 
@@ -50,15 +61,17 @@ class Balancer:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
+        self._world_size = manager.identity.world_size
         self._lengths: list[int] = []
         self._regroup = True
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
-        # Work and seconds of micro-batches in the first exchanges, rank by rank.
-        self._first_laps: list[Sequence[tuple[float, float]]] = []
+        # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
+        self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * self._world_size)
+        self._is_settled = False
         self._num_steps = 0
         # Steps of earlier runs; this process has to get warm again.
         self._num_resumed = 0
-        self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
+        self._last_speeds: tuple[float, ...] = (1.0,) * self._world_size
         self.balance: Balance | None = None
         # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
         self.resumed: Mapping[str, Any] = {}
@@ -112,6 +125,8 @@ class Balancer:
         return {
             "overhead_tokens": self.balance.cost.overhead_tokens,
             "floor_tokens": self.balance.cost.floor_tokens,
+            "possible_costs": self.balance.cost.possible,
+            "is_settled": self._is_settled,
             "speeds": self.balance.speeds,
             "last_speeds": self._last_speeds,
             "num_steps": self._num_steps,
@@ -121,19 +136,18 @@ class Balancer:
         """Takes over a `state_dict()`, but for what is given by an option. Speeds belong to a number of ranks."""
         if not state or self.balance is None:
             return
-        config, balance = self._config, self.balance
-        given: dict[str, Any] = {
-            "overhead_tokens": config.micro_batch_overhead_tokens,
-            "floor_tokens": config.micro_batch_floor_tokens,
-        }
-        balance = dataclasses.replace(
-            balance,
-            cost=dataclasses.replace(balance.cost, **{n: state[n] if v is None else v for n, v in given.items()}),
+        cost = dataclasses.replace(
+            self.balance.cost,
+            overhead_tokens=state["overhead_tokens"],
+            floor_tokens=state["floor_tokens"],
+            possible=tuple((overhead, floor) for overhead, floor in state["possible_costs"]),
         )
+        balance = dataclasses.replace(self.balance, cost=self._as_given(cost))
+        self._is_settled = bool(state["is_settled"])
         if len(state["speeds"]) == len(balance.speeds):
             self._last_speeds = tuple(state["last_speeds"])
             self._num_steps = self._num_resumed = int(state["num_steps"])
-            if config.rank_speeds is None:
+            if self._config.rank_speeds is None:
                 balance = dataclasses.replace(balance, speeds=tuple(state["speeds"]))
         self.balance = balance
 
@@ -157,12 +171,18 @@ class Balancer:
 
     def _cost(self) -> CostModel:
         assumed = _ASSUMED.get(self._trainer.args.device.type, _ASSUMED_ON_DEVICE)
-        given: dict[str, Any] = {
-            "overhead_tokens": self._config.micro_batch_overhead_tokens,
-            "floor_tokens": self._config.micro_batch_floor_tokens,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(assumed, attention=attention_of(self._trainer.model), **given)
+        return self._as_given(dataclasses.replace(assumed, attention=attention_of(self._trainer.model)))
+
+    def _as_given(self, cost: CostModel) -> CostModel:
+        """These costs, but for what an option gives."""
+        overhead, floor = self._config.micro_batch_overhead_tokens, self._config.micro_batch_floor_tokens
+        possible = {(o if overhead is None else overhead, f if floor is None else floor) for o, f in cost.possible}
+        return dataclasses.replace(
+            cost,
+            overhead_tokens=cost.overhead_tokens if overhead is None else overhead,
+            floor_tokens=cost.floor_tokens if floor is None else floor,
+            possible=tuple(sorted(possible)) if None in (overhead, floor) else (),
+        )
 
     def _check_limit(self) -> None:
         limit, longest = self._config.max_tokens_per_micro_batch, max(self._lengths)
@@ -220,22 +240,13 @@ class Balancer:
         laps = [list(zip(row[1::2], row[2::2], strict=True))[: int(row[0])] for row in rows]
         if all(laps):
             assert self.balance is not None
-            self._learn([without_outliers(self.balance.cost, rank) for rank in laps], may_fit=is_first)
+            self._learn([without_outliers(self.balance.cost, rank) for rank in laps])
 
-    def _learn(self, laps: Sequence[Sequence[tuple[float, float]]], *, may_fit: bool) -> None:
+    def _learn(self, laps: Sequence[Sequence[tuple[float, float]]]) -> None:
         assert self.balance is not None
         cost, speeds, config = self.balance.cost, self.balance.speeds, self._config
-        if may_fit:
-            # Few laps of a busy machine tell little: those of earlier exchanges count as well. In tokens, in which
-            # ranks, and moments, of different speeds agree.
-            self._first_laps.extend(laps)
-            rates = [_throughput(cost, rank) for rank in self._first_laps]
-            pooled = [(w, s * rate) for rank, rate in zip(self._first_laps, rates, strict=True) for w, s in rank]
-            found = fit_cost(cost, pooled)
-            if config.micro_batch_overhead_tokens is None:
-                cost = dataclasses.replace(cost, overhead_tokens=found.overhead_tokens)
-            if config.micro_batch_floor_tokens is None:
-                cost = dataclasses.replace(cost, floor_tokens=found.floor_tokens)
+        if not self._is_settled:
+            cost = self._fitted(cost, laps)
         if config.rank_speeds is None:
             is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
             measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
@@ -247,6 +258,21 @@ class Balancer:
             logger.info("balance: ranks compute at relative speeds of %s", ", ".join(f"{s:g}" for s in speeds))
         if before != self.balance:
             logger.debug("balance: %s", self.state())
+
+    def _fitted(self, cost: CostModel, laps: Sequence[Sequence[tuple[float, float]]]) -> CostModel:
+        """Costs as these laps and earlier ones say, but for what is given by an option."""
+        self._kept_laps.extend(laps)
+        # In tokens, in which ranks, and moments, of different speeds agree.
+        rates = [_throughput(cost, rank) for rank in self._kept_laps]
+        pooled = [(w, s * rate) for rank, rate in zip(self._kept_laps, rates, strict=True) for w, s in rank]
+        found = fit_cost(cost, pooled)
+        if self._config.micro_batch_overhead_tokens is not None:
+            found = with_overhead(found, self._config.micro_batch_overhead_tokens)
+        if self._num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
+            self._is_settled = True
+            self._kept_laps.clear()
+            found = dataclasses.replace(found, possible=())
+        return self._as_given(found)
 
     def state(self) -> str:
         """What plans are made from, in words; equal on all ranks."""
