@@ -68,14 +68,15 @@ class Device:
     def step(self, sizes: list[int]) -> tuple[float, float]:
         """Time of the slowest rank, as planned and in order."""
         samples = self._rng.sample(range(len(self.lengths)), sum(sizes))
-        plan = self.balancer.deal(samples, sizes)
-        assert plan is not None
+        make = self.balancer.plan(samples, sizes, self.balancer.num_steps + 1)
+        assert make is not None
+        plan = make()
         for rank, share in enumerate(plan):
             for piece in share:
                 seconds = 1e-5 * self.time([piece], samples) * math.exp(self._drawn.gauss(0, self._noise))
-                if self.balancer._num_steps >= 2 and rank == 0:
+                if self.balancer.num_steps >= 2 and rank == 0:
                     self.balancer._laps.append((piece.work, Lap(seconds)))  # type: ignore[arg-type]
-                elif self.balancer._num_steps >= 2:
+                elif self.balancer.num_steps >= 2:
                     self._of_others += [piece.work, seconds]
         self.balancer.end_step()
         in_order = deal_step(sizes, RANKS, regroup=True)

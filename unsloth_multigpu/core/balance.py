@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from unsloth_multigpu.data.cost import (
 )
 from unsloth_multigpu.data.deal import Balance, Piece, balance_step
 from unsloth_multigpu.data.length import read_lengths
+from unsloth_multigpu.data.sampler import steps_ahead
+from unsloth_multigpu.data.step import Plan
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger
 
@@ -68,11 +71,14 @@ class Balancer:
         # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
         self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * self._world_size)
         self._is_settled = False
-        self._num_steps = 0
+        self.num_steps = 0
         # Steps of earlier runs; this process has to get warm again.
         self._num_resumed = 0
         self._last_speeds: tuple[float, ...] = (1.0,) * self._world_size
         self.balance: Balance | None = None
+        # What was known before, and the last step that is planned by it: later ones are planned by what followed.
+        self._earlier: list[tuple[int, Balance]] = []
+        self._num_ahead = 1
         # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
         self.resumed: Mapping[str, Any] = {}
         self.stopwatch = Stopwatch(trainer.model, trainer.args.device)
@@ -103,6 +109,7 @@ class Balancer:
             self._regroup = _may_regroup(scale, self._trainer, is_demanded=is_demanded)
             self._lengths, cost = self._read(loader)
             self.balance = Balance(cost, tuple(speeds), limit)
+            self._num_ahead = steps_ahead(loader)
             self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
@@ -123,33 +130,34 @@ class Balancer:
         if self.balance is None:
             return {}
         return {
-            "overhead_tokens": self.balance.cost.overhead_tokens,
-            "floor_tokens": self.balance.cost.floor_tokens,
-            "possible_costs": self.balance.cost.possible,
+            **_numbers(self.balance),
             "is_settled": self._is_settled,
-            "speeds": self.balance.speeds,
             "last_speeds": self._last_speeds,
-            "num_steps": self._num_steps,
+            "num_steps": self.num_steps,
+            "earlier": [{"until": until, **_numbers(balance)} for until, balance in self._earlier],
         }
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
         """Takes over a `state_dict()`, but for what is given by an option. Speeds belong to a number of ranks."""
         if not state or self.balance is None:
             return
-        cost = dataclasses.replace(
-            self.balance.cost,
-            overhead_tokens=state["overhead_tokens"],
-            floor_tokens=state["floor_tokens"],
-            possible=tuple((overhead, floor) for overhead, floor in state["possible_costs"]),
-        )
-        balance = dataclasses.replace(self.balance, cost=self._as_given(cost))
-        self._is_settled = bool(state["is_settled"])
-        if len(state["speeds"]) == len(balance.speeds):
+        if len(state["speeds"]) == self._world_size:
             self._last_speeds = tuple(state["last_speeds"])
-            self._num_steps = self._num_resumed = int(state["num_steps"])
-            if self._config.rank_speeds is None:
-                balance = dataclasses.replace(balance, speeds=tuple(state["speeds"]))
-        self.balance = balance
+            self.num_steps = self._num_resumed = int(state["num_steps"])
+            self._earlier = [(line["until"], self._from_numbers(self.balance, line)) for line in state["earlier"]]
+        self._is_settled = bool(state["is_settled"])
+        self.balance = self._from_numbers(self.balance, state)
+
+    def _from_numbers(self, balance: Balance, numbers: Mapping[str, Any]) -> Balance:
+        cost = dataclasses.replace(
+            balance.cost,
+            overhead_tokens=numbers["overhead_tokens"],
+            floor_tokens=numbers["floor_tokens"],
+            possible=tuple((overhead, floor) for overhead, floor in numbers["possible_costs"]),
+        )
+        is_known = self._config.rank_speeds is None and len(numbers["speeds"]) == self._world_size
+        speeds = tuple(numbers["speeds"]) if is_known else balance.speeds
+        return dataclasses.replace(balance, cost=self._as_given(cost), speeds=speeds)
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
@@ -192,17 +200,22 @@ class Balancer:
                 hint=f"Set max_tokens_per_micro_batch={longest} or more, or truncate the samples.",
             )
 
-    def deal(self, samples: Sequence[int], sizes: Sequence[int]) -> list[list[Piece]] | None:
-        """The plan of a step with these samples; None where they are dealt in order."""
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> Callable[[], Plan] | None:
+        """What makes the plan of the `number`-th step, which has these samples; None where they are dealt in order.
+
+        Which measurements count follows from the number alone: a step is planned ahead, by what was known some steps
+        before, and has the same plan on all ranks, with any number of workers' steps begun, and after a resume.
+        """
         if self.balance is None:
             return None
-        return balance_step([self._lengths[i] for i in samples], sizes, self.balance, regroup=self._regroup)
+        known = next((balance for until, balance in self._earlier if number <= until), self.balance)
+        return functools.partial(balance_step, [self._lengths[i] for i in samples], sizes, known, regroup=self._regroup)
 
     def note(self, piece: Piece) -> None:
         """Keeps the time of a micro-batch, which has just been computed."""
         # Pieces that were dealt in order, as in a short last step, do not know their work.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
-        if lap is not None and self._num_steps - self._num_resumed >= _WARM_UP_STEPS:
+        if lap is not None and self.num_steps - self._num_resumed >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
     def check_labels(self, inputs: Sequence[Any]) -> None:
@@ -229,9 +242,9 @@ class Balancer:
 
     def end_step(self) -> None:
         """Puts the measurements of all ranks together after some steps. Collective."""
-        self._num_steps += 1
-        is_first = self._num_steps in _FIRST_EXCHANGES
-        if not self._measures() or not (is_first or self._num_steps % _EXCHANGE_EVERY == 0):
+        self.num_steps += 1
+        is_first = self.num_steps in _FIRST_EXCHANGES
+        if not self._measures() or not (is_first or self.num_steps % _EXCHANGE_EVERY == 0):
             return
         mine = [(work, lap.seconds()) for work, lap in self._laps]
         self._laps.clear()
@@ -254,6 +267,9 @@ class Balancer:
             speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
             self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)
+        self._earlier = [(until, balance) for until, balance in self._earlier if until > self.num_steps]
+        if before != self.balance:
+            self._earlier.append((self.num_steps + self._num_ahead, before))
         if before.speeds != speeds:
             logger.info("balance: ranks compute at relative speeds of %s", ", ".join(f"{s:g}" for s in speeds))
         if before != self.balance:
@@ -268,7 +284,7 @@ class Balancer:
         found = fit_cost(cost, pooled)
         if self._config.micro_batch_overhead_tokens is not None:
             found = with_overhead(found, self._config.micro_batch_overhead_tokens)
-        if self._num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
+        if self.num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
             self._is_settled = True
             self._kept_laps.clear()
             found = dataclasses.replace(found, possible=())
@@ -277,6 +293,16 @@ class Balancer:
     def state(self) -> str:
         """What plans are made from, in words; equal on all ranks."""
         return str(self.balance)
+
+
+def _numbers(balance: Balance) -> dict[str, Any]:
+    """What is measured of a balance, as JSON values."""
+    return {
+        "overhead_tokens": balance.cost.overhead_tokens,
+        "floor_tokens": balance.cost.floor_tokens,
+        "possible_costs": balance.cost.possible,
+        "speeds": balance.speeds,
+    }
 
 
 def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:

@@ -116,7 +116,7 @@ class StepFeed:
             world_size=self.manager.identity.world_size,
             num_accumulated=self.num_accumulated,
             regroup=self._scale.is_token_normalised,
-            planner=self.balancer.deal,
+            planner=self.balancer,
             seed=trainer.args.seed,
             # As the generators of the training itself, see the callback of `DDPTrainer`.
             rank_seed=trainer.args.seed + (self.manager.identity.rank if self.manager.config.seed_per_rank else 0),
@@ -206,6 +206,7 @@ class StepFeed:
         self.current, self._must_count = None, False
         self.trainer.args.gradient_accumulation_steps = 1
         self.balancer.end_step()
+        step.plan_following()
         return torch.stack(losses).sum()
 
     def _compute_loss(self, original: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,16 +8,41 @@ from typing import Any, Protocol
 
 import torch
 
+from unsloth_multigpu.data.ahead import Ahead
 from unsloth_multigpu.data.deal import Piece, deal_step
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
 
 
-class StepPlanner(Protocol):
-    """Plans a step of the samples with these indices; None where it is to be dealt in order."""
+Plan = list[list[Piece]]
 
-    def __call__(self, samples: Sequence[int], sizes: Sequence[int]) -> list[list[Piece]] | None: ...
+
+class StepPlanner(Protocol):
+    """Plans steps of which it knows the samples by their lengths.
+
+    Attributes:
+        num_steps: How many steps were computed so far.
+    """
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> Callable[[], Plan] | None:
+        """What makes the plan of the `number`-th step; None where it is to be dealt in order.
+
+        Called at the same place of the training on all ranks. What it returns reads nothing that changes, so that it
+        may be called at any time, in any thread.
+        """
+
+
+class InOrder:
+    """Plans nothing."""
+
+    num_steps = 0
+
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> None:
+        """No plan."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +54,7 @@ class StepShape:
         world_size: Number of ranks.
         num_accumulated: Micro-batches of one step of the one-process run.
         regroup: See `deal_step`.
-        planner: Deals steps whose samples it knows by their lengths.
+        planner: Plans steps whose samples have known lengths.
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
     """
@@ -42,10 +67,14 @@ class StepShape:
     seed: int = 0
     rank_seed: int = 0
 
-    def pieces(self, sizes: Sequence[int], samples: Sequence[int] | None = None) -> list[Piece]:
-        """This rank's pieces of a step; `samples` are its indices in a data set with random access."""
-        plan = None if samples is None else self.planner(samples, sizes)
-        return (plan or deal_step(sizes, self.world_size, regroup=self.regroup))[self.rank]
+    def in_order(self, sizes: Sequence[int]) -> list[Piece]:
+        """This rank's pieces of a step that is dealt in order."""
+        return deal_step(sizes, self.world_size, regroup=self.regroup)[self.rank]
+
+    def pieces(self, sizes: Sequence[int], samples: Sequence[int], number: int) -> Ahead[list[Piece]]:
+        """This rank's pieces of the `number`-th step; `samples` are its indices in a data set with random access."""
+        make = self.planner.plan(samples, sizes, number)
+        return Ahead(lambda: self.in_order(sizes) if make is None else make()[self.rank])
 
 
 class MicroBatch:
@@ -69,15 +98,29 @@ class Step:
 
     Indexed by a key it gives all its values in one flat tensor: the Trainer counts tokens that way. It is no Mapping,
     of which torch's loader would make a dict.
+
+    Attributes:
+        following: The plan of the next step, where it is made in this process.
     """
 
-    def __init__(self, micro_batches: list[MicroBatch], num_references: int) -> None:
+    def __init__(
+        self,
+        micro_batches: list[MicroBatch],
+        num_references: int,
+        following: Ahead[list[Piece]] | None = None,
+    ) -> None:
         self.micro_batches = micro_batches
         self.num_references = num_references
+        self.following = following
+
+    def plan_following(self) -> None:
+        """Begins to plan the next step. For the moment when all of this one is launched, and the host waits for it."""
+        if self.following is not None:
+            self.following.start()
 
     def pin_memory(self) -> Step:
         """Called by torch's loader for page-locked copies."""
-        return Step([m.pin_memory() for m in self.micro_batches], self.num_references)
+        return Step([m.pin_memory() for m in self.micro_batches], self.num_references, self.following)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return torch.cat([m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler] or [_EMPTY])
