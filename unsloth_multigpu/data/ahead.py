@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from threading import Thread
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 _Value = TypeVar("_Value")
@@ -26,30 +25,27 @@ class Ahead(Generic[_Value]):
     def start(self) -> None:
         """Begins to make the value; the thread ends with it."""
         if self._made is None:
-            self._made = Future()
-            Thread(target=self._fill, args=(self._made,), name="unsloth-multigpu-plan", daemon=True).start()
+            pool = ThreadPoolExecutor(1, thread_name_prefix="unsloth-multigpu-plan")
+            self._made = pool.submit(self._make)
+            pool.shutdown(wait=False)
 
     def result(self) -> _Value:
         """The value, or what was raised while it was made."""
         if self._made is None:
+            value = self._make()
             self._made = Future()
-            self._fill(self._made)
+            self._made.set_result(value)
         return self._made.result()
 
-    def _fill(self, made: Future[_Value]) -> None:
-        try:
-            made.set_result(self._make())
-        except Exception as error:  # Raised by `result`, where it can be handled.
-            made.set_exception(error)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        try:
-            return _made, (self.result(), None)
-        except Exception as error:  # A queue would lose the item: who asks for the value has to know.
-            return _made, (None, error)
+        self.start()
+        assert self._made is not None
+        # A queue would lose an item that raises: who asks for the value has to know.
+        error = self._made.exception()
+        return _made, (None if error else self._made.result(), error)
 
 
-def _made(value: Any, error: Exception | None) -> Ahead[Any]:
+def _made(value: Any, error: BaseException | None) -> Ahead[Any]:
     def make() -> Any:
         if error is not None:
             raise error
