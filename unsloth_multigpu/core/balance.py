@@ -211,6 +211,11 @@ class Balancer:
         known = next((balance for until, balance in self._earlier if number <= until), self.balance)
         return functools.partial(balance_step, [self._lengths[i] for i in samples], sizes, known, regroup=self._regroup)
 
+    @property
+    def varies_rows(self) -> bool:
+        """True where micro-batches have other numbers of rows than the script asked for."""
+        return self.balance is not None and self._regroup and self.balance.cost.is_padded
+
     def note(self, piece: Piece) -> None:
         """Keeps the time of a micro-batch, which has just been computed."""
         # Pieces that were dealt in order, as in a short last step, do not know their work.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from unsloth_multigpu.core.balance import Balancer
+from unsloth_multigpu.core.collation import free_rows
 from unsloth_multigpu.core.loss import (
     LossScale,
     count_weights,
@@ -155,6 +156,8 @@ class StepFeed:
             micro_batch.inputs = self.trainer._prepare_inputs(micro_batch.inputs)
         inputs = [m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
+        if self.balancer.varies_rows:
+            free_rows(inputs)
         if self._scale.is_token_normalised and num_items is None:
             raise SetupError(
                 f"{type(self.trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
