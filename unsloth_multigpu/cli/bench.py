@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, num_processes, part_available
-from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.cli.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.cli.bench_run import tell
 from unsloth_multigpu.cli.federated_option import check_not_federated
 from unsloth_multigpu.cli.plain_json import json_text
@@ -49,9 +49,12 @@ def run_bench(arguments: argparse.Namespace) -> int:
     check_not_federated(arguments)
     chosen = _chosen_arms(arguments)
     options = BenchOptions.from_arguments(arguments, [arm.name for arm in chosen])
-    num_tokens = sum(map(len, make_rows(options)))
+    make_rows(options)  # What it raises comes before a device is asked for.
     check_outputs(arguments.json, arguments.report)
     options = _on_device(options)
+    if options.device == "cuda" and arguments.warmup is None and options.num_epochs is None:
+        options = dataclasses.replace(options, num_warmup=max(NUM_WARMUP_ON_DEVICE, options.num_warmup))
+    num_tokens = sum(map(len, make_rows(options)))
     arms, skipped = part_available(chosen, options)
     if not arms:
         raise SetupError("; ".join(skipped) + ".", hint="Choose other arms.")
