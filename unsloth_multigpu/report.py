@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,14 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """All ranks' shares of a training, in the order of ranks."""
+    """All ranks' shares of a training, in the order of ranks.
+
+    Args:
+        planner: What the planner had measured at the end, as JSON values; empty where samples were dealt in order.
+    """
 
     ranks: tuple[RankReport, ...]
+    planner: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:

@@ -53,6 +53,7 @@ def test_bench_compares_the_arms(tmp_path):
 @pytest.mark.slow
 def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     options = ["--arms", "one_process,ours,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]
+    options += ["--gradient-checkpointing"]
     options += ["--steps", "1", "--warmup", "1", "--interleave", "steps", "--json", "b.json"]
     run = run_python([*BENCH, *QUICK, *options], tmp_path, LIBRARIES)
     assert run.code == 0, run.err
@@ -60,6 +61,10 @@ def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     for result in outcome["results"][1:]:
         assert result["has_same_samples"], result["name"]
         assert result["norm_difference"] < 2e-2, result["name"]
+    planner = {name: rounds[0][0]["planner"] for name, rounds in outcome["runs"].items()}
+    assert planner["ours"]["overhead_tokens"] == 32.0
+    assert planner["ours"]["speeds"] == [1.0, 1.0]
+    assert planner["one_process"] == planner["torchrun"] == {}
     num_micro_batches = {
         name: [len(step["micro_batches"]) for step in rounds[0][0]["steps"]] for name, rounds in outcome["runs"].items()
     }

@@ -115,6 +115,14 @@ def test_rows_of_known_lengths_are_dealt_with_less_padding(folder):
         assert computed_tokens(folder, name) < 0.8 * in_order, name
 
 
+def test_steps_are_planned_beside_the_training(folder):
+    for name, num_in_main in (("plain", 1), ("workers", 0)):
+        for rank in ranks(folder, 2, name):
+            num_epochs = 2
+            assert sum(rank["planned_in_main"]) == num_in_main * num_epochs, name
+            assert len(rank["planned_in_main"]) == len(rank["steps"])
+
+
 def test_one_process_is_planned_when_asked(folder):
     names = ["plain", "workers", "list", "end_to_end"]
     out = folder / "one"

@@ -65,7 +65,10 @@ def with_pictures(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 def loader(collate: Any = None, tokens: Any = None) -> Any:
     return SimpleNamespace(
-        dataset=[{"input_ids": t} for t in (TOKENS if tokens is None else tokens)], collate_fn=collate or pad_to()
+        dataset=[{"input_ids": t} for t in (TOKENS if tokens is None else tokens)],
+        collate_fn=collate or pad_to(),
+        num_workers=0,
+        prefetch_factor=None,
     )
 
 
@@ -120,7 +123,7 @@ def test_what_cannot_be_planned_is_said_or_an_error(
         with caplog.at_level("INFO", "unsloth_multigpu"):
             assert ours.prepare(data, scale) == ""
         assert f"samples are dealt in order: {reason}" in caplog.text.replace("the loss of a micro-batch ", "")
-        assert ours.deal([0, 1], [2]) is None
+        assert ours.plan([0, 1], [2], 1) is None
 
 
 def test_loss_that_is_known_for_whole_micro_batches_only_is_no_token_plan() -> None:
@@ -143,8 +146,9 @@ def test_mean_over_rows_is_no_token_plan() -> None:
 def test_limit_below_the_longest_sample_is_an_error() -> None:
     with pytest.raises(ConfigError, match="max_tokens_per_micro_batch=39, but the longest sample has 40 tokens"):
         balancer(max_tokens_per_micro_batch=39).prepare(loader(), TOKEN_SUM)
-    plan = prepared(loader(), max_tokens_per_micro_batch=40).deal([0, 1, 2, 3], [4])
-    assert plan is not None
+    make = prepared(loader(), max_tokens_per_micro_batch=40).plan([0, 1, 2, 3], [4], 1)
+    assert make is not None
+    plan = make()
     assert all(len(p.positions) * max(len(TOKENS[i]) for i in p.positions) <= 40 for p in plan[0])
 
 
@@ -228,7 +232,7 @@ def test_costs_of_unequal_ranks_are_those_of_one() -> None:
 @pytest.mark.parametrize("num_resumed", [0, 40])
 def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured(num_resumed: int) -> None:
     ours = prepared(loader())
-    ours._num_steps = ours._num_resumed = num_resumed
+    ours.num_steps = ours._num_resumed = num_resumed
     ours.stopwatch = SimpleNamespace(lap=lambda: Lap(1.0))  # type: ignore[assignment]
     num_laps = []
     for _ in range(3):

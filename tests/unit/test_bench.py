@@ -249,7 +249,8 @@ def test_help_names_every_arm_and_option(capsys) -> None:
     text = capsys.readouterr().out
     assert [name for name in {**ARMS, **STRATEGIES} if f"{name}: " not in " ".join(text.split())] == []
     options = "arms strategies ranks device slow-rank model-size hidden-size num-layers vocab-size dtype train lengths"
-    options += " batch-size epochs accumulation seed steps warmup repeats timeout-s json report"
+    options += " batch-size epochs accumulation seed steps warmup repeats timeout-s json report padding-free"
+    assert "--gradient-checkpointing\n" in text
     assert [name for name in options.split() if f"  --{name} " not in text] == []
 
 
@@ -332,8 +333,11 @@ def test_ranks_that_share_a_card_are_started_by_torchrun() -> None:
 )
 def test_device_is_found(visible, given, expected, monkeypatch) -> None:
     monkeypatch.setattr(start, "visible_accelerators", lambda: visible)
-    options = bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3))
+    options = bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3), is_warm=False)
     assert (options.device, options.is_card_shared) == expected
+    # A card compiles in its first steps, and costs are fitted in them.
+    assert options.num_warmup == (20 if options.device == "cuda" else 2)
+    assert bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3), is_warm=True).num_warmup == 2
 
 
 @pytest.mark.parametrize(
@@ -346,7 +350,7 @@ def test_device_is_found(visible, given, expected, monkeypatch) -> None:
 def test_device_that_is_missing_is_refused(visible, given, reason, monkeypatch) -> None:
     monkeypatch.setattr(start, "visible_accelerators", lambda: visible)
     with pytest.raises(SetupError, match=reason):
-        bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3))
+        bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3), is_warm=False)
 
 
 def test_report_without_matplotlib_is_refused_before_it_runs(monkeypatch, tmp_path, capsys) -> None:
@@ -406,6 +410,46 @@ def test_meter_counts_what_is_computed_and_nothing_else() -> None:
     assert second["micro_batches"] == [[3, 3, 5]] * 2
     assert 0.02 <= first["compute_s"] < first["wall_s"] - 0.03 + 1e-4
     assert first["cpu_s"] < first["wall_s"]
+
+
+def test_meter_counts_rows_that_lie_end_to_end() -> None:
+    class EndToEnd(Tiny):
+        def forward(self, input_ids, position_ids, labels):
+            return super().forward(input_ids, None, labels)
+
+    model = EndToEnd()
+    meter = Meter(model, vocab_size=10, is_cuda=False, speed=1.0)
+    meter.mark_begin()
+    batch = bench_worker.end_to_end([{"input_ids": [1, 2, 5]}, {"input_ids": [0, 7, 3, 4]}])
+    assert batch["labels"].tolist() == [[-100, 2, 5, -100, 7, 3, 4]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    model(**batch).backward()
+    model(**{**batch, "labels": batch["labels"].fill_(-100)}).backward()
+    meter.mark_step()
+    (record,) = meter.steps()
+    assert record["micro_batches"] == [[1, 7, 7], [1, 7, 0]]
+    assert record["samples"] == [12, 7]  # The second is a filler.
+
+
+def test_what_the_training_is_told_of_memory_and_rows(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = BenchOptions(arms=(), has_checkpointing=True, is_padding_free=True)
+    arguments = bench_worker._training_arguments(ARMS["ours"], options)
+    assert (arguments.gradient_checkpointing, arguments.gradient_checkpointing_kwargs) == (
+        True,
+        {"use_reentrant": False},
+    )
+    said = "\n".join(conditions(options, 0, "cpu", "1"))
+    assert "full training, gradient checkpointing\n" in said
+    assert "in each step, rows end to end\n" in said
+    with pytest.raises(ConfigError, match="--padding-free is for --arms"):
+        BenchOptions.from_arguments(main._parser().parse_args(["bench", "--strategies", "all", "--padding-free"]), [])
+
+
+def test_reserved_memory_is_shown_where_there_is_any() -> None:
+    on_card = dataclasses.replace(rank(0, step()), reserved_bytes=3 * 2**20)
+    for records, cell in (([rank(0, step())], " 0 MiB "), ([on_card, rank(1, step())], " 0 MiB (3 reserved) ")):
+        assert cell in render_table(result_table(summarize({"ours": [records]}, 0)))
 
 
 def test_copy_of_a_model_is_watched_by_the_same_meter() -> None:

@@ -26,7 +26,7 @@ from unsloth_multigpu.data.cost import CostModel
 from unsloth_multigpu.data.deal import Balance
 from unsloth_multigpu.data.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.data.sampler import StepSampler
-from unsloth_multigpu.data.step import StepShape
+from unsloth_multigpu.data.step import InOrder, StepShape
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, ResumeError
 from unsloth_multigpu.fault.checkpoint import (
@@ -504,7 +504,7 @@ def test_draws_of_a_step_depend_on_its_place_alone() -> None:
 
 
 def shape(rank: int) -> StepShape:
-    return StepShape(rank, 2, 1, regroup=True, planner=lambda samples, sizes: None, seed=7, rank_seed=7 + rank)
+    return StepShape(rank, 2, 1, regroup=True, planner=InOrder(), seed=7, rank_seed=7 + rank)
 
 
 class Reference(torch.utils.data.DataLoader[Any]):
@@ -584,12 +584,12 @@ def balancer(world_size: int = 2, **options: Any) -> Balancer:
 def test_planner_goes_on_with_what_was_measured() -> None:
     before = balancer()
     before.balance = Balance(CostModel(7.25, 3.5), (1.0, 0.125))
-    before._num_steps = 40
+    before.num_steps = 40
     state = json.loads(json.dumps(before.state_dict()))
     again = balancer()
     again._go_on_from(state)
     assert again.balance == before.balance
-    assert again._num_steps == 40
+    assert again.num_steps == 40
     # Speeds belong to their ranks; what an option gives stays.
     again = balancer(3, micro_batch_overhead_tokens=5.0)
     again._go_on_from(state)

@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from unsloth_multigpu.data.cost import CostModel, attention_factor, fit_cost, relative_speeds, without_outliers
+from unsloth_multigpu.data.cost import (
+    ANY_COST,
+    CostModel,
+    attention_factor,
+    fit_cost,
+    relative_speeds,
+    without_outliers,
+)
 
 
 def test_padded_rows_cost_as_the_longest() -> None:
@@ -69,12 +76,29 @@ def test_small_micro_batches_that_show_the_floor_are_kept() -> None:
 
 @pytest.mark.parametrize(
     "samples",
-    [[(100.0, 0.1)] * 4, [(100.0 + i, 0.1) for i in range(30)], [(w * 100.0, 1.0 / w) for w in range(1, 30)]],
-    ids=["too few", "too much alike", "the more the faster"],
+    [[(100.0, 0.1)] * 4, [(100.0 + i, 0.1) for i in range(30)]],
+    ids=["too few", "too much alike"],
 )
 def test_measurements_that_tell_nothing_leave_the_model(samples: list[tuple[float, float]]) -> None:
     model = CostModel(overhead_tokens=7, floor_tokens=9)
     assert fit_cost(model, samples) == model
+
+
+@pytest.mark.parametrize("slope", [-1e-9, 0.0, 1e-9], ids=["falling", "flat", "rising"])
+def test_time_that_does_not_grow_with_the_work_is_overhead(slope: float) -> None:
+    works = (300, 400, 500, 700, 900, 1100, 1300, 1600, 1800, 2000)
+    found = fit_cost(CostModel(128.0, 512.0), [(float(w), 0.080 + slope * w) for w in works])
+    assert (found.overhead_tokens, found.floor_tokens) == (2048.0, 0.0)
+
+
+def test_what_measurements_refute_is_not_possible() -> None:
+    def possible(most: int) -> set[tuple[float, float]]:
+        samples = [(float(w), 1e-5 * (max(1024, w) + (w % 7) * 10)) for w in range(100, most, 60)]
+        return set(fit_cost(CostModel(128.0, 512.0, possible=ANY_COST), samples).possible)
+
+    # What was seen all took the same time: how large the floor is stays open. Then it is known.
+    assert {floor for _, floor in possible(900)} >= {0.0, 1024.0, 2.0**20}
+    assert {(overhead < 100, floor) for overhead, floor in possible(6000)} == {(True, 1024.0)}
 
 
 @pytest.mark.parametrize(

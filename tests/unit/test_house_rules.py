@@ -82,6 +82,7 @@ LAYERS = {
     "launch.backend": 2,
     "launch.engine": 2,
     "launch.membership": 2,
+    "data.ahead": 2,
     "data.draw": 2,
     "data.step": 2,
     "data.stream": 2,

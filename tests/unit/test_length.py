@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from unsloth_multigpu.data.length import read_lengths
 from unsloth_multigpu.data.sampler import StepLoader, step_loader
-from unsloth_multigpu.data.step import StepShape
+from unsloth_multigpu.data.step import InOrder, StepShape
 from unsloth_multigpu.errors import SetupError
 
 TOKENS = [[1, 2, 3], [1], [], [1, 2]]
@@ -36,7 +36,7 @@ def lengths(dataset: Any, *, may_read_rows: bool = False) -> list[int]:
 def test_fewer_rows_than_a_batch_that_must_be_whole_are_an_error() -> None:
     def loader(batch_size: int) -> StepLoader:
         rows = torch.utils.data.DataLoader(Rows(), batch_size=batch_size, drop_last=True)
-        shape = StepShape(0, 2, 1, regroup=True, planner=lambda samples, sizes: None)
+        shape = StepShape(0, 2, 1, regroup=True, planner=InOrder())
         return step_loader(rows, shape, lambda loader: loader, list)  # type: ignore[arg-type]
 
     assert loader(4)

@@ -84,6 +84,17 @@ def test_plan_is_never_slower_than_dealing_in_order(step, speeds, cost, regroup)
     assert after <= before * (1 + 1e-9)
 
 
+@given(steps(), SPEEDS, st.booleans(), st.booleans(), st.sampled_from([0.0, 500.0, 4000.0, 1e7]))
+def test_plan_for_unknown_costs_is_slower_with_none_of_them(step, speeds, is_padded, regroup, floor) -> None:
+    lengths, sizes = step
+    cost = CostModel(128.0, 512.0, is_padded=is_padded, possible=((0.0, 0.0), (0.0, 500.0), (0.0, 4000.0), (0.0, 1e7)))
+    plan = balance_step(lengths, sizes, Balance(cost, speeds), regroup=regroup)
+    assert rows_of(plan) == list(range(len(lengths)))
+    true = CostModel(0.0, floor, is_padded=is_padded)
+    in_order = parts_of(deal_step(sizes, len(speeds), regroup=regroup))
+    assert slowest_time(parts_of(plan), lengths, speeds, true) <= slowest_time(in_order, lengths, speeds, true)
+
+
 @given(steps(), SPEEDS, COSTS)
 def test_plan_needs_no_more_memory_than_dealing_in_order_could(step, speeds, cost) -> None:
     lengths, sizes = step

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code, _progress_callback
-from unsloth_multigpu.data.deal import Piece
+from unsloth_multigpu.data.cost import CostModel
+from unsloth_multigpu.data.deal import Balance, Piece
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, collate_step
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
@@ -256,3 +258,32 @@ def test_epoch_is_told_at_the_start_alone():
     for steered_one.num_steps, epoch in ((0, 2.5), (4, 2.9), (9, 3.4)):
         callback.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)
     assert told == [2]
+
+
+@pytest.mark.parametrize(("is_planned", "num_compilations"), [(True, 3), (False, 7)])
+def test_numbers_of_rows_are_not_compiled_for_each_by_itself(is_planned, num_compilations):
+    """Rows that vary, marked as Unsloth marks them; 1 and what the first two had are always compiled for."""
+    trainer = FakeTrainer()
+
+    def count_tokens(batches, num_batches, device):
+        batches = list(batches)
+        for batch in batches:
+            torch._dynamo.mark_static(batch["attention_mask"], 0)
+            torch._dynamo.mark_dynamic(batch["attention_mask"], 1)
+        return batches, 1
+
+    trainer.get_batch_samples = count_tokens
+    steps = feed(trainer, ONE_OF_TWO)
+    if is_planned:
+        steps.balancer.balance = Balance(CostModel(), (1.0, 1.0))
+    compiled = CompileCounter()
+    torch._dynamo.reset()
+    masked = torch.compile(lambda x, mask: (x * mask[:, :, None]).relu(), dynamic=True, backend=compiled)
+    with steps.on_trainer():
+        for i, rows in enumerate((4, 4, 2, 7, 1, 3, 12, 5)):
+            mask = torch.ones(rows, 16 + 8 * i, dtype=torch.int64)
+            step = Step([MicroBatch({"attention_mask": mask}, Piece((0,)))], 2)
+            (step,), _ = trainer.get_batch_samples(iter([step]), 1, None)
+            masked(torch.randn(rows, 16 + 8 * i, 4), step.micro_batches[0].inputs["attention_mask"])
+    torch._dynamo.reset()
+    assert compiled.frame_count == num_compilations

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, num_processes, part_available
-from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.cli.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.cli.bench_run import tell
 from unsloth_multigpu.cli.federated_option import check_not_federated
 from unsloth_multigpu.cli.plain_json import json_text
@@ -49,9 +49,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
     check_not_federated(arguments)
     chosen = _chosen_arms(arguments)
     options = BenchOptions.from_arguments(arguments, [arm.name for arm in chosen])
-    num_tokens = sum(map(len, make_rows(options)))
+    make_rows(options)  # What it raises comes before a device is asked for.
     check_outputs(arguments.json, arguments.report)
-    options = _on_device(options)
+    options = _on_device(options, is_warm=arguments.warmup is not None or options.num_epochs is not None)
+    num_tokens = sum(map(len, make_rows(options)))
     arms, skipped = part_available(chosen, options)
     if not arms:
         raise SetupError("; ".join(skipped) + ".", hint="Choose other arms.")
@@ -144,8 +145,12 @@ def _publish(
         tell(f"report: {page}")
 
 
-def _on_device(options: BenchOptions) -> BenchOptions:
-    """Turns "auto" into what this machine has, and finds out whether ranks must share a card."""
+def _on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
+    """Turns "auto" into what this machine has, and finds out whether ranks must share a card.
+
+    Args:
+        is_warm: The steps of warm-up are enough for a card, too: they were asked for.
+    """
     if options.device == "cpu":
         return options
     from unsloth_multigpu.start import visible_accelerators
@@ -163,7 +168,9 @@ def _on_device(options: BenchOptions) -> BenchOptions:
             f"--ranks {options.num_ranks}, but {count} GPUs are visible.",
             hint=f"Give --ranks {count}; or CUDA_VISIBLE_DEVICES=0, for ranks that share one card.",
         )
-    return dataclasses.replace(options, device="cuda", is_card_shared=count == 1 and options.num_ranks > 1)
+    num_warmup = options.num_warmup if is_warm else max(NUM_WARMUP_ON_DEVICE, options.num_warmup)
+    is_shared = count == 1 and options.num_ranks > 1
+    return dataclasses.replace(options, device="cuda", num_warmup=num_warmup, is_card_shared=is_shared)
 
 
 def check_outputs(json_file: str | None, report: str | None) -> None:

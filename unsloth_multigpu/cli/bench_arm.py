@@ -130,6 +130,14 @@ ARMS: Mapping[str, Arm] = {
             **ONE_GPU,
         ),
         Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **ONE_GPU),
+        Arm(
+            "guarded_one",
+            "one line, one process, guarded and fed as a rank is",
+            # The line leaves one process alone but where a guard is asked for.
+            line={"on_nan": "skip", "balance": "off"},
+            has_one_process=True,
+            **ONE_GPU,
+        ),
     )
 }
 DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one") and name != UNGUARDED)

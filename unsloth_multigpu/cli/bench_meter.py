@@ -96,6 +96,7 @@ class Meter:
         self._is_cuda = is_cuda
         self._clock: Clock = CudaClock(speed) if is_cuda else WallClock(speed)
         # Of each micro-batch: the rows' numbers as tokens, their tokens without padding, the length of the longest.
+        # Where rows lie end to end: all tokens, their places in their rows, -1 in a filler, and how many they are.
         self._micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._pending: tuple[torch.Tensor, torch.Tensor, int] | None = None
         self._steps: list[tuple[_Mark, _Mark]] = []
@@ -143,6 +144,12 @@ class Meter:
         samples: list[int] = []
         sizes = []
         for ids, num_tokens, longest in self._micro_batches[first:last]:
+            if ids.dim() == 1:
+                flat = ids.tolist()
+                starts = [i for i, position in enumerate(num_tokens.tolist()) if position == 0]
+                samples += [flat[i] * self._vocab_size + flat[i + 1] for i in starts]
+                sizes.append([1, longest, longest if starts else 0])
+                continue
             # A row without a label is no sample: it fills the micro-batch of a rank that has none.
             rows = zip(ids.tolist(), num_tokens.tolist(), strict=True)
             samples += [high * self._vocab_size + low for (high, low), count in rows if count]
@@ -164,8 +171,11 @@ class Meter:
         if id(model) not in self._watched:
             self._watch_end(model)  # A copy: torch copies the hooks of modules and not those of parameters.
         ids, is_sample = kwargs["input_ids"], (kwargs["labels"] != -100).any(dim=1)
-        num_tokens = kwargs["attention_mask"].sum(dim=1) * is_sample
-        self._pending = (ids[:, :NUM_ID_TOKENS].clone(), num_tokens, ids.shape[1])
+        if "position_ids" in kwargs:  # Rows lie end to end; all have labels, or the micro-batch fills a rank.
+            self._pending = (ids[0].clone(), torch.where(is_sample, kwargs["position_ids"][0], -1), ids.shape[1])
+        else:
+            num_tokens = kwargs["attention_mask"].sum(dim=1) * is_sample
+            self._pending = (ids[:, :NUM_ID_TOKENS].clone(), num_tokens, ids.shape[1])
         self._clock.begin()
 
     def _after_backward(self, parameter: Any) -> None:
@@ -173,6 +183,13 @@ class Meter:
             self._clock.end()
             self._micro_batches.append(self._pending)
             self._pending = None
+
+
+def reserved_bytes() -> int:
+    """Most memory that torch has taken from the driver, GPU by GPU added up."""
+    import torch
+
+    return sum(int(torch.cuda.max_memory_reserved(i)) for i in range(torch.cuda.device_count()))
 
 
 def peak_bytes(is_cuda: bool) -> int:

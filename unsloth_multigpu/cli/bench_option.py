@@ -23,6 +23,8 @@ HEAD_SIZE = 64
 # The second step is no ordinary one: in it DDP orders its buckets anew, and the check of replicas that follows the mark
 # of the first step is counted.
 NUM_WARMUP = 2
+# A GPU compiles and tunes kernels in its first steps, and the planner fits its costs in the first 16.
+NUM_WARMUP_ON_DEVICE = 20
 # Our planner compares the ranks' speeds after 4 steps, and again after 8.
 NUM_WARMUP_SLOW = 8
 # Of the comparison of strategies, which learn a text.
@@ -46,6 +48,8 @@ class BenchOptions:
         dtype: "fp32", or "bf16": autocast; under LoRA the frozen weights are bf16, too.
         train: "full" or "lora".
         lengths: "lognormal:MEDIAN:MAX", "fixed:N", "text:MAX" or "file:PATH"; see `bench_data`.
+        is_padding_free: Rows lie end to end, in every arm; else they are padded to the longest of their micro-batch.
+        has_checkpointing: Activations are computed again in the backward pass.
         batch_size: Samples of a micro-batch per device.
         accumulation: Micro-batches of a step per rank.
         num_epochs: The model learns for so many epochs of `num_steps` steps, the first `num_warmup` of which are not
@@ -69,6 +73,8 @@ class BenchOptions:
     dtype: str = "fp32"
     train: str = "full"
     lengths: str = DEFAULT_LENGTHS
+    is_padding_free: bool = False
+    has_checkpointing: bool = False
     batch_size: int = 8
     accumulation: int = 1
     num_epochs: int | None = None
@@ -104,6 +110,11 @@ class BenchOptions:
                 "--interleave steps is for --arms; strategies do more than steps.",
                 hint="Leave --interleave out, or give --arms.",
             )
+        if arguments.padding_free and is_learning:
+            raise ConfigError(
+                "--padding-free is for --arms; strategies test a model on padded rows.",
+                hint="Leave --padding-free out, or give --arms.",
+            )
         options = cls(
             arms=tuple(arms),
             num_ranks=arguments.ranks,
@@ -113,6 +124,8 @@ class BenchOptions:
             dtype=arguments.dtype,
             train=arguments.train or "full",
             lengths=_checked_lengths(arguments.lengths or (TEXT_LENGTHS if is_learning else DEFAULT_LENGTHS)),
+            is_padding_free=arguments.padding_free,
+            has_checkpointing=arguments.gradient_checkpointing,
             batch_size=arguments.batch_size,
             accumulation=arguments.accumulation,
             num_epochs=_given(arguments.epochs, NUM_EPOCHS) if is_learning else None,

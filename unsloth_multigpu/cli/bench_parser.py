@@ -12,6 +12,7 @@ from unsloth_multigpu.cli.bench_option import (
     NUM_STEPS,
     NUM_STEPS_OF_EPOCH,
     NUM_WARMUP,
+    NUM_WARMUP_ON_DEVICE,
     NUM_WARMUP_SLOW,
     TEXT_LENGTHS,
     BenchOptions,
@@ -72,6 +73,9 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         default=_DEFAULTS.dtype,
         help="bf16 = autocast, and frozen weights are bf16 [fp32]",
     )
+    model.add_argument(
+        "--gradient-checkpointing", action="store_true", help="activations are computed again in the backward pass"
+    )
     model.add_argument("--train", choices=("full", "lora"), help="[full; with --federated lora]")
 
 
@@ -82,6 +86,11 @@ def _add_data(data: argparse._ArgumentGroup) -> None:
         help="lognormal:MEDIAN:MAX or fixed:N in tokens; text:MAX = Python's help texts, a byte is a token; "
         'file:PATH = one text per line, or .jsonl with {"text": "..."} or a length in each line, repeated as often as '
         f"needed [{DEFAULT_LENGTHS}; with --strategies {TEXT_LENGTHS}]",
+    )
+    data.add_argument(
+        "--padding-free",
+        action="store_true",
+        help="rows lie end to end in every arm, as with TRL's padding_free, and as Unsloth lays them on several ranks",
     )
     data.add_argument("--batch-size", type=int, metavar="N", default=8, help="samples of a micro-batch per device [8]")
     data.add_argument("--accumulation", type=int, metavar="N", default=1, help="micro-batches of a step per rank [1]")
@@ -100,8 +109,8 @@ def _add_measurement(run: argparse._ArgumentGroup) -> None:
         (
             "warmup",
             None,
-            f"first steps, which are not timed [{NUM_WARMUP}; with --slow-rank {NUM_WARMUP_SLOW}]; with --federated "
-            "first rounds [1]",
+            f"first steps, which are not timed [{NUM_WARMUP}; with --slow-rank {NUM_WARMUP_SLOW}; on GPUs "
+            f"{NUM_WARMUP_ON_DEVICE}, with --strategies {NUM_WARMUP}]; with --federated first rounds [1]",
         ),
         ("repeats", _DEFAULTS.num_repeats, f"rounds; each runs every arm once [{_DEFAULTS.num_repeats}]"),
         ("save-steps", None, f"steps between two checkpoints, of all arms but {UNGUARDED} [none are saved]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -49,6 +49,8 @@ class RankRecord:
         num_threads: What torch computes with.
         epochs: Where the model was tested.
         sent_bytes: For gradients and weights, in the whole training; None = not known.
+        reserved_bytes: The most that torch took from the driver; None where there is none.
+        planner: What our planner had measured at the end: costs of a micro-batch in tokens, speeds of the ranks.
     """
 
     rank: int
@@ -59,6 +61,8 @@ class RankRecord:
     num_threads: int
     epochs: tuple[EpochRecord, ...] = ()
     sent_bytes: int | None = None
+    reserved_bytes: int | None = None
+    planner: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
@@ -73,7 +77,8 @@ class RankRecord:
             )
             for step in values["steps"]
         )
-        others = {name: values[name] for name in ("rank", "peak_bytes", "device", "num_threads", "sent_bytes")}
+        names = ("rank", "peak_bytes", "device", "num_threads", "sent_bytes", "reserved_bytes", "planner")
+        others = {name: values[name] for name in names}
         epochs = tuple(EpochRecord(**epoch) for epoch in values["epochs"])
         return cls(steps=steps, gradient_norms=tuple(values["gradient_norms"]), epochs=epochs, **others)
 
@@ -131,6 +136,7 @@ class ArmResult:
             where the samples are others, since the gradients are then, too, and where each rank has its own.
         has_same_samples: Every step has the samples that it has in one process, over all ranks.
         times_unguarded: Its tokens per second divided by those of the line that guards nothing, in the same round.
+        reserved_bytes: See `RankRecord`, of the rank with most.
     """
 
     name: str
@@ -145,6 +151,7 @@ class ArmResult:
     norm_difference: float | None
     has_same_samples: bool | None
     times_unguarded: Spread | None = None
+    reserved_bytes: int | None = None
 
 
 # runs[arm][round] = records of its ranks
@@ -236,6 +243,10 @@ def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None, *, m
                 norm_difference=max(norms) if is_same and norms else None,
                 has_same_samples=is_same,
                 times_unguarded=ratios(speeds[name], speeds.get(UNGUARDED)),
+                reserved_bytes=max(
+                    (r.reserved_bytes for ranks in runs[name] for r in ranks if r.reserved_bytes is not None),
+                    default=None,
+                ),
             )
         )
     return results

@@ -73,7 +73,8 @@ def result_table(results: Sequence[ArmResult]) -> Table:
 
 def memory_text(result: ArmResult) -> str:
     """The most memory of one rank."""
-    return f"{result.peak_bytes / 2**20:,.0f} MiB"
+    reserved = "" if result.reserved_bytes is None else f" ({result.reserved_bytes / 2**20:,.0f} reserved)"
+    return f"{result.peak_bytes / 2**20:,.0f} MiB{reserved}"
 
 
 def norm_text(result: ArmResult) -> str:
@@ -105,9 +106,10 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
     lines = [
         f"device: {devices}{is_shared}",
         f"model: Llama, hidden {options.hidden_size}, {options.num_layers} layers, vocabulary {options.vocab_size:,}, "
-        f"random weights, {options.dtype}, {options.train} training",
+        f"random weights, {options.dtype}, {options.train} training"
+        f"{', gradient checkpointing' if options.has_checkpointing else ''}",
         f"samples: {options.lengths}, mean {num_tokens / options.num_rows:.0f} tokens, "
-        f"{options.num_samples_per_step} in each step",
+        f"{options.num_samples_per_step} in each step{', rows end to end' if options.is_padding_free else ''}",
         f"batch: {options.batch_size} per device, accumulation {options.accumulation}, {options.num_ranks} ranks; "
         f"scripts for one GPU accumulate {options.accumulation * options.num_ranks}",
         f"steps: {steps}; {options.num_repeats} round(s), seed {options.seed}",

@@ -54,7 +54,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback
 
-    from unsloth_multigpu.cli.bench_meter import Meter, peak_bytes
+    from unsloth_multigpu.cli.bench_meter import Meter, peak_bytes, reserved_bytes
 
     is_cuda = options.device == "cuda"
     rows, test_rows = make_rows(options), make_test_rows(options)
@@ -84,7 +84,9 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         # Samplers that look at lengths find them here, without reading the rows.
         train_dataset=Dataset.from_dict({"input_ids": rows, "length": [len(row) for row in rows]}),
         eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
-        data_collator=functools.partial(collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
+        data_collator=end_to_end
+        if options.is_padding_free
+        else functools.partial(collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
         compute_metrics=mean_scores if test_rows else None,
         preprocess_logits_for_metrics=score_rows if test_rows else None,
         callbacks=[MarkSteps()],
@@ -100,7 +102,17 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         "num_threads": torch.get_num_threads(),
         "epochs": epoch_records(history),
         "sent_bytes": _sent_bytes(arm, rank),
+        "reserved_bytes": reserved_bytes() if is_cuda else None,
+        "planner": _planner(),
     }
+
+
+def _planner() -> dict[str, Any]:
+    """What our planner had measured, empty where it planned nothing."""
+    from unsloth_multigpu.plugin import get_multi_gpu_status
+
+    report = get_multi_gpu_status().report
+    return {} if report is None else dict(report.planner)
 
 
 def _sent_bytes(arm: Arm, rank: int) -> int | None:
@@ -157,6 +169,8 @@ def _training_arguments(arm: Arm, options: BenchOptions) -> Any:
         gradient_accumulation_steps=num_accumulated(arm, options),
         optim="adamw_torch",
         bf16=options.dtype == "bf16",
+        gradient_checkpointing=options.has_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if options.has_checkpointing else None,
         use_cpu=options.device == "cpu",
         ddp_backend="gloo" if options.is_card_shared else None,
         seed=options.seed,
@@ -189,6 +203,15 @@ def collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :num_given] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def end_to_end(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Lays rows one after the other: input_ids, position_ids and labels, each 1 x tokens. A first token is no label."""
+    import torch
+
+    ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
+    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,19 @@ from unsloth_multigpu.core.loss import LossScale, has_router_loss
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.stopwatch import Lap, Stopwatch
-from unsloth_multigpu.data.cost import CostModel, fit_cost, relative_speeds, without_outliers
+from unsloth_multigpu.data.cost import (
+    ANY_COST,
+    CostModel,
+    fit_cost,
+    is_settled,
+    relative_speeds,
+    with_overhead,
+    without_outliers,
+)
 from unsloth_multigpu.data.deal import Balance, Piece, balance_step
 from unsloth_multigpu.data.length import read_lengths
+from unsloth_multigpu.data.sampler import steps_ahead
+from unsloth_multigpu.data.step import Plan
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import get_logger
 
@@ -27,10 +38,13 @@ logger = get_logger(__name__)
 
 # Until it is measured: a GPU is not full below some hundred tokens, and launching its kernels takes a while.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
-_ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0)
-# Steps after which ranks tell each other their times; costs are found in the first ones, speeds may change for ever.
+_ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, possible=ANY_COST)
+# Steps after which ranks tell each other their times. Costs are found in the first ones, and go on being fitted until
+# they are settled; speeds may change for ever.
 _FIRST_EXCHANGES = (4, 8, 16)
 _EXCHANGE_EVERY = 32
+# Laps of so many exchanges count together: few laps of a busy machine tell little.
+_EXCHANGES_KEPT = 4
 _WARM_UP_STEPS = 2
 _FEWEST_LAPS, _MOST_LAPS = 8, 64
 
@@ -50,16 +64,21 @@ class Balancer:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
+        self._world_size = manager.identity.world_size
         self._lengths: list[int] = []
         self._regroup = True
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
-        # Work and seconds of micro-batches in the first exchanges, rank by rank.
-        self._first_laps: list[Sequence[tuple[float, float]]] = []
-        self._num_steps = 0
+        # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
+        self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * self._world_size)
+        self._is_settled = False
+        self.num_steps = 0
         # Steps of earlier runs; this process has to get warm again.
         self._num_resumed = 0
-        self._last_speeds: tuple[float, ...] = (1.0,) * manager.identity.world_size
+        self._last_speeds: tuple[float, ...] = (1.0,) * self._world_size
         self.balance: Balance | None = None
+        # What was known before, and the last step that is planned by it: later ones are planned by what followed.
+        self._earlier: list[tuple[int, Balance]] = []
+        self._num_ahead = 1
         # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
         self.resumed: Mapping[str, Any] = {}
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
@@ -90,6 +109,7 @@ class Balancer:
             self._regroup = _may_regroup(scale, self._trainer, is_demanded=is_demanded)
             self._lengths, cost = self._read(loader)
             self.balance = Balance(cost, tuple(speeds), limit)
+            self._num_ahead = steps_ahead(loader)
             self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
@@ -110,32 +130,34 @@ class Balancer:
         if self.balance is None:
             return {}
         return {
-            "overhead_tokens": self.balance.cost.overhead_tokens,
-            "floor_tokens": self.balance.cost.floor_tokens,
-            "speeds": self.balance.speeds,
+            **_numbers(self.balance),
+            "is_settled": self._is_settled,
             "last_speeds": self._last_speeds,
-            "num_steps": self._num_steps,
+            "num_steps": self.num_steps,
+            "earlier": [{"until": until, **_numbers(balance)} for until, balance in self._earlier],
         }
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
         """Takes over a `state_dict()`, but for what is given by an option. Speeds belong to a number of ranks."""
         if not state or self.balance is None:
             return
-        config, balance = self._config, self.balance
-        given: dict[str, Any] = {
-            "overhead_tokens": config.micro_batch_overhead_tokens,
-            "floor_tokens": config.micro_batch_floor_tokens,
-        }
-        balance = dataclasses.replace(
-            balance,
-            cost=dataclasses.replace(balance.cost, **{n: state[n] if v is None else v for n, v in given.items()}),
-        )
-        if len(state["speeds"]) == len(balance.speeds):
+        if len(state["speeds"]) == self._world_size:
             self._last_speeds = tuple(state["last_speeds"])
-            self._num_steps = self._num_resumed = int(state["num_steps"])
-            if config.rank_speeds is None:
-                balance = dataclasses.replace(balance, speeds=tuple(state["speeds"]))
-        self.balance = balance
+            self.num_steps = self._num_resumed = int(state["num_steps"])
+            self._earlier = [(line["until"], self._from_numbers(self.balance, line)) for line in state["earlier"]]
+        self._is_settled = bool(state["is_settled"])
+        self.balance = self._from_numbers(self.balance, state)
+
+    def _from_numbers(self, balance: Balance, numbers: Mapping[str, Any]) -> Balance:
+        cost = dataclasses.replace(
+            balance.cost,
+            overhead_tokens=numbers["overhead_tokens"],
+            floor_tokens=numbers["floor_tokens"],
+            possible=tuple((overhead, floor) for overhead, floor in numbers["possible_costs"]),
+        )
+        is_known = self._config.rank_speeds is None and len(numbers["speeds"]) == self._world_size
+        speeds = tuple(numbers["speeds"]) if is_known else balance.speeds
+        return dataclasses.replace(balance, cost=self._as_given(cost), speeds=speeds)
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
@@ -157,12 +179,18 @@ class Balancer:
 
     def _cost(self) -> CostModel:
         assumed = _ASSUMED.get(self._trainer.args.device.type, _ASSUMED_ON_DEVICE)
-        given: dict[str, Any] = {
-            "overhead_tokens": self._config.micro_batch_overhead_tokens,
-            "floor_tokens": self._config.micro_batch_floor_tokens,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(assumed, attention=attention_of(self._trainer.model), **given)
+        return self._as_given(dataclasses.replace(assumed, attention=attention_of(self._trainer.model)))
+
+    def _as_given(self, cost: CostModel) -> CostModel:
+        """These costs, but for what an option gives."""
+        overhead, floor = self._config.micro_batch_overhead_tokens, self._config.micro_batch_floor_tokens
+        possible = {(o if overhead is None else overhead, f if floor is None else floor) for o, f in cost.possible}
+        return dataclasses.replace(
+            cost,
+            overhead_tokens=cost.overhead_tokens if overhead is None else overhead,
+            floor_tokens=cost.floor_tokens if floor is None else floor,
+            possible=tuple(sorted(possible)) if None in (overhead, floor) else (),
+        )
 
     def _check_limit(self) -> None:
         limit, longest = self._config.max_tokens_per_micro_batch, max(self._lengths)
@@ -172,17 +200,27 @@ class Balancer:
                 hint=f"Set max_tokens_per_micro_batch={longest} or more, or truncate the samples.",
             )
 
-    def deal(self, samples: Sequence[int], sizes: Sequence[int]) -> list[list[Piece]] | None:
-        """The plan of a step with these samples; None where they are dealt in order."""
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> Callable[[], Plan] | None:
+        """What makes the plan of the `number`-th step, which has these samples; None where they are dealt in order.
+
+        Which measurements count follows from the number alone: a step is planned ahead, by what was known some steps
+        before, and has the same plan on all ranks, with any number of workers' steps begun, and after a resume.
+        """
         if self.balance is None:
             return None
-        return balance_step([self._lengths[i] for i in samples], sizes, self.balance, regroup=self._regroup)
+        known = next((balance for until, balance in self._earlier if number <= until), self.balance)
+        return functools.partial(balance_step, [self._lengths[i] for i in samples], sizes, known, regroup=self._regroup)
+
+    @property
+    def varies_rows(self) -> bool:
+        """True where micro-batches have other numbers of rows than the script asked for."""
+        return self.balance is not None and self._regroup and self.balance.cost.is_padded
 
     def note(self, piece: Piece) -> None:
         """Keeps the time of a micro-batch, which has just been computed."""
         # Pieces that were dealt in order, as in a short last step, do not know their work.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
-        if lap is not None and self._num_steps - self._num_resumed >= _WARM_UP_STEPS:
+        if lap is not None and self.num_steps - self._num_resumed >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
     def check_labels(self, inputs: Sequence[Any]) -> None:
@@ -209,9 +247,9 @@ class Balancer:
 
     def end_step(self) -> None:
         """Puts the measurements of all ranks together after some steps. Collective."""
-        self._num_steps += 1
-        is_first = self._num_steps in _FIRST_EXCHANGES
-        if not self._measures() or not (is_first or self._num_steps % _EXCHANGE_EVERY == 0):
+        self.num_steps += 1
+        is_first = self.num_steps in _FIRST_EXCHANGES
+        if not self._measures() or not (is_first or self.num_steps % _EXCHANGE_EVERY == 0):
             return
         mine = [(work, lap.seconds()) for work, lap in self._laps]
         self._laps.clear()
@@ -220,22 +258,13 @@ class Balancer:
         laps = [list(zip(row[1::2], row[2::2], strict=True))[: int(row[0])] for row in rows]
         if all(laps):
             assert self.balance is not None
-            self._learn([without_outliers(self.balance.cost, rank) for rank in laps], may_fit=is_first)
+            self._learn([without_outliers(self.balance.cost, rank) for rank in laps])
 
-    def _learn(self, laps: Sequence[Sequence[tuple[float, float]]], *, may_fit: bool) -> None:
+    def _learn(self, laps: Sequence[Sequence[tuple[float, float]]]) -> None:
         assert self.balance is not None
         cost, speeds, config = self.balance.cost, self.balance.speeds, self._config
-        if may_fit:
-            # Few laps of a busy machine tell little: those of earlier exchanges count as well. In tokens, in which
-            # ranks, and moments, of different speeds agree.
-            self._first_laps.extend(laps)
-            rates = [_throughput(cost, rank) for rank in self._first_laps]
-            pooled = [(w, s * rate) for rank, rate in zip(self._first_laps, rates, strict=True) for w, s in rank]
-            found = fit_cost(cost, pooled)
-            if config.micro_batch_overhead_tokens is None:
-                cost = dataclasses.replace(cost, overhead_tokens=found.overhead_tokens)
-            if config.micro_batch_floor_tokens is None:
-                cost = dataclasses.replace(cost, floor_tokens=found.floor_tokens)
+        if not self._is_settled:
+            cost = self._fitted(cost, laps)
         if config.rank_speeds is None:
             is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
             measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
@@ -243,14 +272,42 @@ class Balancer:
             speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
             self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)
+        self._earlier = [(until, balance) for until, balance in self._earlier if until > self.num_steps]
+        if before != self.balance:
+            self._earlier.append((self.num_steps + self._num_ahead, before))
         if before.speeds != speeds:
             logger.info("balance: ranks compute at relative speeds of %s", ", ".join(f"{s:g}" for s in speeds))
         if before != self.balance:
             logger.debug("balance: %s", self.state())
 
+    def _fitted(self, cost: CostModel, laps: Sequence[Sequence[tuple[float, float]]]) -> CostModel:
+        """Costs as these laps and earlier ones say, but for what is given by an option."""
+        self._kept_laps.extend(laps)
+        # In tokens, in which ranks, and moments, of different speeds agree.
+        rates = [_throughput(cost, rank) for rank in self._kept_laps]
+        pooled = [(w, s * rate) for rank, rate in zip(self._kept_laps, rates, strict=True) for w, s in rank]
+        found = fit_cost(cost, pooled)
+        if self._config.micro_batch_overhead_tokens is not None:
+            found = with_overhead(found, self._config.micro_batch_overhead_tokens)
+        if self.num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
+            self._is_settled = True
+            self._kept_laps.clear()
+            found = dataclasses.replace(found, possible=())
+        return self._as_given(found)
+
     def state(self) -> str:
         """What plans are made from, in words; equal on all ranks."""
         return str(self.balance)
+
+
+def _numbers(balance: Balance) -> dict[str, Any]:
+    """What is measured of a balance, as JSON values."""
+    return {
+        "overhead_tokens": balance.cost.overhead_tokens,
+        "floor_tokens": balance.cost.floor_tokens,
+        "possible_costs": balance.cost.possible,
+        "speeds": balance.speeds,
+    }
 
 
 def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:

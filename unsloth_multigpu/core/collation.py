@@ -73,3 +73,18 @@ def _pad_multiple(collate: Any) -> int:
     # The Trainer wraps a collator that takes columns away.
     inner = getattr(collate, "data_collator", collate)
     return int(getattr(inner, "pad_to_multiple_of", None) or 1)
+
+
+def free_rows(inputs: Sequence[Any]) -> None:
+    """Takes back that a Trainer has marked the number of rows as one that stays.
+
+    Unsloth marks it for the compiler when it counts a step's tokens; what is compiled and takes a mask or tokens would
+    be compiled again for each number of rows. A weak mark goes before a static one.
+
+    Args:
+        inputs: What a model is called with, each a mapping of tensors.
+    """
+    for batch in inputs:
+        for value in batch.values() if isinstance(batch, Mapping) else ():
+            if 0 in getattr(value, "_dynamo_static_indices", ()):
+                torch._dynamo.maybe_mark_dynamic(value, 0)

@@ -135,9 +135,11 @@ class Resume:
 
     def place_cursor(self, loader: Any) -> None:
         """Lets the epoch that is gone on with have the order that it was begun with."""
+        sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+        if isinstance(sampler, StepSampler) and not self._trainer.args.ignore_data_skip and len(sampler):
+            sampler.num_skipped = self._trainer.state.global_step % len(sampler)
         if self._manifest is None or self._folder is None or not self._manifest.cursor.get("steps"):
             return
-        sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         file = self._folder / ORDER_FILE
         if isinstance(sampler, StepSampler) and file.is_file():
             sampler.resumed_order_state = json.loads(file.read_text(encoding="ascii"))

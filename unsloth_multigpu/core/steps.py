@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from unsloth_multigpu.core.balance import Balancer
+from unsloth_multigpu.core.collation import free_rows
 from unsloth_multigpu.core.loss import (
     LossScale,
     LossWatch,
@@ -135,7 +136,7 @@ class StepFeed:
             num_accumulated=self.num_accumulated,
             regroup=self._scale.is_token_normalised and not is_whole,
             whole=is_whole,
-            planner=self.balancer.deal,
+            planner=self.balancer,
             seed=trainer.args.seed,
             # As the generators of the training itself, see the callback of `DDPTrainer`.
             rank_seed=trainer.args.seed + (self.manager.identity.rank if self.manager.config.seed_per_rank else 0),
@@ -223,6 +224,8 @@ class StepFeed:
         # What a filler computes again counts in the step already.
         inputs = [without_labels(m.inputs) if m.piece.is_filler else m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
+        if self.balancer.varies_rows:
+            free_rows(inputs)
         if self._scale.is_token_normalised and num_items is None:
             raise SetupError(
                 f"{type(self.trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
@@ -281,6 +284,7 @@ class StepFeed:
         self.current, self._must_count = None, False
         self.trainer.args.gradient_accumulation_steps = 1
         self.balancer.end_step()
+        step.plan_following()
         loss = torch.stack(losses).sum()
         self.metrics.note_loss(loss)
         return loss

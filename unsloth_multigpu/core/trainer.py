@@ -279,7 +279,8 @@ class DDPTrainer:
             tuple(
                 RankReport(rank, int(r[0]), int(r[1]), int(r[2]), r[3], None if r[4] < 0 else int(r[4]))
                 for rank, r in enumerate(rows)
-            )
+            ),
+            self.steps.balancer.state_dict(),
         )
         if self.steps.num_micro_batches:
             logger.info("%s", self.report.summary())

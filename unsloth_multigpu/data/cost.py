@@ -17,8 +17,23 @@ _MIN_SPREAD = 2.0
 # Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
 _EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
+# So many times overhead and floor tell them from the work.
+_WORK_SHOWS = 2.0
+# Nobody cuts micro-batches so small that less than it would count.
+_NEGLIGIBLE = 128.0
+# What may be the overhead and the floor of a device, in tokens; none has been full of more than the largest.
+_OVERHEADS = (0.0, *(2.0**k for k in range(5, 16)))
+_FLOORS = (0.0, *(2.0**k for k in range(8, 16)), 2.0**20)
+# How much larger than the smallest error, in units of its own noise, an error is that refutes; 9 are three sigma. A
+# device differs from the model by some per cent whatever the noise is.
+_DOUBT = 9.0
+_SYSTEMATIC = 0.01
 # A micro-batch that took so many times what its work says met something else: a first compilation, a busy machine.
 _OUTLIER = 3.0
+
+
+# Before anything is measured.
+ANY_COST = tuple((0.0, floor) for floor in _FLOORS)
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,8 @@ class CostModel:
         attention: The `q` of `L + q L^2`, per token.
         is_padded: Rows are padded to the longest of their micro-batch; False where a collator lays them end to end.
         pad_multiple: Rows are padded to a multiple of it.
+        possible: Overheads and floors that may be the true ones as far as is known: a plan has to suit them all. Empty
+            where the model's own are taken for true.
     """
 
     overhead_tokens: float = 32.0
@@ -38,6 +55,7 @@ class CostModel:
     attention: float = 0.0
     is_padded: bool = True
     pad_multiple: int = 1
+    possible: tuple[tuple[float, float], ...] = ()
 
     def padded(self, length: int) -> int:
         """Tokens of a row when it is the longest."""
@@ -106,11 +124,57 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     best = min((_fit_line(samples, floor) for floor in floors), key=lambda line: line.error)
     # A floor has to explain clearly more than a line without one.
     line = best if best.error < 0.8 * no_floor.error else no_floor
-    if line.slope <= 0:
-        return model
+    # A device that is launched slower than it computes takes the same time for all; the slope is noise, of either sign.
+    # Then all of the time is overhead as far as was seen.
+    if line.slope * works[-1] <= line.intercept:
+        found = replace(model, overhead_tokens=_power_of_two(works[-1]), floor_tokens=0.0)
+    else:
+        found = replace(model, overhead_tokens=_power_of_two(line.intercept / line.slope), floor_tokens=line.floor)
+    return replace(found, possible=_possible(samples)) if model.possible else found
+
+
+def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool:
+    """True where overhead and floor are known: some micro-batch did far more, and what is possible differs little."""
+    least = [max(_NEGLIGIBLE, overhead + floor) for overhead, floor in model.possible] or [1.0]
+    is_seen = max(work for work, _ in samples) >= _WORK_SHOWS * (model.overhead_tokens + model.floor_tokens)
+    return is_seen and max(least) <= _WORK_SHOWS * min(least)
+
+
+def with_overhead(model: CostModel, overhead_tokens: float) -> CostModel:
+    """Gives a model another overhead; what small micro-batches take besides becomes their floor."""
+
+    def floor(overhead: float, floor: float) -> float:
+        return max(floor, overhead + floor - overhead_tokens)
+
     return replace(
-        model, overhead_tokens=_power_of_two(min(line.intercept / line.slope, works[-1])), floor_tokens=line.floor
+        model,
+        overhead_tokens=overhead_tokens,
+        floor_tokens=floor(model.overhead_tokens, model.floor_tokens),
+        possible=tuple(sorted({(overhead_tokens, floor(o, f)) for o, f in model.possible})),
     )
+
+
+def _possible(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Overheads and floors that explain the samples not clearly worse than the best do; the outermost of each floor."""
+    points = [(work, seconds, seconds**-2) for work, seconds in samples if seconds > 0]
+    y, yy = sum(w * s for _, s, w in points), sum(w * s * s for _, s, w in points)
+    total, most = sum(w for _, _, w in points), max(work for work, _, _ in points)
+    errors: dict[tuple[float, float], float] = {}
+    for floor in (f for f in _FLOORS if f < 2 * most or f == _FLOORS[-1]):
+        xs = [(max(floor, work), seconds, w) for work, seconds, w in points]
+        x, xx = sum(w * v for v, _, w in xs), sum(w * v * v for v, _, w in xs)
+        xy = sum(w * v * seconds for v, seconds, w in xs)
+        for overhead in _OVERHEADS:
+            # Least squares of the relative error of seconds = scale x (overhead + max(floor, work)).
+            cross, square = overhead * y + xy, overhead * overhead * total + 2 * overhead * x + xx
+            errors[overhead, floor] = yy - cross * cross / square
+    n = len(points)
+    # Few samples do not know their own noise well: quantiles of Student's distribution for those of the normal one.
+    freedom = max(1, n - 2)
+    limit = min(errors.values()) * (1 + _DOUBT * (1 + 10 / freedom) / freedom) + n * _SYSTEMATIC**2
+    kept = [pair for pair, error in errors.items() if error <= limit]
+    outermost = {f: [o for o, g in kept if g == f] for f in {g for _, g in kept}}
+    return tuple(sorted({(o, f) for f, os in outermost.items() for o in (min(os), max(os))}))
 
 
 def without_outliers(model: CostModel, samples: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

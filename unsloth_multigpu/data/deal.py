@@ -100,20 +100,56 @@ def balance_step(lengths: Sequence[int], sizes: Sequence[int], balance: Balance,
     dealt = [[list(p.positions) for p in share if not p.is_filler] for share in in_order]
     if not regroup and len(set(sizes)) > 1:
         return in_order
+    rows = [[len(part) for part in share] for share in dealt]
+    candidates = []
     if regroup:
-        planned = plan_step(lengths, speeds, cost, balance.max_tokens or _reach(dealt, lengths, cost))
-    else:
-        planned = permute_step(lengths, [[len(part) for part in share] for share in dealt], speeds, cost)
+        limit = balance.max_tokens or _reach(dealt, lengths, cost)
+        candidates = [plan_step(lengths, speeds, model, limit) for model in _planned_for(cost, lengths)]
+    if not regroup or (cost.possible and balance.max_tokens is None):
+        candidates.append(permute_step(lengths, rows, speeds, cost))
     # A limit that was asked for holds even where it makes the step slower.
     may_stay = balance.max_tokens is None or not regroup
-    if may_stay and slowest_time(dealt, lengths, speeds, cost) <= slowest_time(planned, lengths, speeds, cost):
-        planned = dealt
+    planned = _fastest(candidates, dealt, lengths, balance, may_stay=may_stay)
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     rows_of_mean = sizes[0] if not regroup else 0
     return [
         [_planned_piece(part, lengths, cost, rows_of_mean) for part in share] or [_filler(shortest)]
         for share in planned
     ]
+
+
+def _planned_for(cost: CostModel, lengths: Sequence[int]) -> list[CostModel]:
+    """Models to make plans for: the one that is taken for true, and where that may be wrong, more costly ones."""
+    most = sum(map(cost.row_work, lengths))
+    costly = sorted(overhead + floor for overhead, floor in cost.possible)
+    tried = {min(costly[k], most) for k in (len(costly) // 2, len(costly) - 1)} if costly else set()
+    return [cost, *(replace(cost, overhead_tokens=overhead, floor_tokens=0.0) for overhead in sorted(tried))]
+
+
+def _judges(cost: CostModel) -> list[CostModel]:
+    """Models by which a plan is judged."""
+    return [replace(cost, overhead_tokens=o, floor_tokens=f, possible=()) for o, f in cost.possible] or [cost]
+
+
+def _fastest(
+    candidates: Sequence[list[MicroBatches]],
+    dealt: list[MicroBatches],
+    lengths: Sequence[int],
+    balance: Balance,
+    *,
+    may_stay: bool,
+) -> list[MicroBatches]:
+    """The plan that is fastest in the mean of all judges; `dealt` where no plan suits all of them."""
+    judges = _judges(balance.cost)
+
+    def times(plan: Sequence[MicroBatches]) -> list[float]:
+        return [slowest_time(plan, lengths, balance.speeds, judge) for judge in judges]
+
+    reference = times(dealt)
+    # A token more: a step may cost nothing.
+    parts = [[(t + 1) / (r + 1) for t, r in zip(times(plan), reference, strict=True)] for plan in candidates]
+    able = [(sum(part), k) for k, part in enumerate(parts) if not may_stay or (max(part) <= 1.0 and min(part) < 1.0)]
+    return candidates[min(able)[1]] if able else dealt
 
 
 def _reach(dealt: Sequence[MicroBatches], lengths: Sequence[int], cost: CostModel) -> int:

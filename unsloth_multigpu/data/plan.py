@@ -15,7 +15,7 @@ MicroBatches = list[list[int]]
 _GOOD_ENOUGH = 1.005
 _TRIED_EXCHANGES = 4
 # Numbers of rows of a micro-batch that are tried, four for each doubling.
-_SIZES = sorted({round(2 ** (k / 4)) for k in range(80)})
+_SIZES = sorted({round(2 ** (k / 4)) for k in (*range(12), *range(12, 80, 2))})
 _EXCHANGES_PER_RANK = 4
 # Largest part of a rank's load that one group may be, where whole groups are dealt. Of many samples one try is enough.
 _GROUP_PARTS = (1.0, 0.5, 0.25)
@@ -43,7 +43,11 @@ class _Problem:
     may_move: bool
 
     def rank_cost(self, micro_batches: MicroBatches) -> float:
-        return sum(self.cost.of([self.lengths[i] for i in part]) for part in micro_batches)
+        return sum(map(self.part_cost, micro_batches))
+
+    def part_cost(self, part: Sequence[int]) -> float:
+        works = [self.work[i] for i in part]
+        return self.cost.of_work(len(part) * max(works) if self.cost.is_padded else sum(works))
 
     def time(self, rank: int, micro_batches: MicroBatches) -> float:
         return self.rank_cost(micro_batches) / self.speeds[rank]
@@ -141,36 +145,47 @@ class _Limit:
     def cut(self, rows: Sequence[int], max_work: float) -> MicroBatches:
         """The best cut of `rows`, the longest first; no micro-batch of several rows has more than `max_work`."""
         count = len(rows)
-        best, start_of = [0.0] + [math.inf] * count, [0] * (count + 1)
+        # Of the rows from here on: the least cost, and how many of them come together then.
+        best, size_of = [0.0] * (count + 1), [0] * count
         overhead, floor, is_padded = self._cost.overhead_tokens, self._cost.floor_tokens, self._cost.is_padded
         alone = [self._work[i] for i in rows]
         padded = [self._padded[i] for i in rows]
         work_before, tokens_before = [0.0, *accumulate(alone)], [0, *accumulate(padded)]
-        for start in range(count):
-            base, row_work = best[start] + overhead, alone[start]
+        all_work, worth = work_before[count], overhead + floor
+        for start in range(count - 1, -1, -1):
+            row_work = alone[start]
             if is_padded:
                 most = min(self._max_tokens // max(1, padded[start]), max_work // max(1.0, row_work))
             else:
                 most = bisect_right(tokens_before, tokens_before[start] + self._max_tokens) - 1 - start
                 most = min(most, bisect_right(work_before, work_before[start] + max_work) - 1 - start)
             most = max(1, min(int(most), count - start))
-            # Not every size is tried, but the largest always is.
-            for size in (*_SIZES[: bisect_left(_SIZES, most)], most):
+            # Not every size is tried, but the largest always is; of those within the floor only the last.
+            last = bisect_left(_SIZES, most)
+            first = max(0, bisect_right(_SIZES, floor / row_work) - 1) if is_padded and row_work > 0 else 0
+            least = math.inf
+            for size in (*_SIZES[min(first, last) : last], most):
                 end = start + size
-                if is_padded and size > 1:
+                if is_padded:
+                    work = size * row_work
+                    # The others cost no less than what they are without padding, and the more rows, the more is padded.
+                    if work + all_work - work_before[end] >= least:
+                        break
                     # Where padding of the shorter half costs more than a further micro-batch, so it does for more rows.
                     middle = start + size // 2
-                    if (end - middle) * (row_work - alone[middle]) > overhead + floor:
+                    if size > 1 and (end - middle) * (row_work - alone[middle]) > worth:
                         break
-                work = size * row_work if is_padded else work_before[end] - work_before[start]
-                value = base + (work if work > floor else floor)
-                if value < best[end]:
-                    best[end], start_of[end] = value, start
-        pieces, end = [], count
-        while end:
-            pieces.append(list(rows[start_of[end] : end]))
-            end = start_of[end]
-        return pieces  # The shortest rows first, which are seldom the costliest.
+                else:
+                    work = work_before[end] - work_before[start]
+                value = (work if work > floor else floor) + best[end]
+                if value < least:
+                    least, size_of[start] = value, size
+            best[start] = least + overhead
+        pieces, start = [], 0
+        while start < count:
+            pieces.append(list(rows[start : start + size_of[start]]))
+            start += size_of[start]
+        return pieces[::-1]  # The shortest rows first, which are seldom the costliest.
 
 
 def _deal_rows(
@@ -185,7 +200,11 @@ def _deal_rows(
         if empty and left <= len(empty) and places is None:
             rank = max(empty, key=lambda r: speeds[r])
         else:
-            rank = min(ranks, key=lambda r: ((loads[r] + work[i]) / speeds[r], r))
+            rank, soonest, more = ranks[0], math.inf, work[i]
+            for r in ranks:
+                end = (loads[r] + more) / speeds[r]
+                if end < soonest:
+                    rank, soonest = r, end
         loads[rank] += work[i]
         shares[rank].append(i)
         if places is not None and len(shares[rank]) == places[rank]:
@@ -194,7 +213,7 @@ def _deal_rows(
 
 
 def _deal_groups(groups: MicroBatches, problem: _Problem) -> list[MicroBatches]:
-    costs = [problem.cost.of([problem.lengths[i] for i in group]) for group in groups]
+    costs = list(map(problem.part_cost, groups))
     shares: list[MicroBatches] = [[] for _ in problem.speeds]
     loads = [0.0] * len(shares)
     for g in sorted(range(len(groups)), key=lambda g: (-costs[g], g)):
@@ -213,7 +232,7 @@ def _deal_slots(order: Sequence[int], slots: Sequence[tuple[int, int]], problem:
     for size, _ in slots:
         part = order[start : start + size]
         start += size
-        cost = problem.cost.of([problem.lengths[i] for i in part])
+        cost = problem.part_cost(part)
         rank = min((r for s, r in free if s == size), key=lambda r: ((loads[r] + cost) / problem.speeds[r], r))
         free.remove((size, rank))
         loads[rank] += cost
@@ -238,7 +257,7 @@ def _improve(plan: list[MicroBatches], problem: _Problem) -> list[MicroBatches]:
                 break
         else:
             break
-    return [sorted(share, key=lambda part: problem.cost.of([problem.lengths[i] for i in part])) for share in plan]
+    return [sorted(share, key=problem.part_cost) for share in plan]
 
 
 def _exchanges(

@@ -9,11 +9,12 @@ place in the training alone, so that a step is the same whether those before it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
+from unsloth_multigpu.data.ahead import Ahead
 from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.data.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.data.step import Collate, Rows, Step, StepShape, collate_step
@@ -27,14 +28,30 @@ class BroadcastOrder(Protocol):
     def __call__(self, batches: Iterable[Sequence[int]]) -> list[list[int]]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _StepIndex:
-    """What the sampler asks the data set for: the samples of this rank's pieces."""
+    """What the sampler asks the data set for: the samples of this rank's pieces.
 
-    pieces: tuple[Piece, ...]
-    indices: tuple[tuple[int, ...], ...]
+    Args:
+        samples: Of the whole step.
+        plan: This rank's pieces. Nobody makes it for a step that is skipped.
+        following: That of the next step, in the process of the sampler.
+    """
+
+    samples: tuple[int, ...]
     num_references: int
     seed: int
+    plan: Ahead[list[Piece]] = field(repr=False)
+    following: Ahead[list[Piece]] | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The queue of a worker's indices makes the plan of each when it pickles it.
+        return {**vars(self), "following": None}
+
+
+def steps_ahead(loader: DataLoader[Any]) -> int:
+    """How many steps after the one that is computed may be planned by what is known before it."""
+    return 1 + loader.num_workers * (loader.prefetch_factor or 0)
 
 
 class StepSampler(BatchSampler):
@@ -49,6 +66,7 @@ class StepSampler(BatchSampler):
         order_state: Of rank 0's generators when the order of this epoch was drawn; None where it does not depend on
             them, and on other ranks.
         resumed_order_state: The same of an epoch that is gone on with; the next order is drawn from it.
+        num_skipped: Steps of the next epoch that whoever resumes drops: they were computed before.
     """
 
     def __init__(self, reference: DataLoader[Any], shape: StepShape, broadcast: BroadcastOrder) -> None:
@@ -58,17 +76,25 @@ class StepSampler(BatchSampler):
         self._epoch = 0
         self.order_state: dict[str, Any] | None = None
         self.resumed_order_state: dict[str, Any] | None = None
+        self.num_skipped = 0
 
     def __iter__(self) -> Iterator[list[_StepIndex]]:  # type: ignore[override]
         # A sampler may draw from a random state that differs per rank; whatever it does, rank 0's draw counts.
         batches = self._broadcast(self._draw_order())
-        for start in range(0, len(batches), self._shape.num_accumulated):
+        first = self._shape.planner.num_steps + 1 - self.num_skipped
+        self.num_skipped = 0
+        before = None
+        for place, start in enumerate(range(0, len(batches), self._shape.num_accumulated)):
             step = batches[start : start + self._shape.num_accumulated]
-            samples = [i for batch in step for i in batch]
-            pieces = self._shape.pieces([len(b) for b in step], samples)
-            indices = tuple(tuple(samples[p] for p in piece.positions) for piece in pieces)
-            seed = draw_seed(self._shape.rank_seed, self._epoch, start // self._shape.num_accumulated)
-            yield [_StepIndex(tuple(pieces), indices, len(step), seed)]
+            samples = tuple(i for batch in step for i in batch)
+            plan = self._shape.pieces([len(b) for b in step], samples, first + place)
+            index = _StepIndex(samples, len(step), draw_seed(self._shape.rank_seed, self._epoch, place), plan)
+            if before is not None:
+                before.following = plan
+                yield [before]
+            before = index
+        if before is not None:
+            yield [before]
 
     def _draw_order(self) -> Iterator[Sequence[int]]:
         assert self._reference.batch_sampler is not None
@@ -174,14 +200,17 @@ class _StepDataset(Dataset[Any]):
         self._regroup = regroup
 
     def __getitem__(self, index: _StepIndex) -> Step:
+        pieces = index.plan.result()
         with seeded_draws(index.seed):
-            rows = [self._rows(part) for part in index.indices]
-            return collate_step(index.pieces, rows, index.num_references, self._collate, self._regroup)
+            rows = [self._rows([index.samples[p] for p in piece.positions]) for piece in pieces]
+            step = collate_step(pieces, rows, index.num_references, self._collate, self._regroup)
+        step.following = index.following
+        return step
 
-    def _rows(self, indices: Sequence[int]) -> Rows:
+    def _rows(self, indices: list[int]) -> Rows:
         # Hugging Face data sets read many rows at once much faster than one by one.
         if hasattr(self._dataset, "__getitems__"):
-            return list(self._dataset.__getitems__(list(indices)))
+            return list(self._dataset.__getitems__(indices))
         return [self._dataset[i] for i in indices]
 
     def __len__(self) -> int:

@@ -9,16 +9,41 @@ from typing import Any, Protocol
 
 import torch
 
+from unsloth_multigpu.data.ahead import Ahead
 from unsloth_multigpu.data.deal import Piece, deal_step, with_groups
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
 
 
-class StepPlanner(Protocol):
-    """Plans a step of the samples with these indices; None where it is to be dealt in order."""
+Plan = list[list[Piece]]
 
-    def __call__(self, samples: Sequence[int], sizes: Sequence[int]) -> list[list[Piece]] | None: ...
+
+class StepPlanner(Protocol):
+    """Plans steps of which it knows the samples by their lengths.
+
+    Attributes:
+        num_steps: How many steps were computed so far.
+    """
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> Callable[[], Plan] | None:
+        """What makes the plan of the `number`-th step; None where it is to be dealt in order.
+
+        Called at the same place of the training on all ranks. What it returns reads nothing that changes, so that it
+        may be called at any time, in any thread.
+        """
+
+
+class InOrder:
+    """Plans nothing."""
+
+    num_steps = 0
+
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> None:
+        """No plan."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +56,7 @@ class StepShape:
         num_accumulated: Micro-batches of one step of the one-process run.
         regroup: See `deal_step`.
         whole: See `deal_step`.
-        planner: Deals steps whose samples it knows by their lengths.
+        planner: Plans steps whose samples have known lengths.
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
     """
@@ -45,10 +70,16 @@ class StepShape:
     rank_seed: int = 0
     whole: bool = False
 
-    def pieces(self, sizes: Sequence[int], samples: Sequence[int] | None = None) -> list[Piece]:
-        """This rank's pieces of a step; `samples` are its indices in a data set with random access."""
-        plan = None if samples is None else self.planner(samples, sizes)
-        plan = plan or deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole)
+    def in_order(self, sizes: Sequence[int]) -> list[Piece]:
+        """This rank's pieces of a step that is dealt in order."""
+        return self._mine(deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole), sizes)
+
+    def pieces(self, sizes: Sequence[int], samples: Sequence[int], number: int) -> Ahead[list[Piece]]:
+        """This rank's pieces of the `number`-th step; `samples` are its indices in a data set with random access."""
+        make = self.planner.plan(samples, sizes, number)
+        return Ahead(lambda: self.in_order(sizes) if make is None else self._mine(make(), sizes))
+
+    def _mine(self, plan: Sequence[Sequence[Piece]], sizes: Sequence[int]) -> list[Piece]:
         return with_groups(plan, sizes)[self.rank]
 
 
@@ -78,17 +109,29 @@ class Step:
     Attributes:
         left_over: Of the pass of a stream before, see `StepStream`: computed first, and divided by itself.
         left_over_items: Its tokens over all ranks, where they are counted.
+        following: The plan of the next step, where it is made in this process.
     """
 
-    def __init__(self, micro_batches: list[MicroBatch], num_references: int) -> None:
+    def __init__(
+        self,
+        micro_batches: list[MicroBatch],
+        num_references: int,
+        following: Ahead[list[Piece]] | None = None,
+    ) -> None:
         self.micro_batches = micro_batches
         self.num_references = num_references
         self.left_over: Step | None = None
         self.left_over_items: Any = None
+        self.following = following
+
+    def plan_following(self) -> None:
+        """Begins to plan the next step. For the moment when all of this one is launched, and the host waits for it."""
+        if self.following is not None:
+            self.following.start()
 
     def pin_memory(self) -> Step:
         """Called by torch's loader for page-locked copies."""
-        pinned = Step([m.pin_memory() for m in self.micro_batches], self.num_references)
+        pinned = Step([m.pin_memory() for m in self.micro_batches], self.num_references, self.following)
         pinned.left_over = None if self.left_over is None else self.left_over.pin_memory()
         return pinned
 

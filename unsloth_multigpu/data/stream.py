@@ -127,7 +127,7 @@ class StepStream(IterableDataset[Step]):
 
     def _collated(self, step: list[Rows], number: int) -> Step:
         rows = [row for batch in step for row in batch]
-        pieces = self._shape.pieces([len(batch) for batch in step])
+        pieces = self._shape.in_order([len(batch) for batch in step])
         mine = [[rows[p] for p in piece.positions] for piece in pieces]
         with seeded_draws(draw_seed(self._shape.rank_seed, self._epoch, number)):
             return collate_step(pieces, mine, len(step), self._collate, self._shape.regroup)

@@ -6,6 +6,7 @@ Usage: data.py N OUT [NAMES], with NAMES in commas: only these.
 import json
 import os
 import sys
+import threading
 import uuid
 from pathlib import Path
 
@@ -28,9 +29,24 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
+from unsloth_multigpu.core import balance  # noqa: E402
+
 rank = int(os.environ.get("RANK", "0"))
 out = Path(sys.argv[2])
 ROWS = [{"input_ids": [1 + i, *range(2, 3 + i * 7 % 13)]} for i in range(22)]
+
+
+# For each plan: was it made in the main thread?
+planned_in_main = []
+balance_step = balance.balance_step
+
+
+def noted(*args, **kwargs):
+    planned_in_main.append(threading.current_thread() is threading.main_thread())
+    return balance_step(*args, **kwargs)
+
+
+balance.balance_step = noted
 
 
 class Rows(torch.utils.data.Dataset):
@@ -245,6 +261,7 @@ def train(name, trainer, more=lambda: {}, **options):
     if not is_asked(name):
         return
     record = Record(trainer)
+    planned_in_main.clear()
     trainer.train(**options)
     log = [h for h in trainer.state.log_history if "grad_norm" in h]
     facts = {
@@ -252,6 +269,7 @@ def train(name, trainer, more=lambda: {}, **options):
         "computed_tokens": record.num_tokens,
         "grad_norm": [h["grad_norm"] for h in log],
         "loss": [h["loss"] for h in log],
+        "planned_in_main": planned_in_main[:],
         "tokens_seen": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,
         "weights": [float(p.detach().double().sum()) for p in trainer.model.parameters()],

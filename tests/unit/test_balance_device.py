@@ -1,0 +1,158 @@
+"""The planner on simulated devices: no floor makes a training slower than one whose samples are dealt in order.
+
+The real `Balancer` plans and learns; a micro-batch takes `overhead + max(floor, work)`, and what is measured of it is
+noisy. Plans are judged by the times without noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.balance import Balancer
+from unsloth_multigpu.data.cost import CostModel
+from unsloth_multigpu.data.deal import Balance, Piece, deal_step
+
+RANKS = 2
+# Before anything is measured; while fits change; after them.
+WINDOWS = (0, 4, 16, 36)
+SHAPES = [(8, 4), (4, 2), (8, 1)]
+
+
+class Lap:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class Device:
+    """Ranks whose micro-batches take the time that `true` says, and a balancer that plans for them."""
+
+    def __init__(self, true: CostModel, kind: str, noise: float, seed: int, **options: Any) -> None:
+        # Two, so that the samples are the same however many micro-batches are timed.
+        self.true, self._noise, self._rng, self._drawn = true, noise, random.Random(seed), random.Random(seed)
+        drawn = (math.exp(self._rng.gauss(math.log(150), 0.9)) for _ in range(2000))
+        self.lengths = [min(2048, max(16, int(length))) for length in drawn]
+        config = MultiGPUConfig(**options)
+        manager: Any = SimpleNamespace(
+            config=config, identity=SimpleNamespace(rank=0, world_size=RANKS), gather_floats=self._gather
+        )
+        args = SimpleNamespace(device=torch.device(kind), length_column_name="length")
+        self.balancer = Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), manager)
+        self.balancer._lengths = self.lengths
+        cost = dataclasses.replace(self.balancer._cost(), attention=0.0, is_padded=true.is_padded)
+        self.balancer.balance = Balance(cost, (1.0,) * RANKS)
+        self._of_others: list[float] = []
+        self.num_exchanges = 0
+
+    def _gather(self, mine: list[float]) -> list[list[float]]:
+        laps, self._of_others = self._of_others[-128:], []
+        self.num_exchanges += 1
+        return [mine, [len(laps) // 2, *laps, *[0.0] * (128 - len(laps))]]
+
+    def time(self, share: list[Piece], samples: list[int]) -> float:
+        return sum(self.true.of([self.lengths[samples[p]] for p in piece.positions]) for piece in share)
+
+    def step(self, sizes: list[int]) -> tuple[float, float]:
+        """Time of the slowest rank, as planned and in order."""
+        samples = self._rng.sample(range(len(self.lengths)), sum(sizes))
+        make = self.balancer.plan(samples, sizes, self.balancer.num_steps + 1)
+        assert make is not None
+        plan = make()
+        for rank, share in enumerate(plan):
+            for piece in share:
+                seconds = 1e-5 * self.time([piece], samples) * math.exp(self._drawn.gauss(0, self._noise))
+                if self.balancer.num_steps >= 2 and rank == 0:
+                    self.balancer._laps.append((piece.work, Lap(seconds)))  # type: ignore[arg-type]
+                elif self.balancer.num_steps >= 2:
+                    self._of_others += [piece.work, seconds]
+        self.balancer.end_step()
+        in_order = deal_step(sizes, RANKS, regroup=True)
+        return max(self.time(s, samples) for s in plan), max(self.time(s, samples) for s in in_order)
+
+
+def slowdowns(device: Device, rows: int, num_accumulated: int) -> list[float]:
+    """Planned over in order, in each window."""
+    times = [device.step([rows] * num_accumulated) for _ in range(WINDOWS[-1])]
+    return [sum(t for t, _ in times[a:b]) / sum(t for _, t in times[a:b]) for a, b in pairwise(WINDOWS)]
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.10])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("floor", [512, 1024, 2048, 4096, 8192, 16384])
+def test_no_floor_of_a_device_makes_planned_steps_slow(floor: int, shape: tuple[int, int], noise: float) -> None:
+    for seed in range(2):
+        found = slowdowns(Device(CostModel(0, floor), "cuda", noise, seed), *shape)
+        assert max(found) < 1.15, (seed, found)
+
+
+def with_known_costs(true: CostModel, kind: str) -> Device:
+    given = {"micro_batch_overhead_tokens": true.overhead_tokens, "micro_batch_floor_tokens": true.floor_tokens}
+    return Device(true, kind, 0.03, 5, **given)
+
+
+@pytest.mark.parametrize("overhead", [8.0, 32.0, 64.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_processors_gain_as_much_as_with_known_costs(shape: tuple[int, int], overhead: float) -> None:
+    true = CostModel(overhead, 0.0)
+    measured = slowdowns(Device(true, "cpu", 0.03, 5), *shape)
+    known = slowdowns(with_known_costs(true, "cpu"), *shape)
+    assert measured[-1] < 1.05 * known[-1]
+    assert max(measured) < 0.65
+
+
+@pytest.mark.parametrize("floor", [0.0, 512.0, 1024.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_device_that_computes_gains_as_much_as_with_known_costs(shape: tuple[int, int], floor: float) -> None:
+    true = CostModel(0.0, floor)
+    measured = slowdowns(Device(true, "cuda", 0.03, 5), *shape)
+    known = slowdowns(with_known_costs(true, "cuda"), *shape)
+    assert measured[-1] < 1.1 * known[-1]
+    assert max(measured) < 1.0
+
+
+def test_fitting_goes_on_until_micro_batches_show_their_work() -> None:
+    device = Device(CostModel(0.0, 16384.0), "cuda", 0.03, 3)
+    launch_bound = slowdowns(device, 8, 1)
+    assert max(launch_bound) == pytest.approx(1.0, abs=0.01)
+    assert not device.balancer._is_settled
+    device.true = CostModel(0.0, 512.0)
+    slowdowns(device, 8, 4)
+    for _ in range(4):
+        found = slowdowns(device, 8, 4)
+    assert device.balancer._is_settled
+    assert max(found) < 0.5
+    # Known costs are fitted no more.
+    device.true = CostModel(0.0, 16384.0)
+    before = device.balancer.balance
+    slowdowns(device, 8, 4)
+    assert device.balancer.balance == before
+
+
+def test_measurements_of_a_checkpoint_are_gone_on_with() -> None:
+    device = Device(CostModel(0.0, 4096.0), "cuda", 0.03, 3)
+    slowdowns(device, 8, 1)
+    again = Device(CostModel(0.0, 4096.0), "cuda", 0.03, 3)
+    again.balancer._go_on_from(json.loads(json.dumps(device.balancer.state_dict())))
+    assert again.balancer.balance == device.balancer.balance
+    assert again.balancer.state_dict() == device.balancer.state_dict()
+
+
+def test_overhead_that_is_given_is_in_all_that_is_possible() -> None:
+    device = Device(CostModel(100.0, 16384.0), "cuda", 0.03, 3, micro_batch_overhead_tokens=100.0)
+    for _ in range(2):
+        assert device.balancer.balance is not None
+        assert {overhead for overhead, _ in device.balancer.balance.cost.possible} == {100.0}
+        assert max(slowdowns(device, 8, 1)) < 1.01
