@@ -62,13 +62,13 @@ class Journal:
         """Publishes what rank 0 is about to do; returns its number."""
         self.entries.append(entry)
         number = len(self.entries) - 1
-        manager.publish(f"saves/{number}", json.dumps([entry.what, entry.path, entry.target, entry.is_removal]))
+        publish_now(manager, f"saves/{number}", json.dumps([entry.what, entry.path, entry.target, entry.is_removal]))
         return number
 
     def end(self, manager: Exchange, number: int, **outcome: Any) -> None:
         """Publishes how it went."""
         self._close(self.entries[number], outcome)
-        manager.publish(f"saves/{number}/done", json.dumps(outcome))
+        publish_now(manager, f"saves/{number}/done", json.dumps(outcome))
         self._apply()
 
     def read(self, manager: Exchange) -> list[Entry]:
@@ -119,6 +119,12 @@ class Journal:
                 fact = self.files.pop(file)
                 if entry.target is not None:
                     self.files[entry.target + file[len(entry.path) :]] = (number, fact[1])
+
+
+def publish_now(manager: Exchange, key: str, value: str = "") -> None:
+    """Publishes, and returns when others see it: a store's `set` alone is on its way then, and files are faster."""
+    manager.publish(key, value)
+    manager.is_published(key)
 
 
 def is_within(path: str, folder: str) -> bool:

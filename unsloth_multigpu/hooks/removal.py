@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.hooks.journal import Entry, is_within, real_path
+from unsloth_multigpu.hooks.journal import Entry, is_within, publish_now, real_path
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
@@ -135,7 +135,7 @@ class RemovalGuard:
             return act()
         key = _claim(manager, f"{path}\0{target or ''}")
         if os.path.lexists(path):
-            manager.publish(f"{key}/{self._gate.rank}")
+            publish_now(manager, f"{key}/{self._gate.rank}")
         for tries_left in reversed(range(_MAX_TRIES)):
             try:
                 return act()
