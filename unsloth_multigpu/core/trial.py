@@ -129,7 +129,7 @@ def draw_samples(trainer: Any, loader: Any, *, skip: int = 0) -> list[Sample]:
     short = labelled[: max(num_rows, len(labelled) // 2)]
     samples = [[short[i * (len(short) - 1) // max(1, num_rows - 1)] for i in range(num_rows)]]
     if num_rows > 1:
-        without = [row for row in read if not _has_label(row)][: 1 if num_rows > 2 else 0]
+        without = [row for row in read if not _has_label(row)][:1]
         samples.append([short[-1], *without, *short[: num_rows - 1 - len(without)]])
     collated = [_collated(trainer, loader, s, n) for s, n in zip(samples, (num_rows // 2 or 1, 1), strict=False)]
     return [sample for sample in collated if sample is not None]

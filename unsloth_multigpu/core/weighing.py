@@ -70,10 +70,12 @@ def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]
             yield _CLASSES
             if has_tokens:
                 yield _NEXT_CLASSES
-    yield ROWS
+    # Of rows with one label each, models average the labels.
     if has_tokens:
         yield _NEXT
-    if has_classes:
+        yield _TOKENS
+    yield ROWS
+    if has_classes and not has_tokens:
         yield _TOKENS
     yield SUM
     if has_tokens and labels.dim() == 2:
