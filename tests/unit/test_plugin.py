@@ -275,6 +275,8 @@ def test_worker_of_a_script_starts_nothing(tmp_path: Path) -> None:
 
 def test_wrong_argument_is_an_error_in_a_worker_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multiprocessing.parent_process", lambda: object())
+    # The patch of a helper stays for its lifetime, and this process is none.
+    monkeypatch.setattr("unsloth_multigpu.plugin._refuse_unsteered_training", lambda: None)
     ump.enable_multi_gpu(num_gpus=2)
     assert not ump.is_multi_gpu_enabled()
     with pytest.raises(ConfigError):

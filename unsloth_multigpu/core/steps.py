@@ -62,7 +62,7 @@ class StepFeed:
         self._piece_factor = 1.0
         self._in_loss = self._must_count = False
         # The trainer's own `compute_loss`, and what tries it again.
-        self._loss: Callable[..., Any] = trainer.compute_loss
+        self._loss: Any = None
         self._watch: LossWatch | None = None
         self._is_whole = False
         self._is_seedable = True
@@ -78,6 +78,7 @@ class StepFeed:
     def on_trainer(self) -> Iterator[None]:
         """Puts our methods on the trainer instance for the time of the training."""
         trainer, args = self.trainer, self.trainer.args
+        self._loss = trainer.compute_loss
         kept = {n: getattr(args, n) for n in ("gradient_accumulation_steps", "average_tokens_across_devices")}
         overrides = {
             "get_train_dataloader": functools.partial(self._train_dataloader, trainer.get_train_dataloader),
