@@ -99,7 +99,11 @@ class LossScale:
 
 
 def find_loss_scale(
-    trainer: Any, draw_samples: Callable[[], list[Sample]], compute_loss: Callable[..., Any] | None = None
+    trainer: Any,
+    draw_samples: Callable[[], list[Sample]],
+    compute_loss: Callable[..., Any] | None = None,
+    *,
+    with_gradient: bool = True,
 ) -> LossScale:
     """Finds out how the trainer's loss scales. Every rank must call it, with the same samples.
 
@@ -110,6 +114,7 @@ def find_loss_scale(
         trainer: A transformers Trainer.
         draw_samples: Gives the samples of the trial, see `trial.draw_samples`.
         compute_loss: The trainer's bound `compute_loss`, without what this package puts around it; None = as it is.
+        with_gradient: Gradients are compared as well. Hooks on the model see such a trial as a pass of the training.
 
     Raises:
         SetupError: The loss takes the step's count, and cannot be seen with it or is multiplied by something else than
@@ -135,7 +140,8 @@ def find_loss_scale(
         scale, misfit = _scale_of_counted(trainer, trial, first)
         count = _FEW_ITEMS
     if trainer._train_batch_size > 1 and misfit is None:
-        fit = trial.fit(samples, count, SUM if scale.is_token_normalised else "")
+        weighing = SUM if scale.is_token_normalised else ""
+        fit = trial.fit(samples, count, weighing, with_gradient=with_gradient)
         misfit = Misfit(fit.problem, fit.value, fit.gradient, fit.norm_ratio) if fit.problem else None
         if not scale.is_token_normalised:
             is_alone = misfit is None and fit.weighing == ROWS and _counts_rows_alone(trainer, name, samples, fit)

@@ -227,7 +227,8 @@ class SerialTrainer:
             return [Sample(whole, tuple(parts))]
 
         try:
-            scale = find_loss_scale(self.trainer, draw_samples, self._loss)
+            # In the middle of a step, where hooks on the model must not take a trial for a part of it.
+            scale = find_loss_scale(self.trainer, draw_samples, self._loss, with_gradient=False)
         except SetupError as error:
             raise SetupError(error.args[0], hint=HINT) from error
         if scale.misfit is not None:

@@ -152,7 +152,11 @@ class Record(TrainerCallback):
         self.steps = {}
         self.num_tokens = 0
         trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
+        trainer.add_callback(self)
         self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.steps, self.num_tokens = {}, 0  # Before it the loss is tried on a few rows.
 
     def note(self, module, positional, named):
         if module.training and torch.is_grad_enabled():
