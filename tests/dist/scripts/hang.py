@@ -27,14 +27,11 @@ class Model(torch.nn.Module):
         return {"loss": ((x * self.weight).sum(-1) - labels).square().mean()}
 
 
-num_collated = 0
+num_steps = 0
 
 
 def collate(rows):
-    global num_collated
-    num_collated += 1
-    # The first are drawn before the first step, to learn how the loss is scaled.
-    if rank == 1 and num_collated > 7 and kind == "spin":
+    if rank == 1 and num_steps > 3 and kind == "spin":
         note()
         while True:
             pass
@@ -51,6 +48,8 @@ class Fault(TrainerCallback):
             note("begin")
 
     def on_step_end(self, args, state, control, **kwargs):
+        global num_steps
+        num_steps = state.global_step
         if kind == "spin":  # No step takes as long as the limit, all together take longer.
             time.sleep(1.2)
         if rank == 1 and state.global_step == STEP and kind == "stop":
