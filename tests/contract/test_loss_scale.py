@@ -20,8 +20,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.helpers.tiny import build_tiny, preference_rows
 from unsloth_multigpu.core.loss import find_loss_scale
-from unsloth_multigpu.core.trial import draw_samples
+from unsloth_multigpu.core.trial import LossTrial, draw_samples
 from unsloth_multigpu.core.weighing import weight_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
@@ -185,3 +186,40 @@ def test_trial_leaves_no_trace(tmp_path):
     assert find_loss_scale(trainer, calls).is_token_normalised
     assert trainer._metrics == {"train": []}
     assert args.average_tokens_across_devices is False
+
+
+class PlainLogProbs:
+    """Stands for TRL's kernel, which runs on GPUs alone; of its five outputs only the first is in a loss."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, *_):
+        scores = torch.nn.functional.linear(hidden, weight, bias).log_softmax(-1)
+        chosen = scores.gather(-1, targets[:, None])[:, 0]
+        return chosen, *(torch.zeros_like(chosen) for _ in range(3)), torch.zeros_like(chosen, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("loss_type", ["aot", "aot_unpaired", "sigmoid"])
+def test_dpo_that_sorts_rows_is_not_shared(tmp_path, monkeypatch, loss_type):
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", PlainLogProbs)
+    path = build_tiny(tmp_path / "model", hidden_size=16, num_layers=1, vocab_size=400)
+    args = DPOConfig(
+        str(tmp_path), loss_type=[loss_type], per_device_train_batch_size=8, use_cpu=True, bf16=False, report_to=[]
+    )
+    trainer = DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path),
+        args=args,
+        train_dataset=Dataset.from_list(preference_rows(16)),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
+    samples = draw_samples(trainer, trainer.get_train_dataloader())
+    # At the start policy and reference are the same, and the parts make up any of these losses.
+    assert not LossTrial(trainer, trainer.compute_loss).fit(samples, None).problem
+    assert (find_loss_scale(trainer, lambda: samples).misfit is None) == (loss_type == "sigmoid")
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    assert bool(LossTrial(trainer, trainer.compute_loss).fit(samples, None).problem) == (loss_type != "sigmoid")

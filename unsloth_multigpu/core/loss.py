@@ -25,6 +25,8 @@ _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 _FEW_ITEMS, _MANY_ITEMS = 64, 2**24
 # Those of DPO's losses whose pairs do not meet each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
+# Those of them that sort the rows of a micro-batch. As long as policy and reference are the same, nothing of it shows.
+_SORTING_LOSSES = {"aot", "aot_unpaired"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Misfit:
 
 
 ROUTER = Misfit("the router's loss counts once for each micro-batch, whatever is in it")
+SORTED = Misfit("its rows are sorted and compared with one another, so that a row counts differently beside others")
 UNSEEN = Misfit("its data can be read only once, so that it cannot be tried")
 
 
@@ -143,6 +146,8 @@ def find_loss_scale(
         weighing = SUM if scale.is_token_normalised else ""
         fit = trial.fit(samples, count, weighing, with_gradient=with_gradient)
         misfit = Misfit(fit.problem, fit.value, fit.gradient, fit.norm_ratio) if fit.problem else None
+        if misfit is None and name == "DPOTrainer" and not _SORTING_LOSSES.isdisjoint(trainer.args.loss_type):
+            misfit = SORTED
         if not scale.is_token_normalised:
             is_alone = misfit is None and fit.weighing == ROWS and _counts_rows_alone(trainer, name, samples, fit)
             scale = replace(
