@@ -27,7 +27,7 @@ RUNS = {
     "last_step": {"plant": "flip", "verify_every": 100},
 }
 COMPRESSED = "grad_compression={}: gradients are sent smaller and are no longer exact"
-HINT = "Hint: Look for what changes weights or gradients on one rank alone"
+HINT = "Or for what changes weights or gradients on one rank alone"
 
 
 def run(folder, num_ranks, **lines):

@@ -72,7 +72,7 @@ class LossScale:
         rows_are_independent: The loss is a mean over rows, each of which counts the same beside whatever others.
         class_weights: Of the classes, where the mean is weighted by them.
         misfit: Why a micro-batch has to stay whole; None = its parts make it up.
-        is_watched: The loss is a script's own and may change its form: it is tried again now and then.
+        is_watched: The loss may change its form, as a script's own or a preference loss may: it is tried again.
     """
 
     is_token_normalised: bool
@@ -128,6 +128,8 @@ def find_loss_scale(
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     name = author_of(trainer, compute_loss)
     is_own = not name or not _has_stock_model(trainer)
+    # A preference loss may show its form only once the policy has left its reference.
+    may_change = is_own or name not in ("SFTTrainer", "Trainer")
     if counts_items and name == "SFTTrainer" and not is_own and trainer.label_smoother is None:
         return replace(_declared_scale(trainer), misfit=ROUTER if has_router_loss(trainer) else None)
     plain = LossScale(is_token_normalised=False, is_multiplied=False)
@@ -156,11 +158,11 @@ def find_loss_scale(
     if is_own:
         text = "loss: %s was called %d times on a few rows before the first step, to find how it is averaged"
         logger.info(text, name_of(trainer, compute_loss), trial.num_calls)
-    return replace(scale, misfit=misfit, is_watched=is_own and misfit is None and trainer._train_batch_size > 1)
+    return replace(scale, misfit=misfit, is_watched=may_change and misfit is None and trainer._train_batch_size > 1)
 
 
 class LossWatch:
-    """Tries a script's own loss again while it trains: it may leave the form that it had at the start.
+    """Tries a loss again while it trains: it may leave the form that it had at the start.
 
     After 1, 2, 4, 8, ... steps, each time on other rows, without gradient: a few forward passes.
 
