@@ -267,8 +267,8 @@ class LossTrial:
         names = [weighing] if weighing else _common([*candidates(s.whole, len(table))] for s in samples)
         fits = [self._judged(name, samples, measured, table) for name in names]
         misfits = [max(fit.value / self.bound.value, fit.gradient / self.bound.gradient) for fit in fits]
-        # Of several that fit as well as rounding lets them, the likeliest.
-        near = max(2 * min(misfits), _SAME)
+        # Of several that fit as well as rounding lets them, the likeliest; where none fits, no odd one by chance.
+        near = max((2 if min(misfits) <= 1 else 10) * min(misfits), _SAME)
         best = next(fit for fit, misfit in zip(fits, misfits, strict=True) if misfit <= near)
         if not best.problem and not all(whole.is_linear for whole, _ in measured):
             problem = "it is no linear function of the means that it is made of, and may count rows differently later"
