@@ -289,8 +289,12 @@ class DDPTrainer:
         """Compares the ranks' weights where it is time, once they are to be equal. Collective."""
         self._is_proof_due = self._is_proof_due or self.replicas.is_due(step)
         if self._is_proof_due and self.are_replicas_equal:
-            self.replicas.check(self.trainer.model, step, parameters_beside_the_model(self.trainer))
+            self.replicas.check(self.trainer.model, step, self.beside_the_model())
             self._is_proof_due = False
+
+    def beside_the_model(self) -> list[tuple[str, Any]]:
+        """What the optimizer trains beside the model. An asynchronous server steps on copies of its own on rank 0."""
+        return parameters_beside_the_model(self.trainer) if self.config.meets_every_step else []
 
     def _ask_for_proof(self) -> None:
         self._is_proof_due = self.config.verify_every > 0
@@ -347,7 +351,6 @@ def _progress_callback(steered: DDPTrainer) -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
             if steered.replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
-                beside = parameters_beside_the_model(steered.trainer)
-                steered.replicas.check(steered.trainer.model, state.global_step, beside)
+                steered.replicas.check(steered.trainer.model, state.global_step, steered.beside_the_model())
 
     return Progress()
