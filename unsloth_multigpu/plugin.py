@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_NOTEBOOK, ENV_RECEIPT, MultiGPUConfig, translate_legacy
-from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
@@ -173,7 +173,13 @@ def _refuse_unsteered_training() -> None:
     """In a helper, where this call does nothing: should it turn out to be a rank, it does not train by itself."""
     from unsloth_multigpu.hooks.trainer import unsteered_train_patch
 
-    PatchRegistry([unsteered_train_patch(lambda: is_multi_gpu_enabled() or is_helper())]).apply()
+    def is_lone() -> bool:
+        try:
+            return is_multi_gpu_enabled() or is_helper()
+        except LaunchError:
+            return False  # A rank whose variables other libraries have completed since.
+
+    PatchRegistry([unsteered_train_patch(is_lone)]).apply()
 
 
 def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: bool) -> Session:

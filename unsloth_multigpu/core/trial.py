@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.core.observe import LossObserver, is_linear_in_means
 from unsloth_multigpu.core.snapshot import kept_training_state
@@ -136,7 +137,8 @@ def draw_samples(trainer: Any, loader: Any, *, skip: int = 0) -> list[Sample]:
 
 
 def _read(dataset: Any, skip: int) -> list[Any]:
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    # A stream may have a length.
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
         return [dataset[(skip + i) % len(dataset)] for i in range(min(_ROWS_READ, len(dataset)))]
     rows = iter(dataset)
     return [] if rows is dataset else list(islice(rows, _ROWS_READ))
