@@ -258,10 +258,15 @@ class StepFeed:
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
         self._try_again()
+        loss = self._computed(original, model, step, num_items)
+        self.metrics.note_loss(loss)
+        return loss
+
+    def _computed(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
         losses = []
         if step.left_over is not None:
             with self.trainer.accelerator.no_sync(model):
-                losses.append(self._training_step(original, model, step.left_over, step.left_over_items))
+                losses.append(self._computed(original, model, step.left_over, step.left_over_items))
         self._must_count = num_items is not None and (self._scale.is_token_normalised or self._scale.is_multiplied)
         # Read by losses that are means of micro-batches, and by auxiliary losses.
         self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
@@ -286,9 +291,7 @@ class StepFeed:
         self.trainer.args.gradient_accumulation_steps = 1
         self.balancer.end_step()
         step.plan_following()
-        loss = torch.stack(losses).sum()
-        self.metrics.note_loss(loss)
-        return loss
+        return torch.stack(losses).sum()
 
     def _try_again(self) -> None:
         if self._watch is None:
