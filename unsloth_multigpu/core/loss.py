@@ -164,7 +164,7 @@ def find_loss_scale(
 class LossWatch:
     """Tries a loss again while it trains: it may leave the form that it had at the start.
 
-    After 1, 2, 4, 8, ... steps, each time on other rows, without gradient: a few forward passes.
+    Before steps 2, 4, 8, ..., each time on other rows, without gradient: a few forward passes.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -196,8 +196,8 @@ class LossWatch:
         has_count = self._scale.is_multiplied or self._scale.is_token_normalised
         weighing = SUM if self._scale.is_token_normalised else self._scale.weighing
         fit = self._trial.fit(samples, _FEW_ITEMS if has_count else None, weighing, with_gradient=False)
-        has_form = math.isfinite(fit.value) and fit.value > self._trial.bound.value
-        return Misfit(fit.problem, fit.value) if has_form else None
+        has_changed = math.isfinite(fit.value) and fit.value > self._trial.bound.value
+        return Misfit(fit.problem, fit.value) if has_changed else None
 
 
 def author_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
