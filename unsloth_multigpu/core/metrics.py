@@ -144,8 +144,11 @@ class Metrics:
         self._num_references = (len(loader), num_accumulated) if has_length(loader) else None
 
     @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Notes what the loss of a micro-batch adds to the trainer's metrics; a filler's is taken out again."""
+    def micro_batch(self, micro_batch: MicroBatch, *, is_left_over: bool = False) -> Iterator[None]:
+        """Notes what the loss of a micro-batch adds to the trainer's metrics; a filler's is taken out again.
+
+        One that a stream has left over is another micro-batch than that of the same place in the step it is added to.
+        """
         piece = micro_batch.piece
         before = {name: (values, len(values)) for name, values, _ in self._collected()}
         num_tokens = getattr(self._trainer, _NUM_TOKENS, None)
@@ -154,9 +157,8 @@ class Metrics:
             yield
         finally:
             trace, self._trace = self._trace, None
-        record = _Record(
-            len(self._losses), piece.group, len(piece.positions), _shape(self._trainer, micro_batch.inputs)
-        )
+        group = tuple(-1 - place for place in piece.group) if is_left_over else piece.group
+        record = _Record(len(self._losses), group, len(piece.positions), _shape(self._trainer, micro_batch.inputs))
         self._note_values(record, before, is_filler=piece.is_filler)
         if trace is not None and any(value[1] is not None for value in record.values.values()):
             record.parts = trace.parts()

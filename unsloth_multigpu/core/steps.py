@@ -262,11 +262,14 @@ class StepFeed:
         self.metrics.note_loss(loss)
         return loss
 
-    def _computed(self, original: Any, model: nn.Module, step: Step, num_items: Any) -> torch.Tensor:
+    def _computed(
+        self, original: Any, model: nn.Module, step: Step, num_items: Any, *, is_left_over: bool = False
+    ) -> torch.Tensor:
         losses = []
         if step.left_over is not None:
             with self.trainer.accelerator.no_sync(model):
-                losses.append(self._computed(original, model, step.left_over, step.left_over_items))
+                left_over = self._computed(original, model, step.left_over, step.left_over_items, is_left_over=True)
+            losses.append(left_over)
         self._must_count = num_items is not None and (self._scale.is_token_normalised or self._scale.is_multiplied)
         # Read by losses that are means of micro-batches, and by auxiliary losses.
         self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
@@ -279,7 +282,7 @@ class StepFeed:
             self._beat.mark(micro_batch=i)
             self._piece_factor = self._factor(micro_batch, step, num_items)
             self.balancer.stopwatch.start()
-            noted = self.metrics.micro_batch(micro_batch)
+            noted = self.metrics.micro_batch(micro_batch, is_left_over=is_left_over)
             with noted, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 loss = original(model, micro_batch.inputs, num_items)
             # A mean over nothing is no number; it counts nothing, and must not reach the log.
