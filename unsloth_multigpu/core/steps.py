@@ -173,13 +173,15 @@ class StepFeed:
         """Says that this is not quite the training of one process, or refuses it."""
         what = f"The loss of a micro-batch cannot be shared exactly. {name_of(self.trainer, self._loss)}: {misfit}."
         ways = (
-            f"Set gradient_accumulation_steps={self.manager.identity.world_size} or a multiple of it, with a smaller "
-            "per_device_train_batch_size: micro-batches then stay whole, which is exact. Or divide a sum over rows or "
-            "tokens by num_items_in_batch."
+            f"Set gradient_accumulation_steps={self.manager.identity.world_size} or a multiple of it: each micro-batch "
+            "is then computed whole by one rank, which is exact. Or let the loss be a sum over rows or tokens, divided by "
+            "num_items_in_batch."
         )
         self.inexact = f"{name_of(self.trainer, self._loss)}: {misfit}"
         if not can_go_on or self.manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
+        if self.manager.identity.rank > 0:
+            return  # Rank 0 says it for all.
         logger.warning("%s Micro-batches that ranks share count differently than in one process. %s", what, ways)
 
     @contextmanager

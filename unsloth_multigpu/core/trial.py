@@ -273,7 +273,7 @@ class LossTrial:
         near = max((2 if min(misfits) <= 1 else 10) * min(misfits), _SAME)
         best = next(fit for fit, misfit in zip(fits, misfits, strict=True) if misfit <= near)
         if not best.problem and not all(whole.is_linear for whole, _ in measured):
-            problem = "it is no linear function of the means that it is made of, and may count rows differently later"
+            problem = "it is no sum of means, but another function of them, which counts rows differently as it changes"
             return replace(best, problem=problem)
         return replace(best, is_one_of_several=sum(not fit.problem for fit in fits) > 1)
 
@@ -297,7 +297,7 @@ class LossTrial:
             value, gradient = max(value, misfit), max(gradient, off)
             ratio = norm_ratio if abs(math.log(norm_ratio)) > abs(math.log(ratio)) else ratio
         is_exact = value <= self.bound.value and gradient <= self.bound.gradient
-        problem = "" if is_exact else "its parts do not make it up, however they are weighed"
+        problem = "" if is_exact else "no weighted mean, and no sum, of the losses of its parts gives it"
         return Fit(name, value, gradient, ratio, table if "class weights" in name else (), problem=problem)
 
     def _is_random(self, inputs: Any, num_items: int | None) -> bool:
