@@ -174,8 +174,8 @@ class StepFeed:
         what = f"The loss of a micro-batch cannot be shared exactly. {name_of(self.trainer, self._loss)}: {misfit}."
         ways = (
             f"Set gradient_accumulation_steps={self.manager.identity.world_size} or a multiple of it: each micro-batch "
-            "is then computed whole by one rank, which is exact. Or let the loss be a sum over rows or tokens, divided by "
-            "num_items_in_batch."
+            "is then computed whole by one rank, which is exact. Or let the loss be a sum over rows or tokens, divided "
+            "by num_items_in_batch."
         )
         self.inexact = f"{name_of(self.trainer, self._loss)}: {misfit}"
         if not can_go_on or self.manager.config.inexact == "raise":
