@@ -24,6 +24,9 @@ JOBS = [
     "reward:26x3x2:end+eval",
     "classifier:17x8x1:1+eval",
     "nan:17x8x1:3",
+    "nan:26x3x2:3",
+    "sparse:26x3x3:2",
+    "stream:26x3x2:2",
     "grpo:16x8x1:end",
 ]
 PLANNED, LONE = "sft:24x4x2:1", "own:17x8x1:3+lone"

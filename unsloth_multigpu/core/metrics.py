@@ -56,6 +56,7 @@ class _Record:
             there is none.
         values: Metric -> its value, and what it is made from.
         parts: Parts of what is gathered in it.
+        loss: What it adds to the loss of its step, times the number of ranks.
     """
 
     step: int
@@ -64,6 +65,13 @@ class _Record:
     shape: tuple[int, int, int] = (0, 0, 0)
     values: dict[str, list[Any]] = field(default_factory=dict)
     parts: Parts = field(default_factory=dict)
+    loss: Any = 0.0
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Its place in one process: what a stream has left over comes before the step that it is added to."""
+        place = self.group[0]
+        return self.step, place >= 0, place if place >= 0 else -1 - place
 
 
 class Metrics:
@@ -106,8 +114,8 @@ class Metrics:
         self._records: list[_Record] = []
         self._num_new: dict[str, int] = {}
         self._replaced: set[str] = set()
-        # Of each step since the ranks last met: the number of steps before it, and its loss.
-        self._losses: list[tuple[int, torch.Tensor]] = []
+        # Of each step since the ranks last met: the number of steps before it.
+        self._steps: list[int] = []
         self._loss_sum = 0.0
         self._last_logged = -1
         self._num_tokens_before = 0
@@ -158,7 +166,7 @@ class Metrics:
         finally:
             trace, self._trace = self._trace, None
         group = tuple(-1 - place for place in piece.group) if is_left_over else piece.group
-        record = _Record(len(self._losses), group, len(piece.positions), _shape(self._trainer, micro_batch.inputs))
+        record = _Record(len(self._steps), group, len(piece.positions), _shape(self._trainer, micro_batch.inputs))
         self._note_values(record, before, is_filler=piece.is_filler)
         if trace is not None and any(value[1] is not None for value in record.values.values()):
             record.parts = trace.parts()
@@ -203,9 +211,14 @@ class Metrics:
             if not math.isclose(own, value[0], rel_tol=_SAME, abs_tol=1e-6):
                 value[1] = None
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Notes the loss of a whole step, as it is handed to the Trainer."""
-        self._losses.append((self._trainer.state.global_step, loss.detach()))
+    def note_loss(self, loss: torch.Tensor, micro_batch: MicroBatch) -> None:
+        """Notes what a micro-batch adds to the loss of its step; one without anything to average has no loss."""
+        if not micro_batch.piece.is_filler:
+            self._records[-1].loss = torch.full_like(loss, math.nan) if micro_batch.is_unweighted else loss.detach()
+
+    def end_step(self) -> None:
+        """All micro-batches of a step are noted."""
+        self._steps.append(self._trainer.state.global_step)
 
     def gathered(self, name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """What `Accelerator.gather` and its like give inside a loss: this rank's part, followed where it is one."""
@@ -234,7 +247,7 @@ class Metrics:
             # Ranks that step by themselves need not wait for each other before the end.
             state = self._trainer.state
             is_end = control.should_training_stop or state.global_step >= state.max_steps
-        is_long = len(self._losses) >= _MOST_STEPS and self._manager.config.meets_every_step
+        is_long = len(self._steps) >= _MOST_STEPS and self._manager.config.meets_every_step
         if is_end or is_long or control.should_log or control.should_evaluate or control.should_save:
             if self.is_dealing:
                 self.merge()
@@ -286,38 +299,41 @@ class Metrics:
 
     def merge(self) -> None:
         """Gives every rank what all ranks have noted since they last met. Collective, if there was a step."""
-        if not self._losses:
+        if not self._steps:
             return
         trainer = self._trainer
-        numbers = torch.stack([loss.float().reshape(()) for _, loss in self._losses]).tolist()
+        losses = [record.loss.float().reshape(()) for record in self._records]
+        for record, loss in zip(self._records, torch.stack(losses).tolist() if losses else [], strict=True):
+            record.loss = loss
         ours = {
-            "losses": numbers,
             "tokens": getattr(trainer, _NUM_TOKENS, 0) - self._num_tokens_before,
             "last": {name: values[-1] for name, values, _ in self._collected() if name in self._replaced and values},
             **_packed(self._records),
         }
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(ours))]
-        self._add_losses([rank["losses"] for rank in ranks])
         self._num_tokens_before += sum(rank["tokens"] for rank in ranks)
         if hasattr(trainer, _NUM_TOKENS):
             setattr(trainer, _NUM_TOKENS, self._num_tokens_before)
         records = [record for rank in ranks for record in _unpacked(rank)]
+        self._add_losses(records, len(ranks))
         for name, value in (pair for r in records for pair in r.values.items()):
             if value[1] is not None:
                 self._expressions[name] = value[1]
         self._write(records, [rank["last"] for rank in ranks])
         self._add_padding(records)
-        self._records, self._num_new, self._losses = [], {}, []
+        self._records, self._num_new, self._steps = [], {}, []
 
-    def _add_losses(self, losses: list[list[float]]) -> None:
-        """Adds each step's loss as the Trainer would, which passes over those that are no number."""
-        means = [sum(ranks) / len(ranks) for ranks in zip(*losses, strict=True)]
+    def _add_losses(self, records: list[_Record], num_ranks: int) -> None:
+        """Adds the loss of each micro-batch as the Trainer would, which passes over those that are no number."""
+        losses: dict[tuple[int, bool, int], float] = {}
+        for record in records:
+            losses[record.order] = losses.get(record.order, 0.0) + record.loss / num_ranks
         last_logged = self._trainer._globalstep_last_logged
         if last_logged != self._last_logged:
             self._loss_sum, self._last_logged = 0.0, last_logged
-        for (global_step, _), loss in zip(self._losses, means, strict=True):
+        for (step, *_), loss in sorted(losses.items()):
             if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
-                self._loss_sum += self._loss_sum / (1 + global_step - last_logged)
+                self._loss_sum += self._loss_sum / (1 + self._steps[step] - last_logged)
             else:
                 self._loss_sum += loss
 
@@ -445,7 +461,7 @@ def _packed(records: list[_Record]) -> dict[str, Any]:
             for n, (v, e) in record.values.items()
         ]
         parts = [(names.setdefault(n, len(names)), *numbers) for n, numbers in record.parts.items()]
-        rows.append((record.step, record.group, record.num_rows, record.shape, values, parts))
+        rows.append((record.step, record.group, record.num_rows, record.shape, record.loss, values, parts))
     return {"names": list(names), "expressions": list(expressions), "records": rows}
 
 
@@ -459,8 +475,9 @@ def _unpacked(packed: Mapping[str, Any]) -> list[_Record]:
             tuple(shape),
             {names[n]: [value, expressions[e]] for n, value, e in values},
             {names[n]: numbers for n, *numbers in parts},
+            loss,
         )
-        for step, group, num_rows, shape, values, parts in packed["records"]
+        for step, group, num_rows, shape, loss, values, parts in packed["records"]
     ]
 
 

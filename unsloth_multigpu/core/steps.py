@@ -255,13 +255,15 @@ class StepFeed:
             return
         totals = [sum(counts) for counts in zip(*self.manager.gather_floats(mine), strict=True)]
         for micro_batch in step.micro_batches:
-            micro_batch.share = micro_batch.weight / (totals[micro_batch.piece.reference] or 1.0)
+            total = totals[micro_batch.piece.reference]
+            micro_batch.share = micro_batch.weight / (total or 1.0)
+            micro_batch.is_unweighted = total == 0
 
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
         self._try_again()
         loss = self._computed(original, model, step, num_items)
-        self.metrics.note_loss(loss)
+        self.metrics.end_step()
         return loss
 
     def _computed(
@@ -287,8 +289,9 @@ class StepFeed:
             noted = self.metrics.micro_batch(micro_batch, is_left_over=is_left_over)
             with noted, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 loss = original(model, micro_batch.inputs, num_items)
-            # A mean over nothing is no number; it counts nothing, and must not reach the log.
+            # A mean over nothing is no number; it counts nothing.
             losses.append(loss if self._piece_factor else torch.zeros_like(loss))
+            self.metrics.note_loss(losses[-1], micro_batch)
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
             self.num_samples += 0 if micro_batch.piece.is_filler else len(micro_batch.piece.positions)

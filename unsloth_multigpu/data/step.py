@@ -92,6 +92,8 @@ class MicroBatch:
         self.share = piece.share
         # Labels, rows or weights that its mean loss is taken over, where parts of a micro-batch are weighed by them.
         self.weight = 0.0
+        # True where the whole of which it is a part has none of these, so that one process has no mean of it.
+        self.is_unweighted = False
 
     def pin_memory(self) -> MicroBatch:
         """Called by torch's loader for page-locked copies."""
@@ -136,7 +138,10 @@ class Step:
         return pinned
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        return torch.cat([m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler] or [_EMPTY])
+        values = [m.inputs[key].reshape(-1) for m in self.micro_batches if not m.piece.is_filler]
+        if self.left_over is not None:
+            values.append(self.left_over[key])
+        return torch.cat(values or [_EMPTY])
 
     def __contains__(self, key: object) -> bool:
         return key in self.micro_batches[0].inputs

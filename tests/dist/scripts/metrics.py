@@ -3,7 +3,8 @@
 Usage: metrics.py --num-gpus N --jobs sft:17x8x1:1,dpo:26x3x3:end+eval --model DIR --out DIR
 A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
 evaluates 11 rows in batches of 4 after every second step, "lone" lets a callback on rank 0 log by itself, "resume" goes
-on from the second step. The kind "own" collects a metric without a gather, and "nan" has some losses that are none.
+on from the second step. The kind "own" collects a metric without a gather, "nan" has some losses that are none,
+"sparse" has micro-batches without a label, and "stream" one that is left over when an epoch ends.
 """
 
 import argparse
@@ -103,6 +104,12 @@ def sft(texts, evaluated, common):
     return trl_trainer(SFTTrainer, SFTConfig, rows, few, common, dataset_text_field="text", loss_type="nll")
 
 
+def stream(texts, evaluated, common):
+    rows = Dataset.from_list([{"text": text} for text in texts]).to_iterable_dataset()
+    config = SFTConfig(max_length=96, dataset_text_field="text", loss_type="nll", max_steps=7, **common)
+    return SFTTrainer(causal_lm(), config, train_dataset=rows, processing_class=tokenizer)
+
+
 class OwnMetricTrainer(SFTTrainer):
     """Collects a metric of this rank's own: nobody can know what it is."""
 
@@ -144,6 +151,9 @@ def labelled(texts):
     return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
 
 
+SPARSE = {3, 4, 5, 9, 18, 19, 20}
+
+
 class NanTrainer(Trainer):
     """The row with label 2 makes the loss no number, and has a gradient all the same."""
 
@@ -166,6 +176,17 @@ def classifier(texts, evaluated, common, trainer=Trainer):
 
 def nan(texts, evaluated, common):
     return classifier(texts, evaluated, common, NanTrainer)
+
+
+def sparse(texts, evaluated, common):
+    trainer = classifier(texts, evaluated, common)
+    of_row = iter(range(len(texts)))
+    # Rows in order: of one process, the second micro-batch of the first step and others later have no label.
+    trainer.train_dataset = trainer.train_dataset.map(
+        lambda row: {**row, "labels": -100 if next(of_row) in SPARSE else 1}
+    )
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    return trainer
 
 
 def grpo(texts, evaluated, common):
