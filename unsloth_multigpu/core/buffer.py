@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.data.step import MicroBatch, Step
 from unsloth_multigpu.logs import get_logger
@@ -107,8 +107,7 @@ class RunningStatistics:
         if self._manager.identity.world_size == 1 or not self._manager.config.meets_every_step:
             yield
             return
-        steered = functools.partial(method, self._trainer.training_step)
-        with instance_attribute(self._trainer, "training_step", steered):
+        with steered(self._trainer, "training_step", method):
             yield
 
     def _find_layers(self) -> list[_BatchNorm]:
@@ -255,9 +254,8 @@ class EqualBuffers:
             return
         trainer = self._trainer
         callback = _buffer_callback(self)
-        evaluate = functools.partial(self._evaluation_loop, trainer.evaluation_loop)
         with ExitStack() as stack:
-            stack.enter_context(instance_attribute(trainer, "evaluation_loop", evaluate))
+            stack.enter_context(steered(trainer, "evaluation_loop", self._evaluation_loop))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             yield

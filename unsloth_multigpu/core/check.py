@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import time
@@ -14,7 +13,8 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.fault.gradient import (
     SkippedSteps,
@@ -75,8 +75,9 @@ class StepCheck:
         ]
         with ExitStack() as stack:
             for owner, name, override in overrides:
-                steered = functools.partial(override, getattr(owner, name))
-                stack.enter_context(instance_attribute(owner, name, steered))
+                # A script's own step may compute its loss by itself; who weighs it says whether that will do.
+                is_needed = name != "compute_loss"
+                stack.enter_context(steered(owner, name, override, is_needed=is_needed))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             self._batches.begin()

@@ -17,7 +17,8 @@ from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.resume import ORDER_FILE, Resume, training_facts
-from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.data.sampler import StepSampler
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
@@ -75,15 +76,11 @@ class Checkpoints:
         self._facts = training_facts(trainer, self._manager, self._steps.num_accumulated, number)
         resume = Resume(trainer, self._manager, self._steps, self._writers)
         resume.choose(run_dir, arguments, self._facts)
-        save = functools.partial(self._save, trainer._save_checkpoint)
-        evaluate = functools.partial(self._evaluate, trainer.evaluate)
-        handler = trainer.callback_handler
-        on_evaluate = functools.partial(self._on_evaluate, handler.on_evaluate)
         with ExitStack() as stack:
             stack.enter_context(resume.on_trainer())
-            stack.enter_context(instance_attribute(trainer, "_save_checkpoint", save))
-            stack.enter_context(instance_attribute(trainer, "evaluate", evaluate))
-            stack.enter_context(instance_attribute(handler, "on_evaluate", on_evaluate))
+            stack.enter_context(steered(trainer, "_save_checkpoint", self._save))
+            stack.enter_context(steered(trainer, "evaluate", self._evaluate))
+            stack.enter_context(steered(trainer.callback_handler, "on_evaluate", self._on_evaluate))
             yield
 
     @property
@@ -147,13 +144,11 @@ class Checkpoints:
         with self._cleared_on_failure(part, final):
             before = _listing(final) if self._is_writer else {}
             with ExitStack() as stack:
-                stack.enter_context(
-                    instance_attribute(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent))
-                )
-                stack.enter_context(instance_attribute(trainer, "_push_from_checkpoint", pushes.append))
+                stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
+                stack.enter_context(steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder)))
                 if self._manager.identity.rank != 0 and hasattr(trainer.model, "should_save_on_this_rank"):
                     # transformers 5 knows rank 0 only, and would leave other nodes' folders without weights.
-                    own = instance_attribute(trainer.model, "should_save_on_this_rank", lambda is_main: is_main)
+                    own = steered(trainer.model, "should_save_on_this_rank", lambda _, is_main: is_main)
                     stack.enter_context(own)
                 original(model, trial)
             best = os.path.join(run_dir, f"checkpoint-{trainer.state.best_global_step}")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from unsloth_multigpu.core.manager import DDPManager, left_alone
-from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
 from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.fault.decision import PASSED, WAIT, Board, PageBoard, StoreBoard, wait_for_word
@@ -94,8 +94,7 @@ class OneDecision:
             board.begin(self._manager.gather_int64([training])[0][0])
             self._board = board
             for name, override in overrides.items():
-                steered = functools.partial(override, getattr(trainer, name))
-                stack.enter_context(instance_attribute(trainer, name, steered))
+                stack.enter_context(steered(trainer, name, override))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             yield

@@ -13,7 +13,8 @@ from torch.utils.data import BatchSampler
 
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.metrics import STORES
-from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.patching import instance_attribute
 
 
 class _Rounds(BatchSampler):
@@ -69,14 +70,13 @@ class Evaluation:
         """Puts our methods on the trainer for the time of the evaluation. Collective, where TRL collects metrics."""
         trainer, shard = self._trainer, self._shard
         rounds = _Rounds(self._batches, shard.num_processes)
-        step = functools.partial(self._prediction_step, trainer.prediction_step)
         with ExitStack() as stack:
             stack.enter_context(instance_attribute(shard, "batch_sampler", rounds))
             stack.enter_context(instance_attribute(shard, "even_batches", False))
-            stack.enter_context(instance_attribute(trainer, "prediction_step", step))
+            stack.enter_context(steered(trainer, "prediction_step", self._prediction_step))
             for name in ("gather", "gather_for_metrics", "reduce"):
-                alone = functools.partial(self._unless_in_step, name, getattr(trainer.accelerator, name))
-                stack.enter_context(instance_attribute(trainer.accelerator, name, alone))
+                alone = functools.partial(self._unless_in_step, name)
+                stack.enter_context(steered(trainer.accelerator, name, alone))
             yield
         # The loop has bound the one that was in its place.
         trainer.gather_function = trainer.accelerator.gather_for_metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.sync.choice import make_sync
@@ -50,24 +49,19 @@ class Exchange:
         """
         trainer = self._trainer
         overrides: dict[str, Callable[..., Any]] = {
-            "training_step": functools.partial(self._training_step, trainer.training_step),
+            "training_step": self._training_step,
             # The one place that tells which checkpoint a training goes on from.
-            "_load_optimizer_and_scheduler": functools.partial(
-                self._load_optimizer, trainer._load_optimizer_and_scheduler
-            ),
+            "_load_optimizer_and_scheduler": self._load_optimizer,
             # Whatever has asked for it, and when: a training may also end without a last step that says so.
-            **{
-                name: functools.partial(self._meet_before, getattr(trainer, name))
-                for name in ("_save_checkpoint", "_load_best_model")
-            },
+            "_save_checkpoint": self._meet_before,
+            "_load_best_model": self._meet_before,
         }
         before = trainer.args.average_tokens_across_devices
         callback = _exchange_callback(self)
         with ExitStack() as stack:
-            prepare_model = functools.partial(self._prepare_alone, trainer.accelerator.prepare_model)
-            stack.enter_context(instance_attribute(trainer.accelerator, "prepare_model", prepare_model))
+            stack.enter_context(steered(trainer.accelerator, "prepare_model", self._prepare_alone))
             for name, override in overrides.items():
-                stack.enter_context(instance_attribute(trainer, name, override))
+                stack.enter_context(steered(trainer, name, override))
             if not self._config.meets_every_step:
                 stack.callback(setattr, trainer.args, "average_tokens_across_devices", before)
                 # A count over all ranks is a meeting in every step.

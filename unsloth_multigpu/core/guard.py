@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.report import EventWriter
 
@@ -62,8 +62,7 @@ class Guard:
         callback = _phase_callback(self, self.beat)
         with ExitStack() as stack:
             for name, override in overrides.items():
-                within = functools.partial(override, getattr(trainer, name))
-                stack.enter_context(instance_attribute(trainer, name, within))
+                stack.enter_context(steered(trainer, name, override))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             stack.callback(self._compiler.leave)

@@ -5,7 +5,6 @@ Nothing here runs unless the variable of `fault.chaos` is set.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import resource
@@ -21,9 +20,11 @@ import torch
 
 from unsloth_multigpu.config import ENV_ATTEMPT
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
+from unsloth_multigpu.patching import instance_attribute
 from unsloth_multigpu.proof.fingerprint import fingerprints
 
 _HOUR_S = 3600.0
@@ -82,8 +83,7 @@ class Injector:
         }
         with self._stack as stack:
             for name, override in overrides.items():
-                bound = functools.partial(override, getattr(trainer, name))
-                stack.enter_context(instance_attribute(trainer, name, bound))
+                stack.enter_context(steered(trainer, name, override))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             yield

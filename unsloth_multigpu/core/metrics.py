@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.tracing import (
     Expression,
     NotThere,
@@ -126,8 +126,6 @@ class Metrics:
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
         """Puts our methods on the trainer instance for the time of the training."""
-        from unsloth_multigpu.core.steps import instance_attribute
-
         trainer = self._trainer
         overrides = {"_maybe_log_save_evaluate": self._log_save_evaluate, "log": self._log}
         overrides["evaluation_loop"] = self._evaluation_loop
@@ -135,8 +133,7 @@ class Metrics:
         callback = _epoch_callback(self)
         with ExitStack() as stack:
             for name, override in overrides.items():
-                steered = functools.partial(override, getattr(trainer, name))
-                stack.enter_context(instance_attribute(trainer, name, steered))
+                stack.enter_context(steered(trainer, name, override))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             # The script's own callbacks read the epoch.

@@ -14,7 +14,8 @@ from typing import Any
 from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.data.draw import draw_seed, seeded_draws
 from unsloth_multigpu.data.sampler import StepSampler
 from unsloth_multigpu.data.stream import StepStream
@@ -52,12 +53,12 @@ class Resume:
         """Puts our methods on the trainer instance for the time of the training."""
         trainer, callback = self._trainer, _cursor_callback(self, self._steps)
         overrides = {
-            "_load_rng_state": functools.partial(self._load_random_state, trainer._load_rng_state),
-            "get_batch_samples": functools.partial(self._batch_samples, trainer.get_batch_samples),
+            "_load_rng_state": self._load_random_state,
+            "get_batch_samples": self._batch_samples,
         }
         with ExitStack() as stack:
             for name, override in overrides.items():
-                stack.enter_context(instance_attribute(trainer, name, override))
+                stack.enter_context(steered(trainer, name, override))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             yield

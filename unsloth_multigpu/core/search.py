@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import SetupError
 
 # Rank 0's word before a trial; another text is the end.
@@ -53,11 +53,9 @@ def run_search(trainer: Any, manager: DDPManager, search: Callable[..., Any], ba
         )
     manager.open_group()
     is_rank_0 = manager.identity.rank == 0
-    report = functools.partial(_report, trainer, manager, trainer._report_to_hp_search)
-    make = functools.partial(_make_model, manager, trainer.call_model_init)
     with ExitStack() as stack:
-        stack.enter_context(instance_attribute(trainer, "_report_to_hp_search", report))
-        stack.enter_context(instance_attribute(trainer, "call_model_init", make))
+        stack.enter_context(steered(trainer, "_report_to_hp_search", functools.partial(_report, trainer, manager)))
+        stack.enter_context(steered(trainer, "call_model_init", functools.partial(_make_model, manager)))
         stack.enter_context(_backend_run(functools.partial(_lead if is_rank_0 else _follow, trainer, manager)))
         return search()
 
@@ -158,9 +156,8 @@ def _reported(handler: Any, manager: DDPManager, report: Callable[[], Any]) -> A
         tell(_PRUNED)  # Before the exception the callbacks hear of the end, and ours meet the other ranks' there.
         return original(*args, **kwargs)
 
-    ends = functools.partial(on_train_end, handler.on_train_end)
     try:
-        with instance_attribute(handler, "on_train_end", ends):
+        with steered(handler, "on_train_end", on_train_end):
             result = report()
         tell(_GOES_ON)
     finally:
@@ -188,9 +185,9 @@ def trial_set_up(trainer: Any, trial: Any) -> Iterator[None]:
     # One process makes the model of a trial with the seed of the one before.
     args.seed, seed_of_trial = seed, args.seed
 
-    def set_up(_trial: Any) -> None:
+    def set_up(_original: Any, _trial: Any) -> None:
         args.seed = seed_of_trial
 
     with ExitStack() as stack:
-        stack.enter_context(instance_attribute(trainer, "_hp_search_setup", set_up))
+        stack.enter_context(steered(trainer, "_hp_search_setup", set_up))
         yield

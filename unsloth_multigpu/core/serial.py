@@ -26,8 +26,8 @@ from unsloth_multigpu.core.replica import (
     kept_buffers,
     take_gradients,
 )
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.shard import count_rows, cut_rows, shard_factors
-from unsloth_multigpu.core.steps import instance_attribute
 from unsloth_multigpu.core.trial import Sample
 from unsloth_multigpu.core.weighing import weight_of
 from unsloth_multigpu.errors import SetupError
@@ -112,8 +112,7 @@ class SerialTrainer:
         callback, start = _sending_callback(self), time.monotonic()
         with ExitStack() as stack:
             for name, override in (("training_step", self._training_step), ("compute_loss", self._compute_loss)):
-                steered = functools.partial(override, getattr(trainer, name))
-                stack.enter_context(instance_attribute(trainer, name, steered))
+                stack.enter_context(steered(trainer, name, override))
             trainer.add_callback(callback)
             stack.callback(trainer.remove_callback, callback)
             stack.callback(self._replicas.clear)

@@ -24,6 +24,7 @@ from unsloth_multigpu.core.loss import (
 )
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.metrics import Metrics
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.trial import draw_samples
 from unsloth_multigpu.core.weighing import ROWS, SUM
 from unsloth_multigpu.data.deal import check_divisible, equation
@@ -80,13 +81,12 @@ class StepFeed:
         trainer, args = self.trainer, self.trainer.args
         self._loss = trainer.compute_loss
         kept = {n: getattr(args, n) for n in ("gradient_accumulation_steps", "average_tokens_across_devices")}
-        overrides = {
-            "get_train_dataloader": functools.partial(self._train_dataloader, trainer.get_train_dataloader),
-            "get_batch_samples": functools.partial(self._batch_samples, trainer.get_batch_samples),
-            "training_step": functools.partial(self._training_step, trainer.training_step),
-            "compute_loss": functools.partial(self._compute_loss, trainer.compute_loss),
-            # The number that the start of the training prints.
-            "get_total_train_batch_size": lambda _args: trainer._train_batch_size * self.num_accumulated,
+        overrides: dict[str, Callable[..., Any]] = {
+            "get_train_dataloader": self._train_dataloader,
+            "get_batch_samples": self._batch_samples,
+            "training_step": self._training_step,
+            "compute_loss": self._compute_loss,
+            "get_total_train_batch_size": self._total_train_batch_size,
         }
         with ExitStack() as stack:
             for name, value in kept.items():
@@ -94,12 +94,18 @@ class StepFeed:
             # A mean over each rank's own tokens is not what one process computes.
             args.average_tokens_across_devices = not self._is_alone
             for name, override in overrides.items():
-                stack.enter_context(instance_attribute(trainer, name, override))
+                stack.enter_context(steered(trainer, name, override))
+            # An evaluation binds what it finds in the place of accelerate's.
+            stack.callback(setattr, trainer, "gather_function", trainer.gather_function)
             for name in ("gather", "gather_for_metrics", "reduce"):
-                alone = functools.partial(self._unless_in_loss, name, getattr(trainer.accelerator, name))
-                stack.enter_context(instance_attribute(trainer.accelerator, name, alone))
+                alone = functools.partial(self._unless_in_loss, name)
+                stack.enter_context(steered(trainer.accelerator, name, alone))
             stack.enter_context(self.balancer.stopwatch.on_model())
             yield
+
+    def _total_train_batch_size(self, original: Callable[..., int], *args: Any) -> int:
+        """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""
+        return int(self.trainer._train_batch_size) * self.num_accumulated
 
     def _train_dataloader(self, original: Callable[[], Any]) -> StepLoader:
         """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps."""
@@ -108,11 +114,11 @@ class StepFeed:
         trainer.args.gradient_accumulation_steps = self.num_accumulated
         raw: list[Any] = []
 
-        def keep_raw(loader: Any, *_: Any, **__: Any) -> Any:
+        def keep_raw(_original: Any, loader: Any, *_: Any, **__: Any) -> Any:
             raw.append(loader)
             return loader
 
-        with instance_attribute(trainer.accelerator, "prepare_data_loader", keep_raw):
+        with steered(trainer.accelerator, "prepare_data_loader", keep_raw):
             returned = original()
         if not raw and type(returned) is DataLoader:  # One process needs nothing of what accelerate does to it.
             raw, self._is_seedable = [returned], False
@@ -394,20 +400,3 @@ def _without_effect(loss: torch.Tensor) -> torch.Tensor:
         stack.extend(following for following, _ in node.next_functions)
     zero = sum((p.reshape(-1)[:1].sum() * 0.0 for p in parameters), start=torch.zeros_like(loss))
     return zero if zero.requires_grad else loss * 0.0
-
-
-@contextmanager
-def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute on one object, and puts back what the object itself had."""
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-_MISSING = object()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import time
@@ -14,7 +13,7 @@ from torch import nn
 
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.steps import instance_attribute
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
@@ -65,8 +64,7 @@ class TrainedParameters:
             yield
             return
         self._training = training
-        step = functools.partial(self._training_step, self._trainer.training_step)
-        with instance_attribute(self._trainer, "training_step", step):
+        with steered(self._trainer, "training_step", self._training_step):
             yield
 
     def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import time
@@ -22,7 +21,8 @@ from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.guard import Guard
 from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
-from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.seam import steered, verify_calls, verify_seams
+from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
 from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.core.view import CallbackView
@@ -30,6 +30,7 @@ from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.patching import instance_attribute
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
@@ -80,6 +81,7 @@ class DDPTrainer:
         if not self._is_plain_ddp():
             return original_train()
         self._refuse_what_cannot_work()
+        verify_seams(self.trainer)
         self.manager.open_group()
         self.manager.check_same(facts_of_run(self.trainer, self.config, self.steps.num_accumulated))
         self.on_agreed()
@@ -190,8 +192,7 @@ class DDPTrainer:
             check_compression(compression, backend, hook, is_loss_scaled=accelerator.scaler is not None)
             logger.info("grad_compression=%s: gradients are sent smaller and are no longer exact", compression)
         forget_evaluation(self.trainer)
-        prepare_model = functools.partial(self._prepare_model, accelerator.prepare_model)
-        with instance_attribute(accelerator, "prepare_model", prepare_model):
+        with steered(accelerator, "prepare_model", self._prepare_model):
             yield
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -344,9 +345,14 @@ def _progress_callback(steered: DDPTrainer) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steered.num_steps += 1
+            if steered.num_steps == 1:
+                verify_calls(steered.trainer, "step")
             steered.check_forward(state.global_step)
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            verify_calls(steered.trainer, "save")
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.

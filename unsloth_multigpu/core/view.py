@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from unsloth_multigpu.core.steps import StepFeed, instance_attribute
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import SetupError
 
 
@@ -32,8 +32,7 @@ class CallbackView:
         handler = self._trainer.callback_handler
         with ExitStack() as stack:
             for name, override in (("on_train_begin", self._on_train_begin), ("call_event", self._call_event)):
-                steered = functools.partial(override, getattr(handler, name))
-                stack.enter_context(instance_attribute(handler, name, steered))
+                stack.enter_context(steered(handler, name, override))
             yield
 
     def _on_train_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import sys
@@ -14,6 +13,7 @@ from torch import nn
 
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.replica import kept_buffers
+from unsloth_multigpu.core.seam import Steered
 from unsloth_multigpu.core.wrap import inner_name
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.logs import get_logger
@@ -149,8 +149,8 @@ def _take_steering_off(trainer: Any, noted: _Noted) -> None:
                 continue
             if name not in before:
                 delattr(owner, name)
-            while isinstance(value, functools.partial) and _is_ours(value.func) and name in before:
-                value = value.args[0]
+            while isinstance(value, Steered) and name in before:
+                value = value.original
                 setattr(owner, name, value)
     for name, value in noted.arguments.items():
         setattr(trainer.args, name, value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import os
 import platform
@@ -20,7 +19,9 @@ from typing import Any, NoReturn
 import torch
 
 from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
+from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.patching import instance_attribute
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
 from unsloth_multigpu.versions import installed_version
@@ -122,13 +123,14 @@ class Recorder:
         trainer, handler = self._trainer, self._trainer.callback_handler
         with ExitStack() as stack:
             for name, value in _SETTINGS.items():
-                stack.enter_context(_attribute(trainer.args, name, value))
-            original = trainer.training_step
-            stack.enter_context(_attribute(trainer, "training_step", functools.partial(self._training_step, original)))
+                stack.enter_context(instance_attribute(trainer.args, name, value))
+            stack.enter_context(steered(trainer, "training_step", self._training_step))
             for owner in (trainer, trainer.model):
                 for name in (n for n in _SAVERS if hasattr(owner, n)):
-                    stack.enter_context(_attribute(owner, name, _do_nothing))
-            stack.enter_context(_attribute(handler, "callbacks", [c for c in handler.callbacks if not _is_tracker(c)]))
+                    stack.enter_context(instance_attribute(owner, name, _do_nothing))
+            stack.enter_context(
+                instance_attribute(handler, "callbacks", [c for c in handler.callbacks if not _is_tracker(c)])
+            )
             trainer.add_callback(_recording_callback(self))
             yield
 
@@ -262,18 +264,6 @@ def _is_tracker(callback: Any) -> bool:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands in for what saves or uploads."""
-
-
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of one object, and puts back what the object itself had."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if before is missing else setattr(owner, name, before)
 
 
 def _recording_callback(recorder: Recorder) -> Any:

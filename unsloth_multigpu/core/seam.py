@@ -1,0 +1,253 @@
+"""The methods of a Trainer, its accelerator and its callback handler that are steered while it trains, as one table.
+
+Patches steer functions of classes; these stand on one object, for the time of one training. Both are verified when it
+begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unsloth_multigpu.errors import PatchError
+from unsloth_multigpu.patching import instance_attribute
+from unsloth_multigpu.versions import check_version
+
+Owner = Literal["trainer", "accelerator", "callback_handler", "model"]
+# Whose methods are checked for their parameters. A script may override them with `**kwargs`.
+_LIBRARIES = ("transformers", "accelerate", "trl", "peft", "unsloth", "unsloth_zoo", "UnslothTrainer")
+
+
+@dataclass(frozen=True)
+class InstanceSeam:
+    """A method of one object of another library that we steer.
+
+    Attributes:
+        owner: The object, as an attribute of the Trainer.
+        name: Of the method.
+        reason: Why it is steered, in one sentence, for `doctor --seams`.
+        needs: Parameters that what stands in its place relies on.
+        called: "step" = in each optimizer step, "save" = for each checkpoint: one that is not called then is an error.
+            "" = only in some trainings.
+        unless_off: Argument of the training that turns the call off where it is zero or None.
+        optional: Not every version, or not every trainer, has it.
+    """
+
+    owner: Owner
+    name: str
+    reason: str
+    needs: tuple[str, ...] = ()
+    called: Literal["step", "save", ""] = ""
+    unless_off: str = ""
+    optional: bool = False
+
+    @property
+    def target(self) -> str:
+        """As it is shown, such as `accelerator.reduce`."""
+        return f"{self.owner}.{self.name}"
+
+
+def _of_trainer(name: str, reason: str, *needs: str, **options: Any) -> InstanceSeam:
+    return InstanceSeam("trainer", name, reason, needs, **options)
+
+
+_WAITS = "Tells the watchdog that the ranks are making samples, which takes longer than a step."
+_PASSES = "Tells the watchdog that a reference model passes over all rows before the first step."
+_ALONE = "In the loss of a micro-batch each rank has rows of its own; metrics are put together when they are logged."
+
+SEAMS: dict[str, InstanceSeam] = {
+    seam.name: seam
+    for seam in (
+        _of_trainer("get_train_dataloader", "Its loader is turned into one of whole optimizer steps."),
+        _of_trainer(
+            "get_batch_samples",
+            "Takes one step of the loader, counts its tokens over all ranks, and goes on in the middle of an epoch.",
+            *("epoch_iterator", "num_batches", "device"),
+            called="step",
+        ),
+        _of_trainer(
+            "training_step",
+            "Computes a rank's micro-batches; gradients meet in the last one, and are judged and exchanged.",
+            *("model", "inputs", "num_items_in_batch"),
+            called="step",
+        ),
+        _of_trainer(
+            "compute_loss",
+            "Weighs a micro-batch by its part of the step, and keeps its loss for the message about a nan.",
+            *("model", "inputs", "num_items_in_batch"),
+            called="step",
+        ),
+        _of_trainer(
+            "get_total_train_batch_size", "The samples of a step, which the start of the training prints.", "args"
+        ),
+        _of_trainer(
+            "_maybe_log_save_evaluate",
+            "Ranks put their metrics together before a line is written, and act on one decision.",
+            *("tr_loss",),
+            called="step",
+        ),
+        _of_trainer("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
+        _of_trainer("evaluation_loop", "Buffers are equal on all ranks, and training metrics whole, before it begins."),
+        _of_trainer("evaluate", "All ranks act on rank 0's numbers, and what it draws leaves the training as it is."),
+        _of_trainer("_evaluate", "All ranks evaluate when rank 0 does."),
+        _of_trainer("prediction_step", "Each batch of an evaluation is one of one process.", "model", "inputs"),
+        _of_trainer(
+            "_save_checkpoint",
+            "A checkpoint has its name only when it is whole; all ranks save when rank 0 does.",
+            *("model", "trial"),
+            called="save",
+        ),
+        _of_trainer("_get_output_dir", "A checkpoint is written into a folder beside its own first.", "trial"),
+        _of_trainer(
+            "_push_from_checkpoint", "A checkpoint is pushed when it is whole.", "checkpoint_folder", optional=True
+        ),
+        _of_trainer("_load_best_model", "Tells the watchdog that files are read, and lets ranks meet before."),
+        _of_trainer("_load_rng_state", "Each rank goes on with its own random numbers.", "checkpoint"),
+        _of_trainer(
+            "_load_optimizer_and_scheduler", "Tells a strategy which checkpoint it goes on from.", "checkpoint"
+        ),
+        _of_trainer("store_flos", "Tells the watchdog that the last step is done."),
+        _of_trainer("save_model", "`chaos` fails here.", "output_dir"),
+        _of_trainer("_report_to_hp_search", "All ranks prune a trial when rank 0 does.", "trial", "step", "metrics"),
+        _of_trainer("call_model_init", "The model of a trial is the same on all ranks.", "trial"),
+        _of_trainer("_hp_search_setup", "A trial's arguments are there before its training is steered.", "trial"),
+        _of_trainer("_generate_and_score_completions", _WAITS, optional=True),
+        _of_trainer("generate_on_policy_outputs", _WAITS, optional=True),
+        _of_trainer("compute_ref_log_probs", _PASSES, optional=True),
+        _of_trainer("compute_reference_log_probs", _PASSES, optional=True),
+        InstanceSeam("accelerator", "gather", _ALONE, ("tensor",)),
+        InstanceSeam("accelerator", "gather_for_metrics", _ALONE, ("input_data",)),
+        InstanceSeam("accelerator", "reduce", _ALONE, ("tensor", "reduction")),
+        InstanceSeam(
+            "accelerator",
+            "clip_grad_norm_",
+            "A step whose gradient is no number is found, named and left out before it reaches the weights.",
+            ("parameters", "max_norm", "norm_type"),
+            called="step",
+            unless_off="max_grad_norm",
+        ),
+        InstanceSeam("accelerator", "prepare_model", "DDP is made with our settings, or not at all.", ("model",)),
+        InstanceSeam(
+            "accelerator", "prepare_data_loader", "Steps are dealt here, not by accelerate.", ("data_loader",)
+        ),
+        InstanceSeam(
+            "callback_handler",
+            "call_event",
+            "Callbacks see the gradient_accumulation_steps of the script.",
+            ("event", "args", "state", "control"),
+        ),
+        InstanceSeam(
+            "model",
+            "should_save_on_this_rank",
+            "The first rank of each node writes where the nodes share no folder.",
+            optional=True,
+        ),
+        InstanceSeam("callback_handler", "on_train_begin", "Callbacks see the loader of one process."),
+        InstanceSeam("callback_handler", "on_train_end", "Ranks that prune a trial leave it together."),
+        InstanceSeam(
+            "callback_handler",
+            "on_evaluate",
+            "Callbacks of all ranks decide by rank 0's numbers.",
+            ("args", "state", "control", "metrics"),
+        ),
+    )
+}
+
+
+class Steered(functools.partial):  # type: ignore[type-arg]
+    """A method of ours that stands in the place of one of theirs, which is its last argument. Counts its calls."""
+
+    num_calls = 0
+    is_needed = True
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def original(self) -> Any:
+        """What stood there before."""
+        return self.args[-1]
+
+
+@contextmanager
+def steered(owner: Any, name: str, method: Callable[..., Any], *, is_needed: bool = True) -> Iterator[None]:
+    """Puts `method` in the place of a method of `owner` for a time. It is given the original first.
+
+    Args:
+        owner: The Trainer, its accelerator or its callback handler.
+        name: One of `SEAMS`.
+        method: What is called in its place.
+        is_needed: The training is wrong where it is not called; else only less is known of it.
+    """
+    replacement = Steered(method, getattr(owner, SEAMS[name].name))
+    replacement.is_needed = is_needed
+    with instance_attribute(owner, name, replacement):
+        yield
+
+
+def verify_seams(trainer: Any) -> None:
+    """Checks, when a training begins, that every method of the table is there and has the parameters that are used.
+
+    Raises:
+        PatchError: One is missing, or has another shape. Nothing was steered yet.
+    """
+    for seam in SEAMS.values():
+        owner = trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
+        method = getattr(type(owner), seam.name, None)
+        if not callable(method):
+            if not seam.optional:
+                raise _misfit(seam, owner, "there is no such method")
+            continue
+        parameters = _of_library(type(owner), seam.name)
+        if missing := [name for name in seam.needs if name not in parameters]:
+            raise _misfit(seam, owner, f"it has no parameter {', '.join(missing)}")
+
+
+def verify_calls(trainer: Any, event: Literal["step", "save"]) -> None:
+    """Checks, behind the first step or a checkpoint, that what is steered was called.
+
+    Raises:
+        PatchError: The library, or a method of the script, goes another way, on which nothing is steered.
+    """
+    for seam in SEAMS.values():
+        owner = trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
+        method = vars(owner).get(seam.name)
+        if seam.called != event or not _is_missed(method):
+            continue
+        if not seam.unless_off or getattr(trainer.args, seam.unless_off):
+            what = f"it was not called {'in the first step' if event == 'step' else 'for a checkpoint'}"
+            raise _misfit(seam, owner, what)
+
+
+def _is_missed(method: Any) -> bool:
+    """True where one of the methods that stand over each other is needed, and was not called."""
+    while isinstance(method, Steered):
+        if method.is_needed and not method.num_calls:
+            return True
+        method = method.original
+    return False
+
+
+def _of_library(cls: type, name: str) -> Any:
+    """Parameters of the method as the library has it: a script's own may take `**kwargs`, and fails by itself."""
+    for base in cls.__mro__:
+        if name in vars(base) and base.__module__.partition(".")[0] in _LIBRARIES:
+            return inspect.signature(vars(base)[name]).parameters
+    return inspect.signature(getattr(cls, name)).parameters
+
+
+def _misfit(seam: InstanceSeam, owner: Any, what: str) -> PatchError:
+    library = next(
+        (b.__module__.partition(".")[0] for b in type(owner).__mro__ if b.__module__.startswith(_LIBRARIES)), ""
+    )
+    row = check_version({"UnslothTrainer": "unsloth"}.get(library, library) or "transformers")
+    return PatchError(
+        f"{type(owner).__name__}.{seam.name} ({row.name} {row.installed}): {what}. {seam.reason}",
+        hint=f"Call it as {row.name} does, if your script overrides what should; else install a version of "
+        f"{row.name} that docs/compatibility.md names, and report this one.",
+    )
