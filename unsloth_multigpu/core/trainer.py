@@ -343,10 +343,11 @@ def _progress_callback(steered: DDPTrainer) -> Any:
             if not steered.num_steps:  # Later ones are told by the loop, which counts passes of a stream, too.
                 steered.steps.begin_epoch(int((state.epoch or 0) + 1e-6))
 
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._verify_first_step()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steered.num_steps += 1
-            if steered.num_steps == 1:
-                verify_calls(steered.trainer, "step")
             steered.check_forward(state.global_step)
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)
@@ -355,8 +356,14 @@ def _progress_callback(steered: DDPTrainer) -> Any:
             verify_calls(steered.trainer, "save")
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._verify_first_step()
             # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
             if steered.replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
                 steered.replicas.check(steered.trainer.model, state.global_step, steered.beside_the_model())
+
+        def _verify_first_step(self) -> None:
+            # Logging and saving come behind `on_step_end`.
+            if steered.num_steps == 1:
+                verify_calls(steered.trainer, "step")
 
     return Progress()
