@@ -9,8 +9,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -53,20 +53,6 @@ class Patch:
     reason: str
     needs: tuple[str, ...] = ()
     optional: bool = False
-
-
-@contextmanager
-def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute on one object for a time, and puts back what the object itself had."""
-    before = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 @dataclass(frozen=True)

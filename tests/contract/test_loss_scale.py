@@ -20,6 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from tests.helpers.log_probs import LogProbs
 from tests.helpers.tiny import build_tiny, preference_rows
 from unsloth_multigpu.core.loss import find_loss_scale
 from unsloth_multigpu.core.trial import LossTrial, draw_samples
@@ -188,23 +189,13 @@ def test_trial_leaves_no_trace(tmp_path):
     assert args.average_tokens_across_devices is False
 
 
-class PlainLogProbs:
-    """Stands for TRL's kernel, which runs on GPUs alone; of its five outputs only the first is in a loss."""
-
-    @staticmethod
-    def apply(hidden, weight, bias, targets, *_):
-        scores = torch.nn.functional.linear(hidden, weight, bias).log_softmax(-1)
-        chosen = scores.gather(-1, targets[:, None])[:, 0]
-        return chosen, *(torch.zeros_like(chosen) for _ in range(3)), torch.zeros_like(chosen, dtype=torch.bool)
-
-
 @pytest.mark.parametrize("loss_type", ["aot", "aot_unpaired", "sigmoid"])
 def test_dpo_that_sorts_rows_is_not_shared(tmp_path, monkeypatch, loss_type):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", PlainLogProbs)
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", LogProbs)
     path = build_tiny(tmp_path / "model", hidden_size=16, num_layers=1, vocab_size=400)
     args = DPOConfig(
         str(tmp_path), loss_type=[loss_type], per_device_train_batch_size=8, use_cpu=True, bf16=False, report_to=[]

@@ -38,6 +38,7 @@ LAYERS = {
     "fault.checkpoint": 1,
     "fault.chaos": 1,
     "patching": 1,
+    "core.seam": 1,
     "launch.identity": 1,
     "launch.allocator": 1,
     "launch.spawned": 1,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.core.seam import SEAMS, check_seam
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.patching import Patch, PatchRegistry
-from unsloth_multigpu.versions import check_version
+from unsloth_multigpu.versions import SUPPORTED, check_version
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
@@ -73,6 +75,26 @@ def seams_markdown() -> str:
     for patch in all_patches():
         required = "no" if patch.optional else "yes"
         lines.append(f"| `{patch.target}` | `{patch.supports}` | {required} | {patch.reason} |")
+    lines += [
+        "",
+        "## While a Trainer trains",
+        "",
+        "These methods are replaced on one object, from the beginning of `train()` to its end. When it begins, each",
+        "must be there and have the parameters named here. One that should be called in each step, or for each",
+        "checkpoint, and is not, ends the training with an error.",
+        "",
+        "| Target | Parameters | Called | Required | Reason |",
+        "|---|---|---|---|---|",
+    ]
+    for seam in SEAMS.values():
+        required, parameters = "no" if seam.optional else "yes", ", ".join(f"`{name}`" for name in seam.needs)
+        called = {
+            "step": "in each step",
+            "step end": "behind each step",
+            "save": "for each checkpoint",
+            "": "in some trainings",
+        }[seam.called]
+        lines.append(f"| `{seam.target}` | {parameters} | {called} | {required} | {seam.reason} |")
     return "\n".join(lines) + "\n"
 
 
@@ -84,8 +106,9 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
         libraries: Imported first, in this order, where they are installed.
 
     Returns:
-        `imports` = library -> "" or its error; `seams` = one dictionary per patch with its `state`, `error` and
-        `hint`; `verify` = "" or the error of the check that stands before each training.
+        `imports` = library -> "" or its error; `seams` = one dictionary per patch, and per method that is steered on
+        one object, with its `state`, `error` and `hint`; `verify` = "" or the error of the check that stands before
+        each training.
     """
     refused = {patch.target: error for patch in patches if (error := _refusal(patch))}
     registry = PatchRegistry(patch for patch in patches if patch.target not in refused)
@@ -103,7 +126,7 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
 
     return {
         "imports": {name: _told(error)["error"] for name, error in imports.items()},
-        "seams": [describe(patch) for patch in patches],
+        "seams": [*(describe(patch) for patch in patches), *_instance_seams()],
         "verify": _told(_verify(registry))["error"],
     }
 
@@ -113,6 +136,31 @@ def main() -> None:
     from unsloth_multigpu.cli.probe import leave_outcome
 
     leave_outcome(lambda: try_seams(all_patches()))
+
+
+def _instance_seams() -> list[dict[str, Any]]:
+    """The methods of objects, as far as their classes show them."""
+    owners: dict[str, type] = {}
+    with suppress(*_IMPORT_ERRORS):  # Told with the imports.
+        from accelerate import Accelerator
+        from transformers import PreTrainedModel, Trainer
+        from transformers.trainer_callback import CallbackHandler
+
+        owners = {"accelerator": Accelerator, "callback_handler": CallbackHandler}
+        owners |= {"model": PreTrainedModel, "trainer": Trainer}
+    found = []
+    for seam in SEAMS.values() if owners else ():
+        error: MultiGPUError | None = None
+        state = "landed"
+        try:
+            if not check_seam(seam, owners[seam.owner]):
+                state = "absent"
+        except MultiGPUError as misfit:
+            state, error = "refused", misfit
+        supports = SUPPORTED["accelerate" if seam.owner == "accelerator" else "transformers"]
+        shown = {"target": seam.target, "supports": supports, "reason": seam.reason, "optional": seam.optional}
+        found.append({**shown, "state": state, "is_misfit": error is not None, **_told(error)})
+    return found
 
 
 def _not_in_a_run(*args: Any) -> DDPManager:

@@ -13,8 +13,7 @@ from torch.utils.data import BatchSampler
 
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.metrics import STORES
-from unsloth_multigpu.core.seam import steered
-from unsloth_multigpu.patching import instance_attribute
+from unsloth_multigpu.core.seam import instance_attribute, steered
 
 
 class _Rounds(BatchSampler):

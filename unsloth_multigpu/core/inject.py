@@ -20,11 +20,10 @@ import torch
 
 from unsloth_multigpu.config import ENV_ATTEMPT
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.seam import instance_attribute, steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
-from unsloth_multigpu.patching import instance_attribute
 from unsloth_multigpu.proof.fingerprint import fingerprints
 
 _HOUR_S = 3600.0

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unsloth_multigpu.errors import PatchError
-from unsloth_multigpu.patching import instance_attribute
 from unsloth_multigpu.versions import check_version
 
+_MISSING: Any = object()
 Owner = Literal["trainer", "accelerator", "callback_handler", "model"]
 # Whose methods are checked for their parameters. A script may override them with `**kwargs`.
 _LIBRARIES = ("transformers", "accelerate", "trl", "peft", "unsloth", "unsloth_zoo", "UnslothTrainer")
@@ -31,8 +31,8 @@ class InstanceSeam:
         name: Of the method.
         reason: Why it is steered, in one sentence, for `doctor --seams`.
         needs: Parameters that what stands in its place relies on.
-        called: "step" = in each optimizer step, "save" = for each checkpoint: one that is not called then is an error.
-            "" = only in some trainings.
+        called: "step" = in each optimizer step, "step end" = behind each, "save" = for each checkpoint: one that is not
+            called then is an error. "" = only in some trainings.
         unless_off: Argument of the training that turns the call off where it is zero or None.
         optional: Not every version, or not every trainer, has it.
     """
@@ -41,7 +41,7 @@ class InstanceSeam:
     name: str
     reason: str
     needs: tuple[str, ...] = ()
-    called: Literal["step", "save", ""] = ""
+    called: Literal["step", "step end", "save", ""] = ""
     unless_off: str = ""
     optional: bool = False
 
@@ -88,7 +88,7 @@ SEAMS: dict[str, InstanceSeam] = {
             "_maybe_log_save_evaluate",
             "Ranks put their metrics together before a line is written, and act on one decision.",
             *("tr_loss",),
-            called="step",
+            called="step end",
         ),
         _of_trainer("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
         _of_trainer("evaluation_loop", "Buffers are equal on all ranks, and training metrics whole, before it begins."),
@@ -175,6 +175,20 @@ class Steered(functools.partial):  # type: ignore[type-arg]
 
 
 @contextmanager
+def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute on one object for a time, and puts back what the object itself had."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
 def steered(owner: Any, name: str, method: Callable[..., Any], *, is_needed: bool = True) -> Iterator[None]:
     """Puts `method` in the place of a method of `owner` for a time. It is given the original first.
 
@@ -197,31 +211,45 @@ def verify_seams(trainer: Any) -> None:
         PatchError: One is missing, or has another shape. Nothing was steered yet.
     """
     for seam in SEAMS.values():
-        owner = trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
-        method = getattr(type(owner), seam.name, None)
-        if not callable(method):
-            if not seam.optional:
-                raise _misfit(seam, owner, "there is no such method")
-            continue
-        parameters = _of_library(type(owner), seam.name)
-        if missing := [name for name in seam.needs if name not in parameters]:
-            raise _misfit(seam, owner, f"it has no parameter {', '.join(missing)}")
+        check_seam(seam, type(_owner_of(seam, trainer)))
 
 
-def verify_calls(trainer: Any, event: Literal["step", "save"]) -> None:
+def check_seam(seam: InstanceSeam, owner: type) -> bool:
+    """Checks one method of the class of its owner.
+
+    Returns:
+        False where an optional one is absent.
+
+    Raises:
+        PatchError: It is missing, or has another shape.
+    """
+    if not callable(getattr(owner, seam.name, None)):
+        if seam.optional:
+            return False
+        raise _misfit(seam, owner, "there is no such method")
+    if missing := _missing_parameters(seam, owner):
+        raise _misfit(seam, owner, f"it has no parameter {', '.join(missing)}")
+    return True
+
+
+def verify_calls(trainer: Any, event: Literal["step", "step end", "save"]) -> None:
     """Checks, behind the first step or a checkpoint, that what is steered was called.
 
     Raises:
         PatchError: The library, or a method of the script, goes another way, on which nothing is steered.
     """
     for seam in SEAMS.values():
-        owner = trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
+        owner = _owner_of(seam, trainer)
         method = vars(owner).get(seam.name)
         if seam.called != event or not _is_missed(method):
             continue
         if not seam.unless_off or getattr(trainer.args, seam.unless_off):
-            what = f"it was not called {'in the first step' if event == 'step' else 'for a checkpoint'}"
-            raise _misfit(seam, owner, what)
+            what = f"it was not called {'for a checkpoint' if event == 'save' else 'in the first step'}"
+            raise _misfit(seam, type(owner), what)
+
+
+def _owner_of(seam: InstanceSeam, trainer: Any) -> Any:
+    return trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
 
 
 def _is_missed(method: Any) -> bool:
@@ -233,21 +261,26 @@ def _is_missed(method: Any) -> bool:
     return False
 
 
-def _of_library(cls: type, name: str) -> Any:
-    """Parameters of the method as the library has it: a script's own may take `**kwargs`, and fails by itself."""
-    for base in cls.__mro__:
-        if name in vars(base) and base.__module__.partition(".")[0] in _LIBRARIES:
-            return inspect.signature(vars(base)[name]).parameters
-    return inspect.signature(getattr(cls, name)).parameters
+def _missing_parameters(seam: InstanceSeam, owner: type) -> list[str]:
+    """Those that the library's own method lacks. A script's fails by itself; one that takes anything hands it on."""
+    for base in owner.__mro__:
+        if seam.name not in vars(base) or base.__module__.partition(".")[0] not in _LIBRARIES:
+            continue
+        parameters = inspect.signature(vars(base)[seam.name]).parameters
+        missing = [name for name in seam.needs if name not in parameters]
+        if not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values()):
+            return missing
+        if not missing:
+            return []
+    return []
 
 
-def _misfit(seam: InstanceSeam, owner: Any, what: str) -> PatchError:
-    library = next(
-        (b.__module__.partition(".")[0] for b in type(owner).__mro__ if b.__module__.startswith(_LIBRARIES)), ""
-    )
-    row = check_version({"UnslothTrainer": "unsloth"}.get(library, library) or "transformers")
+def _misfit(seam: InstanceSeam, owner: type, what: str) -> PatchError:
+    modules = [base.__module__.partition(".")[0] for base in owner.__mro__]
+    library = next((name for name in modules if name in _LIBRARIES), "transformers")
+    row = check_version("unsloth" if library == "UnslothTrainer" else library)
     return PatchError(
-        f"{type(owner).__name__}.{seam.name} ({row.name} {row.installed}): {what}. {seam.reason}",
-        hint=f"Call it as {row.name} does, if your script overrides what should; else install a version of "
-        f"{row.name} that docs/compatibility.md names, and report this one.",
+        f"{owner.__name__}.{seam.name} ({row.name} {row.installed}): {what}. What stands on it: {seam.reason}",
+        hint=f"If your script overrides what calls it, call it as {row.name} does. Else install a {row.name} that "
+        "docs/compatibility.md names, and report this one.",
     )

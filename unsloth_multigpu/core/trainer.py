@@ -21,7 +21,7 @@ from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.guard import Guard
 from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.core.manager import DDPManager, gradient_backend
-from unsloth_multigpu.core.seam import steered, verify_calls, verify_seams
+from unsloth_multigpu.core.seam import instance_attribute, steered, verify_calls, verify_seams
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
 from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
@@ -30,7 +30,6 @@ from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.patching import instance_attribute
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
@@ -348,6 +347,8 @@ def _progress_callback(steered: DDPTrainer) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             steered.num_steps += 1
+            if steered.num_steps == 1:
+                verify_calls(steered.trainer, "step")
             steered.check_forward(state.global_step)
             # The Trainer saves the checkpoint of this step after this.
             steered.prove_replicas(state.global_step)
@@ -364,6 +365,6 @@ def _progress_callback(steered: DDPTrainer) -> Any:
         def _verify_first_step(self) -> None:
             # Logging and saving come behind `on_step_end`.
             if steered.num_steps == 1:
-                verify_calls(steered.trainer, "step")
+                verify_calls(steered.trainer, "step end")
 
     return Progress()

@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 import torch
 
 from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
-from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.core.seam import instance_attribute, steered
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.patching import instance_attribute
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
 from unsloth_multigpu.versions import installed_version

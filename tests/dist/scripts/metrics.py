@@ -51,24 +51,13 @@ from trl import (  # noqa: E402
     SFTTrainer,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from tiny_model import topics  # noqa: E402
 
+from tests.helpers.log_probs import LogProbs  # noqa: E402
+
 rank = int(os.environ.get("RANK", "0"))
-
-
-class LogProbs:
-    """Stands in for TRL's fused kernel, which runs on a GPU only: the same five numbers of each token."""
-
-    @staticmethod
-    def apply(hidden, weight, bias, targets, temperature, *_):
-        logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
-        logps = logits.log_softmax(-1)
-        probs = logps.exp()
-        chosen = logps.gather(-1, targets[:, None])[:, 0]
-        with torch.no_grad():
-            entropy, top = -(probs * logps).sum(-1), logits.argmax(-1) == targets
-            return chosen, entropy, probs.square().sum(-1).log(), logits.mean(-1), top
 
 
 trl.trainer.utils._ChunkedLogProbFunction = LogProbs

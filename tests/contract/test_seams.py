@@ -1,0 +1,84 @@
+"""The methods that are steered while a Trainer trains, on the real trainers: there, and called as often as expected."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.log_probs import LogProbs
+from tests.helpers.run import ROOT
+
+
+def pass_through(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.helpers.tiny import build_tiny
+
+    folder = tmp_path_factory.mktemp("model")
+    build_tiny(folder)
+    return folder
+
+
+def made(kind: str, model_folder: Path, folder: Path) -> Any:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "use_cpu": True}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "report_to": [], "disable_tqdm": True}
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    texts = [f"{i} words and words" for i in range(8)]
+    if kind == "Trainer":
+        from transformers import Trainer, TrainingArguments
+
+        rows: Any = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 8
+        return Trainer(model=model, args=TrainingArguments(str(folder), **settings), train_dataset=rows)
+    import trl
+
+    columns = {"SFT": {"text": texts}, "DPO": {"prompt": texts, "chosen": texts, "rejected": texts[::-1]}}
+    options = {"bf16": False, "gradient_checkpointing": False, **({"loss_type": "nll"} if kind == "SFT" else {})}
+    config = getattr(trl, f"{kind}Config")(str(folder), max_length=32, **settings, **options)
+    rows = Dataset.from_dict(columns[kind])
+    return getattr(trl, f"{kind}Trainer")(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFT", "DPO"])
+def test_methods_are_there_and_are_called_in_each_step_and_for_each_checkpoint(
+    kind: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unsloth_multigpu.core.seam import SEAMS, steered, verify_calls, verify_seams
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", LogProbs)
+    trainer = made(kind, model_folder, tmp_path)
+    verify_seams(trainer)
+    expected = {name: seam for name, seam in SEAMS.items() if seam.called}
+    owners = {name: trainer if s.owner == "trainer" else getattr(trainer, s.owner) for name, s in expected.items()}
+    with ExitStack() as stack:
+        for name in expected:
+            stack.enter_context(steered(owners[name], name, pass_through))
+        trainer.train()
+        num_calls = {name: vars(owners[name])[name].num_calls for name in expected}
+        verify_calls(trainer, "step")
+        verify_calls(trainer, "step end")
+        verify_calls(trainer, "save")
+    in_each_micro_batch = {"training_step": 4, "compute_loss": 4}
+    # The end of an epoch asks for a log, too.
+    assert num_calls == {**dict.fromkeys(expected, 2), **in_each_micro_batch, "_maybe_log_save_evaluate": 3}
+
+
+def test_every_method_that_stands_on_a_trainer_is_in_the_table() -> None:
+    from unsloth_multigpu.core.seam import SEAMS
+
+    frozen = json.loads((ROOT / "tests" / "dist" / "onion.json").read_text())
+    found = {name for training in frozen.values() for name in training["seams"]}
+    assert found
+    assert found <= {seam.target for seam in SEAMS.values()}
