@@ -138,6 +138,19 @@ def test_one_process_is_planned_when_asked(folder):
             assert planned["computed_tokens"] < 0.8 * plain["computed_tokens"], name
 
 
+def test_one_process_that_is_guarded_computes_the_same_micro_batches(folder):
+    names = ["plain", "list"]
+    out = folder / "guarded"
+    out.mkdir()
+    run = run_python([SCRIPT, "1", out, ",".join(names)], folder, {**LIBRARIES, "UNSLOTH_MULTIGPU_ON_NAN": "skip"})
+    assert run.code == 0, run.err
+    assert "by length" not in run.err
+    for name in names:
+        guarded, (plain,) = json.loads((out / f"{name}_0.json").read_text()), ranks(folder, 1, name)
+        assert guarded["computed_tokens"] == plain["computed_tokens"], name
+        assert guarded["grad_norm"] == plain["grad_norm"], name
+
+
 def test_one_line_says_how_samples_are_dealt(folder):
     lines = (folder / "2" / "stderr.txt").read_text().splitlines()
     for reason, count in {

@@ -153,7 +153,7 @@ def test_limit_below_the_longest_sample_is_an_error() -> None:
 
 
 def test_speeds_are_one_for_each_rank() -> None:
-    with pytest.raises(ConfigError, match=r"rank_speeds=\(1.0, 0.5\) has 2 numbers, but there are 1 ranks"):
+    with pytest.raises(ConfigError, match=r"rank_speeds=\(1.0, 0.5\) has 2 numbers, but the number of ranks is 1"):
         balancer(rank_speeds=(1.0, 0.5)).prepare(loader(), TOKEN_SUM)
 
 

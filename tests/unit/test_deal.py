@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 import pytest
@@ -141,7 +142,7 @@ def test_equation_adds_up(sizes: list[int], world_size: int, regroup: bool) -> N
     total, _, rest = equation(sizes, world_size, regroup=regroup).partition(" = ")
     numbers = [int(word) for word in rest.split() if word.isdigit()]
     is_product = "accumulation" in rest
-    computed = numbers[0] * numbers[1] * numbers[2] if is_product else sum(numbers[:-1])
+    computed = math.prod(numbers) if is_product else sum(numbers[:-1])
     assert int(total) == sum(sizes) == computed
 
 

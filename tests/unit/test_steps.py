@@ -40,10 +40,14 @@ class FakeTrainer:
         self.is_fsdp_enabled = self.is_deepspeed_enabled = False
         self.compute_loss_func, self.model_accepts_loss_kwargs = None, True
         self.state = SimpleNamespace(global_step=0)
+        self.gather_function = self.accelerator.gather_for_metrics
 
     def get_train_dataloader(self):
         for number in range(self._num_loaders):
             self.accelerator.prepare_data_loader(number)
+
+    def get_total_train_batch_size(self, args):
+        return 4
 
     def get_batch_samples(self, batches, num_batches, device):
         return list(batches), None

@@ -21,6 +21,12 @@ _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl"
 # These load at once what they use on this kind of machine. Their other modules are for another kind, and would change
 # the libraries around them for it.
 _EAGER = ("unsloth", "unsloth_zoo")
+_CALLED = {
+    "step": "in each step",
+    "step end": "behind each step",
+    "save": "for each checkpoint",
+    "": "in some trainings",
+}
 # What imports of large libraries end with; a crash of the whole probe is told by its parent.
 _IMPORT_ERRORS = (
     ImportError,
@@ -88,13 +94,7 @@ def seams_markdown() -> str:
     ]
     for seam in SEAMS.values():
         required, parameters = "no" if seam.optional else "yes", ", ".join(f"`{name}`" for name in seam.needs)
-        called = {
-            "step": "in each step",
-            "step end": "behind each step",
-            "save": "for each checkpoint",
-            "": "in some trainings",
-        }[seam.called]
-        lines.append(f"| `{seam.target}` | {parameters} | {called} | {required} | {seam.reason} |")
+        lines.append(f"| `{seam.target}` | {parameters} | {_CALLED[seam.called]} | {required} | {seam.reason} |")
     return "\n".join(lines) + "\n"
 
 

@@ -94,7 +94,7 @@ class Balancer:
         speeds = self._config.rank_speeds or (1.0,) * world_size
         if len(speeds) != world_size:
             raise ConfigError(
-                f"rank_speeds={speeds!r} has {len(speeds)} numbers, but there are {world_size} ranks.",
+                f"rank_speeds={speeds!r} has {len(speeds)} numbers, but the number of ranks is {world_size}.",
                 hint="Give one number for each rank, or leave it out.",
             )
         if self._config.balance == "off":

@@ -109,7 +109,7 @@ class StepFeed:
 
     def _train_dataloader(self, original: Callable[[], Any]) -> StepLoader:
         """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps."""
-        trainer = self.trainer
+        trainer, config = self.trainer, self.manager.config
         # Length-grouped samplers read it, and must see what one process has.
         trainer.args.gradient_accumulation_steps = self.num_accumulated
         raw: list[Any] = []
@@ -137,11 +137,13 @@ class StepFeed:
         if self._scale.is_watched and self.manager.identity.world_size > 1:
             self._watch = LossWatch(trainer, self._loss, self._scale, lambda skip: draw(skip=skip))
         is_whole = self._is_whole = self._keeps_whole(self._scale.misfit)
+        # A single process that is only guarded keeps the script's own micro-batches.
+        is_shared = self.manager.identity.world_size > 1
         shape = StepShape(
             rank=self.manager.identity.rank,
             world_size=self.manager.identity.world_size,
             num_accumulated=self.num_accumulated,
-            regroup=self._scale.is_token_normalised and not is_whole,
+            regroup=self._scale.is_token_normalised and not is_whole and is_shared,
             whole=is_whole,
             planner=self.balancer,
             seed=trainer.args.seed,
@@ -150,7 +152,8 @@ class StepFeed:
         )
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
-        dealt = self.balancer.prepare(loader, self._scale)
+        asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
+        dealt = self.balancer.prepare(loader, self._scale) if is_shared or asks_for_plan else ""
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
         logger.info("samples per step: %s%s", how, dealt)
         self.metrics.begin(loader, self.num_accumulated)

@@ -215,6 +215,8 @@ def check_divisible(num_samples: int, world_size: int) -> None:
 
 def equation(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bool = False) -> str:
     """The step in words: "16 = 2 ranks x 4 samples x 2 accumulation", or "10 = 3 + 3 + 4 samples on 3 ranks"."""
+    if world_size == 1 and len(set(sizes)) == 1:
+        return f"{sum(sizes)} = {sizes[0]} samples x {len(sizes)} accumulation"
     plan = deal_step(sizes, world_size, regroup=regroup, whole=whole)
     pieces = [0 if p.is_filler else len(p.positions) for share in plan for p in share]
     if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
