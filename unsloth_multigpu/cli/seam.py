@@ -106,9 +106,8 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
         libraries: Imported first, in this order, where they are installed.
 
     Returns:
-        `imports` = library -> "" or its error; `seams` = one dictionary per patch, and per method that is steered on
-        one object, with its `state`, `error` and `hint`; `verify` = "" or the error of the check that stands before
-        each training.
+        `imports` = library -> "" or its error; `seams` = one dictionary per patch with its `state`, `error` and
+        `hint`; `verify` = "" or the error of the check that stands before each training.
     """
     refused = {patch.target: error for patch in patches if (error := _refusal(patch))}
     registry = PatchRegistry(patch for patch in patches if patch.target not in refused)
@@ -126,7 +125,7 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
 
     return {
         "imports": {name: _told(error)["error"] for name, error in imports.items()},
-        "seams": [*(describe(patch) for patch in patches), *_instance_seams()],
+        "seams": [describe(patch) for patch in patches],
         "verify": _told(_verify(registry))["error"],
     }
 
@@ -135,11 +134,15 @@ def main() -> None:
     """`python -m unsloth_multigpu.cli.seam OUTCOME.json`."""
     from unsloth_multigpu.cli.probe import leave_outcome
 
-    leave_outcome(lambda: try_seams(all_patches()))
+    def try_all() -> dict[str, Any]:
+        found = try_seams(all_patches())
+        return {**found, "seams": [*found["seams"], *try_instance_seams()]}
+
+    leave_outcome(try_all)
 
 
-def _instance_seams() -> list[dict[str, Any]]:
-    """The methods of objects, as far as their classes show them."""
+def try_instance_seams() -> list[dict[str, Any]]:
+    """The methods that are steered on one object, as far as their classes show them; as `seams` of `try_seams`."""
     owners: dict[str, type] = {}
     with suppress(*_IMPORT_ERRORS):  # Told with the imports.
         from accelerate import Accelerator
@@ -151,10 +154,10 @@ def _instance_seams() -> list[dict[str, Any]]:
     found = []
     for seam in SEAMS.values() if owners else ():
         error: MultiGPUError | None = None
-        state = "landed"
+        state = "there"
         try:
             if not check_seam(seam, owners[seam.owner]):
-                state = "absent"
+                state = "other trainers have it"
         except MultiGPUError as misfit:
             state, error = "refused", misfit
         supports = SUPPORTED["accelerate" if seam.owner == "accelerator" else "transformers"]

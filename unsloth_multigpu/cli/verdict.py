@@ -163,8 +163,8 @@ def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
 
 def _seam_row(seam: Mapping[str, Any]) -> CheckRow:
     facts = {name: seam[name] for name in ("supports", "reason", "optional", "state")}
-    if seam["state"] == "landed":
-        return CheckRow("seams", seam["target"], "ok", f"landed ({seam['supports']})", facts=facts)
+    if seam["state"] in ("landed", "there"):
+        return CheckRow("seams", seam["target"], "ok", f"{seam['state']} ({seam['supports']})", facts=facts)
     if seam["error"] and (seam["is_misfit"] or not seam["optional"]):
         hint = seam["hint"] or "Repair the import that the message names."
         return CheckRow("seams", seam["target"], "FAIL", seam["error"], hint, facts)
