@@ -94,7 +94,9 @@ class StepFeed:
             # A mean over each rank's own tokens is not what one process computes.
             args.average_tokens_across_devices = not self._is_alone
             for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
+                # One process that is only guarded weighs nothing; a script's own step may pass by the loss there.
+                is_needed = name != "compute_loss" or self._is_shared
+                stack.enter_context(steered(trainer, name, override, is_needed=is_needed))
             # An evaluation binds what it finds in the place of accelerate's.
             stack.callback(setattr, trainer, "gather_function", trainer.gather_function)
             for name in ("gather", "gather_for_metrics", "reduce"):
@@ -103,13 +105,20 @@ class StepFeed:
             stack.enter_context(self.balancer.stopwatch.on_model())
             yield
 
+    @property
+    def _is_shared(self) -> bool:
+        """False in a single process that is only guarded: it keeps the script's own micro-batches."""
+        config = self.manager.config
+        asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
+        return self.manager.identity.world_size > 1 or asks_for_plan
+
     def _total_train_batch_size(self, original: Callable[..., int], *args: Any) -> int:
         """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""
         return int(self.trainer._train_batch_size) * self.num_accumulated
 
     def _train_dataloader(self, original: Callable[[], Any]) -> StepLoader:
         """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps."""
-        trainer, config = self.trainer, self.manager.config
+        trainer = self.trainer
         # Length-grouped samplers read it, and must see what one process has.
         trainer.args.gradient_accumulation_steps = self.num_accumulated
         raw: list[Any] = []
@@ -137,13 +146,11 @@ class StepFeed:
         if self._scale.is_watched and self.manager.identity.world_size > 1:
             self._watch = LossWatch(trainer, self._loss, self._scale, lambda skip: draw(skip=skip))
         is_whole = self._is_whole = self._keeps_whole(self._scale.misfit)
-        # A single process that is only guarded keeps the script's own micro-batches.
-        is_shared = self.manager.identity.world_size > 1
         shape = StepShape(
             rank=self.manager.identity.rank,
             world_size=self.manager.identity.world_size,
             num_accumulated=self.num_accumulated,
-            regroup=self._scale.is_token_normalised and not is_whole and is_shared,
+            regroup=self._scale.is_token_normalised and not is_whole and self.manager.identity.world_size > 1,
             whole=is_whole,
             planner=self.balancer,
             seed=trainer.args.seed,
@@ -152,8 +159,7 @@ class StepFeed:
         )
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
-        asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
-        dealt = self.balancer.prepare(loader, self._scale) if is_shared or asks_for_plan else ""
+        dealt = self.balancer.prepare(loader, self._scale) if self._is_shared else ""
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
         logger.info("samples per step: %s%s", how, dealt)
         self.metrics.begin(loader, self.num_accumulated)
