@@ -149,8 +149,8 @@ def test_all_arms_but_the_unguarded_one_save(tmp_path, monkeypatch) -> None:
 
     def strategy(name: str, save_steps: int | None) -> tuple[str, int]:
         options = BenchOptions(arms=(), save_steps=save_steps)
-        arguments = bench_worker._training_arguments(ARMS[name], options)
-        return arguments.save_strategy.value, arguments.save_steps
+        values = bench_worker._training_values(ARMS[name], options)
+        return values["save_strategy"], values["save_steps"]
 
     assert [strategy(name, 7) for name in ("ours", "torchrun")] == [("steps", 7)] * 2
     assert strategy("unguarded", 7)[0] == strategy("ours", None)[0] == "no"
@@ -434,11 +434,9 @@ def test_meter_counts_rows_that_lie_end_to_end() -> None:
 def test_what_the_training_is_told_of_memory_and_rows(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     options = BenchOptions(arms=(), has_checkpointing=True, is_padding_free=True)
-    arguments = bench_worker._training_arguments(ARMS["ours"], options)
-    assert (arguments.gradient_checkpointing, arguments.gradient_checkpointing_kwargs) == (
-        True,
-        {"use_reentrant": False},
-    )
+    values = bench_worker._training_values(ARMS["ours"], options)
+    assert values["gradient_checkpointing"] is True
+    assert values["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
     said = "\n".join(conditions(options, 0, "cpu", "1"))
     assert "full training, gradient checkpointing\n" in said
     assert "in each step, rows end to end\n" in said
