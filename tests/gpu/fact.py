@@ -22,23 +22,10 @@ from typing import Any
 
 DEVICE = os.environ.get("GPU_KIT_DEVICE", "cuda")
 IS_TINY = os.environ.get("GPU_KIT_TINY") == "1"
-LIBRARIES = [
-    "torch",
-    "triton",
-    "transformers",
-    "trl",
-    "accelerate",
-    "peft",
-    "datasets",
-    "wrapt",
-    "unsloth",
-    "unsloth_zoo",
-    "bitsandbytes",
-    "torchao",
-    "cut_cross_entropy",
-    "xformers",
-    "flash_attn",
-]
+LIBRARIES = (
+    *("torch", "triton", "transformers", "trl", "accelerate", "peft", "datasets", "wrapt", "unsloth", "unsloth_zoo"),
+    *("bitsandbytes", "torchao", "cut_cross_entropy", "xformers", "flash_attn"),
+)
 # First imports of a process; Unsloth last, because it changes the others.
 IMPORTED = ("unsloth_multigpu", "torch", "transformers", "trl", "datasets", "bitsandbytes", "unsloth")
 IMPORT_LIMIT_S = 100
