@@ -91,7 +91,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
                 meter.mark_begin()
 
     # Samplers that look at lengths find them here, without reading the rows.
-    columns = {"input_ids": rows, "length": list(map(len, rows))}
+    columns: dict[str, list[Any]] = {"input_ids": rows, "length": list(map(len, rows))}
     trainer = _make_trainer(arm, options, model, tokenizer, meter, columns, test_rows, MarkSteps())
     trainer.train()
     history = trainer.state.log_history
