@@ -27,7 +27,7 @@ LIBRARIES = (
     *("bitsandbytes", "torchao", "cut_cross_entropy", "xformers", "flash_attn"),
 )
 # First imports of a process; Unsloth last, because it changes the others.
-IMPORTED = ("unsloth_multigpu", "torch", "transformers", "trl", "datasets", "bitsandbytes", "unsloth")
+IMPORTED = ("unsloth_multigpu", "torch", "transformers", "datasets", "bitsandbytes", "unsloth")
 IMPORT_LIMIT_S = 100
 
 Fact = Callable[[], Any]

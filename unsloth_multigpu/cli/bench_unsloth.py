@@ -35,7 +35,7 @@ def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
         arm: Whose variables the process that makes it gets.
 
     Raises:
-        SetupError: Unsloth is not installed.
+        SetupError: Unsloth is not installed, or cannot do it here.
         LaunchError: The model could not be made.
     """
     if options.library != UNSLOTH:
@@ -43,6 +43,10 @@ def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
         return
     if importlib.util.find_spec("unsloth") is None:
         raise SetupError("--library unsloth, but Unsloth is not installed.", hint="pip install unsloth")
+    if options.device == "cpu" and options.is_padding_free:
+        raise SetupError(
+            "--padding-free, but Unsloth's CPU backend pads all rows.", hint="Leave --padding-free out, or use a GPU."
+        )
     from unsloth_multigpu.cli.bench_arm import arm_environment
     from unsloth_multigpu.cli.bench_run import run_worker, told
 
@@ -137,6 +141,9 @@ def make_trainer(
     Args:
         values: Of `TrainingArguments`.
         rows: A data set with tokens.
+
+    Raises:
+        SetupError: Unsloth has decided otherwise about padding.
     """
     from trl import SFTConfig, SFTTrainer
 
@@ -144,7 +151,7 @@ def make_trainer(
     values = {name: value for name, value in values.items() if not name.startswith("gradient_checkpointing")}
     if not options.has_checkpointing:
         values["gradient_checkpointing"] = False  # SFTTrainer's own default is to turn it on.
-    return SFTTrainer(
+    trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
         train_dataset=rows,
@@ -157,6 +164,13 @@ def make_trainer(
             **values,
         ),
     )
+    found = trainer.args.padding_free
+    if bool(found) != options.is_padding_free:
+        raise SetupError(
+            f"padding_free={options.is_padding_free} was asked for, and Unsloth trains with {found}.",
+            hint="Leave --padding-free out." if options.is_padding_free else "Give --padding-free.",
+        )
+    return trainer
 
 
 if __name__ == "__main__":
