@@ -237,7 +237,8 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         # A Trainer alone would spread its batches over all visible cards.
         variables["CUDA_VISIBLE_DEVICES"] = inherited.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if options.library == UNSLOTH:
-        variables |= {"UNSLOTH_DISABLE_STATISTICS": "1"}
+        # Rows are tokens already: no processes to prepare them.
+        variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}
         if not options.is_padding_free:
             # Else Unsloth lays rows end to end where it thinks that to be faster, on several ranks always.
             variables["UNSLOTH_DISABLE_AUTO_PADDING_FREE"] = "1"

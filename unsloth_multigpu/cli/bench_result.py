@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -51,6 +51,7 @@ class RankRecord:
         sent_bytes: For gradients and weights, in the whole training; None = not known.
         reserved_bytes: The most that torch took from the driver; None where there is none.
         planner: What our planner had measured at the end: costs of a micro-batch in tokens, speeds of the ranks.
+        trainer: Module and name of the trainer's class.
         num_compiled: Functions that torch had compiled by the end of each step, again for another shape included.
         is_expandable: Whether torch's allocator has expandable segments; None where there is no card.
     """
@@ -65,6 +66,7 @@ class RankRecord:
     sent_bytes: int | None = None
     reserved_bytes: int | None = None
     planner: Mapping[str, Any] = field(default_factory=dict)
+    trainer: str = ""
     num_compiled: tuple[int, ...] = ()
     is_expandable: bool | None = None
 
@@ -81,17 +83,8 @@ class RankRecord:
             )
             for step in values["steps"]
         )
-        names = (
-            "rank",
-            "peak_bytes",
-            "device",
-            "num_threads",
-            "sent_bytes",
-            "reserved_bytes",
-            "planner",
-            "is_expandable",
-        )
-        others = {name: values[name] for name in names}
+        read = {"steps", "epochs", "gradient_norms", "num_compiled"}
+        others = {f.name: values[f.name] for f in fields(cls) if f.name not in read}
         others["num_compiled"] = tuple(values["num_compiled"])
         epochs = tuple(EpochRecord(**epoch) for epoch in values["epochs"])
         return cls(steps=steps, gradient_norms=tuple(values["gradient_norms"]), epochs=epochs, **others)

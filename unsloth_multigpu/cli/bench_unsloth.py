@@ -160,7 +160,6 @@ def make_trainer(
             max_length=max_length,
             padding_free=options.is_padding_free,
             packing=False,
-            dataset_num_proc=1,
             **values,
         ),
     )

@@ -106,6 +106,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         "sent_bytes": _sent_bytes(arm, rank),
         "reserved_bytes": reserved_bytes() if is_cuda else None,
         "planner": _planner(),
+        "trainer": f"{type(trainer).__module__}.{type(trainer).__name__}",
         "num_compiled": compiled,
         "is_expandable": is_expandable() if is_cuda else None,
     }
