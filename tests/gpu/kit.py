@@ -78,6 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", type=int, choices=PARTS, action="append", help=f"[all] {parts}")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="FILE", help="[build/gpu/result.json]")
     parser.add_argument("--limit-s", type=float, metavar="S", help=f"of the call [{PART_LIMIT_S}, without a part none]")
+    parser.add_argument("--patience", type=float, metavar="X", help="limits of steps, times X [1; in a rehearsal 2]")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: a rehearsal, whose figures say nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny only")
     parser.add_argument("--site", type=Path, metavar="DIR", help="a folder of packages that this Python lacks")
@@ -87,6 +88,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cpu is for a rehearsal: give --tiny as well")
     if options.limit_s is None:
         options.limit_s = PART_LIMIT_S if options.part else float("inf")
+    if options.patience is None:
+        options.patience = 2.0 if options.tiny else 1.0
     options.out = options.out.resolve()
     return options
 
@@ -175,7 +178,7 @@ def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str
 
 def run_step(step: Step, options: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     """Runs it; its output goes to a file beside the record, its result and the end of a failure into the record."""
-    limit_s = min(float(step.limit_s), deadline_s - time.monotonic() - END_LIMIT_S)
+    limit_s = min(step.limit_s * options.patience, deadline_s - time.monotonic() - END_LIMIT_S)
     if limit_s < LEAST_S:
         return {"rc": None, "seconds": 0.0, "problems": ["no time left; call the part again"]}
     log = options.out.parent / f"{step.name}.log"

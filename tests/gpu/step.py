@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -63,7 +63,7 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
     """
     is_cuda = device == "cuda"
     bench = _Bench(device, is_tiny)
-    steps = (
+    return (
         Step("libraries", 1, "versions, and seconds that imports take", 130, _fact("libraries")),
         Step(
             "device",
@@ -100,27 +100,28 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
                 f"--ranks 1 --accumulation {accumulation} --arms one_process,ours_one,rebalance",
                 judge=judge_arms(BF16_BOUND, ("ours_one",), is_tiny=is_tiny),
             )
-            for accumulation, limit_s in ((1, 120), (4, 190))
+            for accumulation, limit_s in ((1, 130), (4, 170))
         ),
-        Step("costs", 2, "time of a micro-batch by its size", 80, _fact("costs")),
+        Step("costs", 2, "time of a micro-batch by its size", 70, _fact("costs")),
         *(
             bench.step(
                 f"shared_{train}",
                 2,
                 f"two ranks on one card over gloo train as one process, {train}",
-                90,
-                f"--ranks 2 --train {train} --arms one_process,ours,ours_off,torchrun",
+                limit_s,
+                f"--ranks 2 --train {train} --arms {arms}",
                 small=True,
                 only_cards=1,
-                judge=judge_arms(FP32_BOUND, ("ours", "ours_off"), is_expandable=is_cuda or None),
+                judge=judge_arms(FP32_BOUND, ("ours",), is_expandable=is_cuda or None),
             )
-            for train in ("lora", "full")
+            for train, limit_s, arms in (
+                ("lora", 120, "one_process,ours,ours_off,torchrun"),
+                ("full", 80, "one_process,ours"),
+            )
         ),
         *_unsloth_steps(bench, is_tiny=is_tiny),
         *_nccl_steps(bench, is_tiny=is_tiny),
     )
-    # Two cores start processes slower than a machine with a card.
-    return tuple(replace(step, limit_s=2 * step.limit_s) for step in steps) if is_tiny else steps
 
 
 def _unsloth_steps(bench: _Bench, *, is_tiny: bool) -> tuple[Step, ...]:
