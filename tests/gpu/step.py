@@ -168,7 +168,7 @@ def _nccl_steps(bench: _Bench, *, is_tiny: bool) -> tuple[Step, ...]:
         Step(
             "parity",
             4,
-            "LoRA, full, DPO and padding-free SFT, uneven steps",
+            "LoRA, Unsloth's LoRA, all weights and DPO, uneven steps too",
             300,
             (*tests, "-k", "as_one and not notebook"),
             2,

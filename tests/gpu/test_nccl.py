@@ -19,10 +19,10 @@ SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 pytestmark = needs_cards(2)
 VISIBLE = visible(2)
 # Rows x batch size x accumulation: the second shape divides neither by the step nor by the ranks.
-KINDS = ("trainer_peft", "sft_full", "dpo", "sft_padding_free")
+KINDS = ("trainer_peft", "sft_lora", "sft_full", "dpo")
 JOBS = [f"{kind}:{shape}" for kind in KINDS for shape in ("24x4x2", "26x3x3")]
 # Unsloth's kernels compute in the card's own precision.
-BOUNDS = {"trainer_peft": 1e-4, "sft_full": 1e-2, "dpo": 1e-2, "sft_padding_free": 1e-3}
+BOUNDS = {"trainer_peft": 1e-4, "sft_lora": 1e-2, "sft_full": 1e-2, "dpo": 1e-2}
 
 
 @pytest.fixture(scope="module")
