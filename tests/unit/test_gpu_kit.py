@@ -73,7 +73,7 @@ def arm(name: str, **facts: Any) -> dict[str, Any]:
     ],
 )
 def test_result_has_to_show_what_the_step_is_for(facts: dict[str, Any], problem: str | None) -> None:
-    judge = judge_arms(FP32_BOUND, ("ours",), is_tiny=False, is_expandable=True)
+    judge = judge_arms(FP32_BOUND, ("ours",), than="torchrun", is_expandable=True)
     problems = judge({"results": [arm("one_process"), arm("ours", **facts), arm("torchrun")]})
     assert [problem in said for said in problems] == [True] if problem else problems == []
     assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
