@@ -50,7 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = open_record(options.out, machine)
     num_cards = REHEARSED_CARDS if options.device == "cpu" else len(machine["cards"])
     deadline_s = time.monotonic() + options.limit_s
-    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="gpu_kit_cache_") as options.cache:
+        run_steps(chosen, options, record, num_cards, deadline_s)
+    failed = [step.name for step in chosen if not has_passed(record["steps"][step.name])]
+    print(f"{options.out}: {len(chosen) - len(failed)} of {len(chosen)} steps passed or are left out", flush=True)
+    if failed:
+        print(f"not passed: {' '.join(failed)}", flush=True)
+    return 1 if failed else 0
+
+
+def run_steps(
+    chosen: Sequence[Step], options: argparse.Namespace, record: dict[str, Any], num_cards: int, deadline_s: float
+) -> None:
+    """Runs those that have not passed, and those that were named; each is recorded as soon as it ends."""
     for step in chosen:
         if step.num_cards > num_cards:
             outcome: dict[str, Any] = {"skipped": f"needs {step.num_cards} cards, {num_cards} visible"}
@@ -63,12 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record["steps"][step.name] = {"part": step.part, "text": step.text, **outcome}
         write_record(options.out, record)
         print(f"   {said(outcome)}", flush=True)
-        outcomes.append(outcome)
-    failed = [step.name for step in chosen if not has_passed(record["steps"][step.name])]
-    print(f"{options.out}: {len(chosen) - len(failed)} of {len(chosen)} steps passed or are left out", flush=True)
-    if failed:
-        print(f"not passed: {' '.join(failed)}", flush=True)
-    return 1 if failed else 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -88,6 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cpu is for a rehearsal: give --tiny as well")
     if options.limit_s is None:
         options.limit_s = PART_LIMIT_S if options.part else float("inf")
+    options.cache = None
     if options.patience is None:
         options.patience = 2.0 if options.tiny else 1.0
     options.out = options.out.resolve()
@@ -157,7 +164,7 @@ def said(outcome: Mapping[str, Any]) -> str:
 
 
 def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a step: nothing is downloaded, and nothing of the user's read or left."""
+    """Variables of a step: nothing is downloaded, no cache of the user's is read, and none is left."""
     path = [str(ROOT), *([str(options.site.resolve())] if options.site else []), os.environ.get("PYTHONPATH", "")]
     variables = {
         **{name: value for name, value in os.environ.items() if not name.startswith("UNSLOTH_MULTIGPU_")},
@@ -168,6 +175,10 @@ def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str
         "GPU_KIT_TINY": str(int(options.tiny)),
         **own,
     }
+    if options.cache is not None:
+        # What one step has compiled the next ones find.
+        caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+        variables |= {name: os.path.join(options.cache, folder) for name, folder in caches.items()}
     if options.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif step is not None and step.only_cards is not None:

@@ -244,7 +244,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
             variables["UNSLOTH_DISABLE_AUTO_PADDING_FREE"] = "1"
         if options.model_folder is not None:
             # What is compiled for one arm need not be compiled again for the next.
-            variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(options.model_folder).parent / "inductor")
+            variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(options.model_folder).parent / "inductor"))
     if options.is_card_shared:
         # accelerate would give DDP the local rank as device; there is only card 0.
         variables["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
