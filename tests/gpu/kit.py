@@ -179,6 +179,8 @@ def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str
         # What one step has compiled the next ones find.
         caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
         variables |= {name: os.path.join(options.cache, folder) for name, folder in caches.items()}
+    # Where packages were unpacked and not compiled, each of a step's processes would compile them again.
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     if options.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     elif step is not None and step.only_cards is not None:

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.gpu.card import BACKEND, needs_cards, visible
-from tests.helpers.run import ROOT, finish, run_python, start
+from tests.helpers.run import PLAIN, ROOT, finish, run_python, start
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -64,7 +64,7 @@ def test_doctor_finds_no_fault(tmp_path):
 def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
     environment = {"UNSLOTH_MULTIGPU_GRAD_COMPRESSION": compression, "UNSLOTH_MULTIGPU_VERIFY_EVERY": "1"}
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--out", tmp_path / "log.json"]
-    run = run_python(script, cwd=tmp_path, env={**VISIBLE, **environment})
+    run = run_python(script, cwd=tmp_path, env={**PLAIN, **VISIBLE, **environment})
     assert run.code == 0, run.err
 
 
@@ -74,7 +74,7 @@ def test_killed_rank_costs_no_step(tmp_path):
     lines = {"killed": {**line, "kill": [1, 8]}, "whole": line}
     options = {"resume": "auto", "max_restarts": 1, "balance": "off"}
     configurations = [f"{name}={json.dumps(one)}" for name, one in lines.items()]
-    run = run_python([SCRIPTS / "resume.py", "2", json.dumps(options), *configurations], tmp_path, VISIBLE)
+    run = run_python([SCRIPTS / "resume.py", "2", json.dumps(options), *configurations], tmp_path, {**PLAIN, **VISIBLE})
     assert run.code == 0, run.err
     assert "goes on from checkpoints_killed/checkpoint-6" in run.err
     killed, whole = (load_file(tmp_path / f"{name}.safetensors") for name in lines)
@@ -108,9 +108,9 @@ def test_notebook_trains_as_one_card(tmp_path):
     one, two = (str(tmp_path / f"{name}.json") for name in ("one", "two"))
     script = tmp_path / "one.py"
     script.write_text(TRAINING.format(scripts=str(SCRIPTS), out=one))
-    run = run_python([script], tmp_path, visible(1))
+    run = run_python([script], tmp_path, {**PLAIN, **visible(1)})
     assert run.code == 0, run.err
-    with NotebookRun(tmp_path, VISIBLE) as notebook:
+    with NotebookRun(tmp_path, {**PLAIN, **VISIBLE}) as notebook:
         for source in (
             "import unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)",
             TRAINING.format(scripts=str(SCRIPTS), out=two),
@@ -133,7 +133,7 @@ def test_ranks_may_see_one_card_each(tmp_path):
         for rank, card in enumerate(cards):
             folder = tmp_path / str(rank)
             folder.mkdir()
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": card, **shared}
+            own = {**PLAIN, "RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": card, **shared}
             script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--batch-size", "5", "--out", folder / "log.json"]
             ranks.append(start(script, folder, own))
         runs = [finish(rank) for rank in ranks]
@@ -144,7 +144,7 @@ def test_ranks_may_see_one_card_each(tmp_path):
                 rank.wait()
     assert [run.code for run in runs] == [0, 0], [run.err for run in runs]
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "1", "--batch-size", "5", "--out", tmp_path / "log.json"]
-    assert run_python(script, tmp_path, visible(1)).code == 0
+    assert run_python(script, tmp_path, {**PLAIN, **visible(1)}).code == 0
     norms = [
         [h["grad_norm"] for h in json.loads((folder / "log.json").read_text())["log"] if "grad_norm" in h]
         for folder in (tmp_path, tmp_path / "0")
