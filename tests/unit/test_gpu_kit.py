@@ -213,3 +213,20 @@ def test_page_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
     with pytest.raises(SystemExit, match="rehearsal"):
         page.main([str(file)])
+
+
+def test_steps_see_their_cards_and_download_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "4,5,6",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "UNSLOTH_MULTIGPU_NUM_GPUS": "3",
+    }.items():
+        monkeypatch.setenv(name, value)
+    on_card = kit.parse(["--site", str(tmp_path), "--out", str(tmp_path / "r.json")])
+    one, two = (Step("s", 1, "", 9, (), only_cards=count) for count in (1, 2))
+    found = kit.environment(on_card, one, {"TMPDIR": "t"})
+    assert (found["CUDA_VISIBLE_DEVICES"], found["HF_HUB_OFFLINE"], found["TMPDIR"]) == ("4", "1", "t")
+    assert found["PYTHONPATH"].split(":")[:2] == [str(kit.ROOT), str(tmp_path)]
+    assert not {"PYTHONDONTWRITEBYTECODE", "UNSLOTH_MULTIGPU_NUM_GPUS"} & set(found)
+    assert kit.environment(on_card, two, {})["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert kit.environment(options(tmp_path), two, {})["CUDA_VISIBLE_DEVICES"] == ""
