@@ -24,7 +24,18 @@ UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer jso
 OLDEST_IPYTHON := $(VENV)/oldest-ipython
 OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
 
-.PHONY: demo test lint setup browser
+# What a machine with a card and without a network may lack, for `make gpu-site`; with torch, transformers and peft there.
+GPU_SITE := unsloth unsloth_zoo trl datasets accelerate wrapt cut_cross_entropy bitsandbytes torchao diffusers tyro msgspec \
+	structlog hf_transfer json5 nest-asyncio pydantic pydantic_core dill multiprocess xxhash 'fsspec<=2026.2.0' typeguard \
+	docstring_parser annotated_types typing_inspection typing_extensions importlib_metadata pytest-timeout
+SITE := build/gpu/site
+SITE_PYTHON ?= 3.12
+SITE_CUDA ?= 13
+PART ?=
+TINY ?=
+RESULT ?= build/gpu/result.json
+
+.PHONY: demo test lint setup browser gpu gpu-page gpu-site
 .SILENT:
 
 demo: setup
@@ -33,6 +44,27 @@ demo: setup
 # Two tests at a time, because ranks wait a lot; in the order of the files, so that short ones come last.
 test: setup browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# What docs/benchmarks.md says of GPUs, measured on the cards of this machine; a call again goes on.
+#   PART=1                  1 to 5: one call of at most ten minutes; else all of them
+#   TINY=1                  a rehearsal on CPU ranks, with tiny sizes
+gpu: setup
+	$(BIN)/python -m tests.gpu.kit $(if $(PART),--part $(PART)) \
+		$(if $(TINY),--tiny --device cpu --out build/gpu/tiny.json,--out $(RESULT)) $(ARGS)
+
+# Writes the section of docs/benchmarks.md from it.
+gpu-page: setup
+	$(BIN)/python -m tests.gpu.page $(RESULT)
+
+# Packages to carry to a machine without a network, see CONTRIBUTING.md.
+gpu-site: setup
+	rm -rf $(SITE)
+	$(INSTALL) --no-deps --target $(SITE) --only-binary=:all: --implementation cp --python-version $(SITE_PYTHON) $(GPU_SITE)
+	rm -rf $(addprefix $(SITE)/,bin studio unsloth_cli test unsloth_zoo_downloads)
+	find $(SITE)/bitsandbytes -name 'libbitsandbytes_*.so' ! -name '*_cuda$(SITE_CUDA)*.so' ! -name '*_cpu.so' -delete
+	find $(SITE)/torchao -name '*.so' -delete
+	find $(SITE) -name __pycache__ -prune -exec rm -rf {} +
+	tar -C $(SITE) -czf $(SITE).tar.gz . && du -h $(SITE).tar.gz
 
 lint: setup
 	$(BIN)/python -m ruff check

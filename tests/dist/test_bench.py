@@ -78,6 +78,29 @@ def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_trains_with_unsloth(tmp_path):
+    home = tmp_path / "tmp"
+    home.mkdir()
+    options = ["--library", "unsloth", "--train", "lora", "--gradient-checkpointing", "--arms", "one_process,ours"]
+    options += ["--warmup", "1", "--num-layers", "1", "--json", "b.json"]
+    run = run_python([*BENCH, *QUICK, *options], tmp_path, {"TMPDIR": str(home)})
+    assert run.code == 0, run.err
+    outcome = json.loads((tmp_path / "b.json").read_text())
+    one, ours = (outcome["runs"][name][0] for name in ("one_process", "ours"))
+    assert (len(one), len(ours)) == (1, 2)
+    for rank in (*one, *ours):
+        assert "SFTTrainer" in rank["trainer"]
+    result = outcome["results"][1]
+    assert result["has_same_samples"]
+    assert result["norm_difference"] < 1e-5
+    # Dealt by length, as with the plain Trainer.
+    assert result["padding_share"]["median"] < outcome["results"][0]["padding_share"]["median"]
+    assert "FastLanguageModel and SFTTrainer of Unsloth\n" in run.out
+    assert list(home.iterdir()) == []
+    assert orphans(str(home)) == []
+
+
+@pytest.mark.slow
 @pytest.mark.alone
 def test_slow_rank_is_waited_for(tmp_path):
     options = [

@@ -1,26 +1,23 @@
-"""Two ranks that share one card over gloo, and the planner that is calibrated on it. Needs a GPU."""
+"""Two ranks that share one card over gloo train as one process. Needs a GPU."""
 
-import json
-import os
+from __future__ import annotations
+
+import math
 
 import pytest
-import torch
 
-from tests.helpers.run import run_python
+from tests.gpu import kit
+from tests.gpu.card import IS_REHEARSAL, needs_cards
+from tests.gpu.step import steps_of
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
-VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-BENCH = ["-m", "unsloth_multigpu.cli.main", "bench", "--device", "cuda", "--model-size", "small", "--repeats", "1"]
+pytestmark = [needs_cards(1), pytest.mark.slow]
+STEPS = {s.name: s for s in steps_of("cpu" if IS_REHEARSAL else "cuda", is_tiny=IS_REHEARSAL)}
 
 
-@pytest.mark.parametrize("training", ["full", "lora"])
-def test_two_ranks_on_one_card_give_the_gradients_of_one(tmp_path, training):
-    arms = ["--arms", "one_process,ours,ours_one,torchrun", "--train", training]
-    steps = ["--warmup", "2", "--steps", "4", "--json", "bench.json"]
-    run = run_python([*BENCH, *arms, *steps], tmp_path, VISIBLE)
-    assert run.code == 0, run.err
-    results = {r["name"]: r for r in json.loads((tmp_path / "bench.json").read_text())["results"]}
-    assert all(r["has_same_samples"] for r in results.values())
-    for name in ("ours", "ours_one", "torchrun"):
-        assert results[name]["norm_difference"] < 1e-4, name
-    assert results["ours"]["padding_share"]["median"] < results["torchrun"]["padding_share"]["median"]
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_two_ranks_on_one_card_train_as_one_process(tmp_path, train):
+    options = kit.parse(["--out", str(tmp_path / "r.json"), *(["--tiny", "--device", "cpu"] if IS_REHEARSAL else [])])
+    outcome = kit.run_step(STEPS[f"shared_{train}"], options, math.inf)
+    assert outcome["problems"] == [], outcome["tail"]
+    padding = {arm["name"]: arm["padding_share"]["median"] for arm in outcome["result"]["results"]}
+    assert padding["ours"] < padding["one_process"]

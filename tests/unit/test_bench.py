@@ -149,8 +149,8 @@ def test_all_arms_but_the_unguarded_one_save(tmp_path, monkeypatch) -> None:
 
     def strategy(name: str, save_steps: int | None) -> tuple[str, int]:
         options = BenchOptions(arms=(), save_steps=save_steps)
-        arguments = bench_worker._training_arguments(ARMS[name], options)
-        return arguments.save_strategy.value, arguments.save_steps
+        values = bench_worker._training_values(ARMS[name], options)
+        return values["save_strategy"], values["save_steps"]
 
     assert [strategy(name, 7) for name in ("ours", "torchrun")] == [("steps", 7)] * 2
     assert strategy("unguarded", 7)[0] == strategy("ours", None)[0] == "no"
@@ -228,6 +228,10 @@ def test_rows_come_from_files_and_repeat(tmp_path) -> None:
         ["--arms", "ours", "--strategies", "ddp"],
         ["--interleave", "steps", "--strategies", "ddp"],
         ["--interleave", "epochs"],
+        ["--library", "unsloth", "--strategies", "ddp"],
+        ["--library", "axolotl"],
+        ["--four-bit", "--library", "transformers"],
+        ["--four-bit", "--library", "unsloth", "--train", "full"],
     ],
 )
 def test_wrong_value_is_named_at_once(arguments, capsys, monkeypatch) -> None:
@@ -249,7 +253,10 @@ def test_help_names_every_arm_and_option(capsys) -> None:
     text = capsys.readouterr().out
     assert [name for name in {**ARMS, **STRATEGIES} if f"{name}: " not in " ".join(text.split())] == []
     options = "arms strategies ranks device slow-rank model-size hidden-size num-layers vocab-size dtype train lengths"
-    options += " batch-size epochs accumulation seed steps warmup repeats timeout-s json report padding-free"
+    options += (
+        " batch-size epochs accumulation seed steps warmup repeats timeout-s json report padding-free library optim"
+    )
+    assert "--four-bit " in text
     assert "--gradient-checkpointing\n" in text
     assert [name for name in options.split() if f"  --{name} " not in text] == []
 
@@ -312,6 +319,37 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     assert variables("one_process", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4"
     assert variables("torchrun", device="cuda")["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert variables("torchrun", device="cuda", is_card_shared=True)["ACCELERATE_BYPASS_DEVICE_MAP"] == "true"
+
+
+def test_unsloth_lays_rows_as_it_is_asked_to(tmp_path) -> None:
+    def variables(**options) -> dict[str, str]:
+        given = BenchOptions(arms=(), library="unsloth", model_folder=str(tmp_path / "model"), **options)
+        return arm_environment(ARMS["ours"], given, tmp_path, {})
+
+    name = "UNSLOTH_DISABLE_AUTO_PADDING_FREE"
+    assert variables()[name] == "1"
+    assert name not in variables(is_padding_free=True)
+    assert name not in arm_environment(ARMS["ours"], BenchOptions(arms=()), tmp_path, {})
+    # What one arm compiled the next one finds.
+    assert variables()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+    said = conditions(
+        BenchOptions(arms=(), library="unsloth", train="lora", is_four_bit=True, optimizer="adamw_8bit"), 0, "cpu", "1"
+    )
+    assert any(line.endswith("SFTTrainer of Unsloth, 4-bit weights, adamw_8bit") for line in said)
+
+
+def test_compilations_and_the_allocator_are_those_of_the_worst_rank() -> None:
+    steps = [step()] * 4
+    ranks = [
+        dataclasses.replace(rank(0, *steps), num_compiled=(3, 5, 5, 6), is_expandable=True),
+        dataclasses.replace(rank(1, *steps), num_compiled=(3, 5, 7, 9), is_expandable=False),
+    ]
+    (result,) = summarize({"ours": [ranks]}, 2)
+    assert (result.num_compiled, result.is_expandable) == ((5, 4), False)
+    (result,) = summarize({"ours": [ranks]}, 0)
+    assert result.num_compiled == (0, 9)
+    (on_cpu,) = summarize({"ours": [[rank(0, *steps)]]}, 2)
+    assert (on_cpu.num_compiled, on_cpu.is_expandable) == ((0, 0), None)
 
 
 def test_ranks_that_share_a_card_are_started_by_torchrun() -> None:
@@ -434,11 +472,9 @@ def test_meter_counts_rows_that_lie_end_to_end() -> None:
 def test_what_the_training_is_told_of_memory_and_rows(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     options = BenchOptions(arms=(), has_checkpointing=True, is_padding_free=True)
-    arguments = bench_worker._training_arguments(ARMS["ours"], options)
-    assert (arguments.gradient_checkpointing, arguments.gradient_checkpointing_kwargs) == (
-        True,
-        {"use_reentrant": False},
-    )
+    values = bench_worker._training_values(ARMS["ours"], options)
+    assert values["gradient_checkpointing"] is True
+    assert values["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
     said = "\n".join(conditions(options, 0, "cpu", "1"))
     assert "full training, gradient checkpointing\n" in said
     assert "in each step, rows end to end\n" in said

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, num_processes, part_available
 from unsloth_multigpu.cli.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
 from unsloth_multigpu.cli.bench_run import tell
+from unsloth_multigpu.cli.bench_unsloth import made_model
 from unsloth_multigpu.cli.federated_option import check_not_federated
 from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
@@ -59,8 +60,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     options = dataclasses.replace(options, arms=tuple(arm.name for arm in arms))
     for line in skipped:
         tell(line)
-    with exit_on_sigterm():
-        runs, failed = _run_rounds(arms, options)
+    with exit_on_sigterm(), made_model(options, arms[0]) as ready:
+        runs, failed = _run_rounds(arms, ready)
     if failed is not None:
         tell(f"error: {failed}")
         num_rounds = len(runs[arms[0].name])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.cli.bench_option import UNSLOTH, BenchOptions
 from unsloth_multigpu.config import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.versions import installed_version
@@ -236,6 +236,15 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     elif num_devices(arm, options) == 1:
         # A Trainer alone would spread its batches over all visible cards.
         variables["CUDA_VISIBLE_DEVICES"] = inherited.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if options.library == UNSLOTH:
+        # Rows are tokens already: no processes to prepare them.
+        variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}
+        if not options.is_padding_free:
+            # Else Unsloth lays rows end to end where it thinks that to be faster, on several ranks always.
+            variables["UNSLOTH_DISABLE_AUTO_PADDING_FREE"] = "1"
+        if options.model_folder is not None:
+            # What is compiled for one arm need not be compiled again for the next.
+            variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(options.model_folder).parent / "inductor"))
     if options.is_card_shared:
         # accelerate would give DDP the local rank as device; there is only card 0.
         variables["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"

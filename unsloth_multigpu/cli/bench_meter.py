@@ -6,6 +6,7 @@ last to get one, has its gradient. What follows is waiting for other ranks. Noth
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,6 +184,19 @@ class Meter:
             self._clock.end()
             self._micro_batches.append(self._pending)
             self._pending = None
+
+
+def num_compiled() -> int:
+    """Functions that torch has compiled so far in this process, again for another shape included."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["ok"])
+
+
+def is_expandable() -> bool:
+    """Whether memory that torch has taken from the driver is in segments that can grow."""
+    import torch
+
+    return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 def reserved_bytes() -> int:

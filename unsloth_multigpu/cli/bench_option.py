@@ -30,8 +30,10 @@ NUM_WARMUP_SLOW = 8
 # Of the comparison of strategies, which learn a text.
 TEXT_LENGTHS = "text:128"
 TEXT_KINDS = ("text:", "file:")
+TRANSFORMERS, UNSLOTH = LIBRARIES = ("transformers", "unsloth")
 NUM_EPOCHS = 2
 LEARNING_RATE = 1e-3
+DEFAULT_OPTIMIZER = "adamw_torch"
 NUM_STEPS = 3
 NUM_STEPS_OF_EPOCH = 40
 MAX_TEST_ROWS = 128
@@ -47,6 +49,11 @@ class BenchOptions:
         hidden_size, num_layers, vocab_size: Of a Llama with random weights.
         dtype: "fp32", or "bf16": autocast; under LoRA the frozen weights are bf16, too.
         train: "full" or "lora".
+        library: Whose trainer and model all arms have: transformers' Trainer, or Unsloth's FastLanguageModel and TRL's
+            SFTTrainer as Unsloth changes it.
+        model_folder: Where Unsloth finds the model; the benchmark makes it before the arms run. None = not yet.
+        is_four_bit: Unsloth loads the frozen weights in 4 bits.
+        optimizer: Its name in `TrainingArguments`.
         lengths: "lognormal:MEDIAN:MAX", "fixed:N", "text:MAX" or "file:PATH"; see `bench_data`.
         is_padding_free: Rows lie end to end, in every arm; else they are padded to the longest of their micro-batch.
         has_checkpointing: Activations are computed again in the backward pass.
@@ -72,6 +79,10 @@ class BenchOptions:
     vocab_size: int = 2000
     dtype: str = "fp32"
     train: str = "full"
+    library: str = TRANSFORMERS
+    model_folder: str | None = None
+    is_four_bit: bool = False
+    optimizer: str = DEFAULT_OPTIMIZER
     lengths: str = DEFAULT_LENGTHS
     is_padding_free: bool = False
     has_checkpointing: bool = False
@@ -115,6 +126,11 @@ class BenchOptions:
                 "--padding-free is for --arms; strategies test a model on padded rows.",
                 hint="Leave --padding-free out, or give --arms.",
             )
+        if arguments.library == UNSLOTH and is_learning:
+            raise ConfigError(
+                "--library unsloth is for --arms; strategies are compared with transformers' Trainer.",
+                hint="Leave --library out, or give --arms.",
+            )
         options = cls(
             arms=tuple(arms),
             num_ranks=arguments.ranks,
@@ -123,6 +139,9 @@ class BenchOptions:
             vocab_size=_given(arguments.vocab_size, vocab_size),
             dtype=arguments.dtype,
             train=arguments.train or "full",
+            library=arguments.library,
+            is_four_bit=arguments.four_bit,
+            optimizer=arguments.optim,
             lengths=_checked_lengths(arguments.lengths or (TEXT_LENGTHS if is_learning else DEFAULT_LENGTHS)),
             is_padding_free=arguments.padding_free,
             has_checkpointing=arguments.gradient_checkpointing,
@@ -185,6 +204,12 @@ class BenchOptions:
             raise ConfigError(
                 f"--hidden-size {self.hidden_size}: attention heads are {HEAD_SIZE} wide.",
                 hint=f"Give a multiple of {HEAD_SIZE}.",
+            )
+        if self.is_four_bit and (self.library, self.train) != (UNSLOTH, "lora"):
+            raise ConfigError(
+                f"--four-bit with --library {self.library} --train {self.train}: 4-bit weights are frozen, and Unsloth "
+                "loads them.",
+                hint="Give --library unsloth --train lora.",
             )
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"--timeout-s {self.timeout_s}: expected seconds above 0.", hint="Give --timeout-s 900.")

@@ -7,6 +7,7 @@ import argparse
 from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, UNGUARDED
 from unsloth_multigpu.cli.bench_option import (
     DEFAULT_LENGTHS,
+    LIBRARIES,
     MODEL_SIZES,
     NUM_EPOCHS,
     NUM_STEPS,
@@ -77,6 +78,16 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         "--gradient-checkpointing", action="store_true", help="activations are computed again in the backward pass"
     )
     model.add_argument("--train", choices=("full", "lora"), help="[full; with --federated lora]")
+    model.add_argument(
+        "--library",
+        choices=LIBRARIES,
+        default=_DEFAULTS.library,
+        help="unsloth = FastLanguageModel and its SFTTrainer in every arm, on the same rows [transformers]",
+    )
+    model.add_argument("--four-bit", action="store_true", help="with --library unsloth: frozen weights in 4 bits")
+    model.add_argument(
+        "--optim", metavar="NAME", default=_DEFAULTS.optimizer, help=f"of TrainingArguments [{_DEFAULTS.optimizer}]"
+    )
 
 
 def _add_data(data: argparse._ArgumentGroup) -> None:

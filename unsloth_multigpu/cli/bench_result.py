@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -51,6 +51,9 @@ class RankRecord:
         sent_bytes: For gradients and weights, in the whole training; None = not known.
         reserved_bytes: The most that torch took from the driver; None where there is none.
         planner: What our planner had measured at the end: costs of a micro-batch in tokens, speeds of the ranks.
+        trainer: Module and name of the trainer's class.
+        num_compiled: Functions that torch had compiled by the end of each step, again for another shape included.
+        is_expandable: Whether torch's allocator has expandable segments; None where there is no card.
     """
 
     rank: int
@@ -63,6 +66,9 @@ class RankRecord:
     sent_bytes: int | None = None
     reserved_bytes: int | None = None
     planner: Mapping[str, Any] = field(default_factory=dict)
+    trainer: str = ""
+    num_compiled: tuple[int, ...] = ()
+    is_expandable: bool | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
@@ -77,8 +83,9 @@ class RankRecord:
             )
             for step in values["steps"]
         )
-        names = ("rank", "peak_bytes", "device", "num_threads", "sent_bytes", "reserved_bytes", "planner")
-        others = {name: values[name] for name in names}
+        read = {"steps", "epochs", "gradient_norms", "num_compiled"}
+        others = {f.name: values[f.name] for f in fields(cls) if f.name not in read}
+        others["num_compiled"] = tuple(values["num_compiled"])
         epochs = tuple(EpochRecord(**epoch) for epoch in values["epochs"])
         return cls(steps=steps, gradient_norms=tuple(values["gradient_norms"]), epochs=epochs, **others)
 
@@ -137,6 +144,8 @@ class ArmResult:
         has_same_samples: Every step has the samples that it has in one process, over all ranks.
         times_unguarded: Its tokens per second divided by those of the line that guards nothing, in the same round.
         reserved_bytes: See `RankRecord`, of the rank with most.
+        num_compiled: Functions that torch compiled in the warm-up and in the timed steps, of the rank with most.
+        is_expandable: See `RankRecord`; True if it holds on all ranks.
     """
 
     name: str
@@ -152,6 +161,8 @@ class ArmResult:
     has_same_samples: bool | None
     times_unguarded: Spread | None = None
     reserved_bytes: int | None = None
+    num_compiled: tuple[int, int] = (0, 0)
+    is_expandable: bool | None = None
 
 
 # runs[arm][round] = records of its ranks
@@ -243,10 +254,19 @@ def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None, *, m
                 norm_difference=max(norms) if is_same and norms else None,
                 has_same_samples=is_same,
                 times_unguarded=ratios(speeds[name], speeds.get(UNGUARDED)),
-                reserved_bytes=max(
-                    (r.reserved_bytes for ranks in runs[name] for r in ranks if r.reserved_bytes is not None),
-                    default=None,
-                ),
+                **_of_memory_and_compilation([r for ranks in runs[name] for r in ranks], num_warmup),
             )
         )
     return results
+
+
+def _of_memory_and_compilation(ranks: Sequence[RankRecord], num_warmup: int) -> dict[str, Any]:
+    """Fields of `ArmResult` from the records of all rounds."""
+    counts = [(0, *rank.num_compiled) for rank in ranks if rank.num_compiled]
+    warm = [(count[min(num_warmup, len(count) - 1)], count[-1]) for count in counts]
+    expandable = [rank.is_expandable for rank in ranks if rank.is_expandable is not None]
+    return {
+        "reserved_bytes": max((r.reserved_bytes for r in ranks if r.reserved_bytes is not None), default=None),
+        "num_compiled": max(((first, last - first) for first, last in warm), key=sum, default=(0, 0)),
+        "is_expandable": all(expandable) if expandable else None,
+    }

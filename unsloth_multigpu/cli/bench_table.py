@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE, UNGUARDED
-from unsloth_multigpu.cli.bench_option import LEARNING_RATE, BenchOptions
+from unsloth_multigpu.cli.bench_option import DEFAULT_OPTIMIZER, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.cli.bench_result import ArmResult, Spread
 from unsloth_multigpu.cli.strategy_arm import find_arm
 
@@ -107,7 +107,7 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
         f"device: {devices}{is_shared}",
         f"model: Llama, hidden {options.hidden_size}, {options.num_layers} layers, vocabulary {options.vocab_size:,}, "
         f"random weights, {options.dtype}, {options.train} training"
-        f"{', gradient checkpointing' if options.has_checkpointing else ''}",
+        f"{', gradient checkpointing' if options.has_checkpointing else ''}{_library_text(options)}",
         f"samples: {options.lengths}, mean {num_tokens / options.num_rows:.0f} tokens, "
         f"{options.num_samples_per_step} in each step{', rows end to end' if options.is_padding_free else ''}",
         f"batch: {options.batch_size} per device, accumulation {options.accumulation}, {options.num_ranks} ranks; "
@@ -134,6 +134,13 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
         )
     notes = [f"{name}: {find_arm(name).note}" for name in options.arms if find_arm(name).note]
     return lines + notes
+
+
+def _library_text(options: BenchOptions) -> str:
+    parts = ["FastLanguageModel and SFTTrainer of Unsloth"] if options.library == UNSLOTH else []
+    parts += ["4-bit weights"] if options.is_four_bit else []
+    parts += [options.optimizer] if options.optimizer != DEFAULT_OPTIMIZER else []
+    return "".join(f", {part}" for part in parts)
 
 
 def spread_text(spread: Spread | None, number: Callable[[float], str]) -> str:

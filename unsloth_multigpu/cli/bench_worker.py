@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.bench_arm import Arm, num_accumulated, num_devices, speed_of
 from unsloth_multigpu.cli.bench_data import NUM_ID_TOKENS, make_rows, make_test_rows
-from unsloth_multigpu.cli.bench_option import HEAD_SIZE, BenchOptions
+from unsloth_multigpu.cli.bench_option import HEAD_SIZE, UNSLOTH, BenchOptions
 from unsloth_multigpu.cli.bench_turn import Turn
+from unsloth_multigpu.cli.bench_unsloth import load_model, make_trainer
 from unsloth_multigpu.cli.strategy_arm import find_arm
 from unsloth_multigpu.cli.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
 
+if TYPE_CHECKING:
+    from unsloth_multigpu.cli.bench_meter import Meter
+
 # What transformers' BatchRebalanceSampler draws its order from, whatever it is told: with it all arms see the same.
 _ORDER_SEED = 42
-_LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_LORA: dict[str, Any] = {
+    "r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
 
 
 def main(settings_file: str) -> None:
@@ -50,15 +60,21 @@ def _leave_group() -> None:
 
 
 def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dict[str, Any]:
+    if options.library == UNSLOTH:
+        importlib.import_module(UNSLOTH)  # First, as in its users' scripts.
     import torch
-    from datasets import Dataset
-    from transformers import Trainer, TrainerCallback
+    from transformers import TrainerCallback
 
-    from unsloth_multigpu.cli.bench_meter import Meter, peak_bytes, reserved_bytes
+    from unsloth_multigpu.cli.bench_meter import Meter, is_expandable, num_compiled, peak_bytes, reserved_bytes
 
     is_cuda = options.device == "cuda"
     rows, test_rows = make_rows(options), make_test_rows(options)
-    model = make_model(options, max(map(len, [*rows, *test_rows])))
+    max_length = max(map(len, [*rows, *test_rows]))
+    if options.library == UNSLOTH:
+        model, tokenizer = load_model(options, max_length, _LORA)
+    else:
+        model, tokenizer = make_model(options, max_length), None
+    compiled: list[int] = []
     meter = Meter(model, vocab_size=options.vocab_size, is_cuda=is_cuda, speed=speed_of(arm, options, rank))
 
     class MarkSteps(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -69,28 +85,14 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             meter.mark_step()
+            compiled.append(num_compiled())
             if turn is not None:
                 turn.wait()
                 meter.mark_begin()
 
-    class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            meter.extend_step()  # The ranks have met for it.
-            return super().evaluate(*args, **kwargs)
-
-    trainer = TimedTrainer(
-        model=model,
-        args=_training_arguments(arm, options),
-        # Samplers that look at lengths find them here, without reading the rows.
-        train_dataset=Dataset.from_dict({"input_ids": rows, "length": [len(row) for row in rows]}),
-        eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
-        data_collator=end_to_end
-        if options.is_padding_free
-        else functools.partial(collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
-        compute_metrics=mean_scores if test_rows else None,
-        preprocess_logits_for_metrics=score_rows if test_rows else None,
-        callbacks=[MarkSteps()],
-    )
+    # Samplers that look at lengths find them here, without reading the rows.
+    columns: dict[str, list[Any]] = {"input_ids": rows, "length": list(map(len, rows))}
+    trainer = _make_trainer(arm, options, model, tokenizer, meter, columns, test_rows, MarkSteps())
     trainer.train()
     history = trainer.state.log_history
     norms = [entry["grad_norm"] for entry in history if "grad_norm" in entry] if arm.meets_every_step else []
@@ -104,7 +106,46 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
         "sent_bytes": _sent_bytes(arm, rank),
         "reserved_bytes": reserved_bytes() if is_cuda else None,
         "planner": _planner(),
+        "trainer": f"{type(trainer).__module__}.{type(trainer).__name__}",
+        "num_compiled": compiled,
+        "is_expandable": is_expandable() if is_cuda else None,
     }
+
+
+def _make_trainer(
+    arm: Arm,
+    options: BenchOptions,
+    model: Any,
+    tokenizer: Any,
+    meter: Meter,
+    columns: dict[str, list[Any]],
+    test_rows: list[list[int]],
+    callback: Any,
+) -> Any:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    rows, values = Dataset.from_dict(columns), _training_values(arm, options)
+    if options.library == UNSLOTH:
+        return make_trainer(model, tokenizer, values, options, max(columns["length"]), rows, [callback])
+
+    class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            meter.extend_step()  # The ranks have met for it.
+            return super().evaluate(*args, **kwargs)
+
+    return TimedTrainer(
+        model=model,
+        args=TrainingArguments(**values),
+        train_dataset=rows,
+        eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
+        data_collator=end_to_end
+        if options.is_padding_free
+        else functools.partial(collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
+        compute_metrics=mean_scores if test_rows else None,
+        preprocess_logits_for_metrics=score_rows if test_rows else None,
+        callbacks=[callback],
+    )
 
 
 def _planner() -> dict[str, Any]:
@@ -148,11 +189,12 @@ def make_model(options: BenchOptions, max_length: int) -> Any:
         from peft import LoraConfig, get_peft_model
 
         model = model.to(torch.bfloat16 if options.dtype == "bf16" else torch.float32)
-        model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=_LORA_TARGETS))
+        model = get_peft_model(model, LoraConfig(**_LORA))
     return model
 
 
-def _training_arguments(arm: Arm, options: BenchOptions) -> Any:
+def _training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
+    """Arguments of `TrainingArguments`."""
     from transformers import TrainingArguments
 
     known = {f.name for f in dataclasses.fields(TrainingArguments)}
@@ -163,27 +205,27 @@ def _training_arguments(arm: Arm, options: BenchOptions) -> Any:
         training |= {"num_train_epochs": 1, "learning_rate": 1e-5}
     else:
         training |= learning_arguments(arm, options.num_epochs, options.batch_size)
-    return TrainingArguments(
-        output_dir="output",
-        per_device_train_batch_size=options.batch_size,
-        gradient_accumulation_steps=num_accumulated(arm, options),
-        optim="adamw_torch",
-        bf16=options.dtype == "bf16",
-        gradient_checkpointing=options.has_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if options.has_checkpointing else None,
-        use_cpu=options.device == "cpu",
-        ddp_backend="gloo" if options.is_card_shared else None,
-        seed=options.seed,
-        data_seed=_ORDER_SEED,
-        logging_steps=1,
-        save_strategy="no" if options.save_steps is None or not arm.may_save else "steps",
-        save_steps=options.save_steps or 500,
-        save_total_limit=1,
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
+    return {
+        "output_dir": "output",
+        "per_device_train_batch_size": options.batch_size,
+        "gradient_accumulation_steps": num_accumulated(arm, options),
+        "optim": options.optimizer,
+        "bf16": options.dtype == "bf16",
+        "gradient_checkpointing": options.has_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if options.has_checkpointing else None,
+        "use_cpu": options.device == "cpu",
+        "ddp_backend": "gloo" if options.is_card_shared else None,
+        "seed": options.seed,
+        "data_seed": _ORDER_SEED,
+        "logging_steps": 1,
+        "save_strategy": "no" if options.save_steps is None or not arm.may_save else "steps",
+        "save_steps": options.save_steps or 500,
+        "save_total_limit": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
         **training,
-    )
+    }
 
 
 def collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:

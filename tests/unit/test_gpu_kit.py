@@ -1,0 +1,232 @@
+"""The table of `make gpu`, what its runner does with steps that fail, and the section that it writes. Starts no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import kit, page
+from tests.gpu.step import (
+    FP32_BOUND,
+    PART_LIMIT_S,
+    PARTS,
+    Step,
+    judge_arms,
+    judge_device,
+    judge_line,
+    short_result,
+    steps_of,
+)
+from unsloth_multigpu.cli import main
+from unsloth_multigpu.cli.bench_option import BenchOptions
+
+STEPS = steps_of("cuda", is_tiny=False)
+
+
+def test_parts_fit_into_their_calls() -> None:
+    assert len({step.name for step in STEPS}) == len(STEPS)
+    for part in PARTS:
+        limits = [step.limit_s for step in STEPS if step.part == part]
+        assert 0 < sum(limits) <= PART_LIMIT_S - kit.END_LIMIT_S, part
+    assert all(step.num_cards == 1 for step in STEPS if step.part <= 3)
+
+
+@pytest.mark.parametrize("is_tiny", [False, True])
+def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
+    benches = [step for step in steps_of("cuda", is_tiny=is_tiny) if "bench" in step.command]
+    for step in benches:
+        arguments = main._parser().parse_args(list(step.command[2:]))
+        options = BenchOptions.from_arguments(arguments, arguments.arms.split(","))
+        assert (options.hidden_size == 64) == is_tiny
+        assert options.timeout_s < step.limit_s
+        # They use as many cards as they have ranks, or share one.
+        assert step.only_cards in (options.num_ranks, 1)
+    names = {name for step in benches for name in step.command[step.command.index("--arms") + 1].split(",")}
+    assert {"line_one", "guarded_one", "ours_one", "rebalance", "ours", "torchrun"} <= names
+
+
+def arm(name: str, **facts: Any) -> dict[str, Any]:
+    usual = {
+        "has_same_samples": True,
+        "norm_difference": 1e-6,
+        "tokens_per_s": {"median": 100.0},
+        "is_expandable": True,
+    }
+    return {"name": name, **usual, **facts}
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({}, None),
+        ({"norm_difference": 2e-4}, "gradient norms differ by 0.0002"),
+        ({"norm_difference": "inf"}, "gradient norms differ by inf"),
+        ({"has_same_samples": False, "norm_difference": None}, "other samples"),
+        ({"is_expandable": False}, "expandable segments: False"),
+        ({"tokens_per_s": {"median": 80.0}}, "1.25 times as long as torchrun"),
+    ],
+)
+def test_result_has_to_show_what_the_step_is_for(facts: dict[str, Any], problem: str | None) -> None:
+    judge = judge_arms(FP32_BOUND, ("ours",), than="torchrun", is_expandable=True)
+    problems = judge({"results": [arm("one_process"), arm("ours", **facts), arm("torchrun")]})
+    assert [problem in said for said in problems] == [True] if problem else problems == []
+    assert judge({"results": [arm("one_process")]}) == ["ours: no result"]
+
+
+def test_line_may_cost_a_hundredth_of_a_step() -> None:
+    assert judge_line(False)({"ratios": {"line_one": 1.009, "guarded_one": 1.02}}) == [
+        "guarded_one costs 2.0% of a step"
+    ]
+    rank = {"launcher": "unsloth_multigpu", "backend": "nccl", "sum": 8.0, "is_expandable": False, "pending": ""}
+    assert judge_device(True)({"rank": rank}) == [
+        "is_expandable: False, not True",
+        "pending: '', not 'all_reduce [1234]'",
+    ]
+
+
+def test_steps_are_compared_with_those_that_have_their_samples() -> None:
+    def ranks(*walls: list[float]) -> list[dict[str, Any]]:
+        return [{"steps": [{"wall_s": s} for s in steps], "planner": {"floor_tokens": 512.0}} for steps in walls]
+
+    runs = {"one_process": [ranks([9.0, 1.0, 10.0, 4.0])], "ours": [ranks([1.0, 0.5, 4.0, 1.0], [1.0, 0.4, 5.0, 2.0])]}
+    outcome = {"options": {"num_warmup": 1}, "conditions": [], "results": [], "runs": runs}
+    short = short_result(outcome)
+    assert short["ratios"] == {"one_process": 1.0, "ours": 0.5}
+    assert "runs" not in short
+    assert short["planner"]["ours"] == {"floor_tokens": 512.0}
+
+
+def options(tmp_path: Path) -> argparse.Namespace:
+    return kit.parse(["--tiny", "--device", "cpu", "--out", str(tmp_path / "result.json")])
+
+
+def run(tmp_path: Path, code: str, **facts: Any) -> dict[str, Any]:
+    step = Step("one", 1, "a step", facts.pop("limit_s", 20), ("-c", code, "{json}"), **facts)
+    return kit.run_step(step, options(tmp_path), math.inf)
+
+
+def test_step_that_fails_is_recorded_with_the_end_of_its_output(tmp_path: Path) -> None:
+    good = run(tmp_path, "import sys; open(sys.argv[1], 'w').write('{\"a\": 1}')")
+    assert (good["rc"], good["problems"], good["result"], kit.has_passed(good)) == (0, [], {"a": 1}, True)
+    failed = run(tmp_path, "print('why'); raise SystemExit(3)")
+    assert (failed["rc"], failed["problems"], failed["tail"]) == (3, ["exit code 3"], ["why"])
+    judged = run(tmp_path, "import sys; open(sys.argv[1], 'w').write('{}')", judge=lambda result: ["it is empty"])
+    assert (judged["rc"], judged["problems"], kit.has_passed(judged)) == (0, ["it is empty"], False)
+    assert run(tmp_path, "pass")["problems"] == ["it left no result"]
+    printed = run(tmp_path, "print('noise'); print('{\"ready\": true}')", prints=True)
+    assert printed["result"] == {"ready": True}
+    assert not kit.has_passed(None)
+
+
+def test_step_beyond_its_limit_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit, "LEAST_S", 0.0)
+    ended = run(tmp_path, "import time; time.sleep(60)", limit_s=1)
+    assert (ended["rc"], ended["problems"]) == (124, ["ended by its limit"])
+    late = kit.run_step(Step("late", 1, "", 20, ("-c", "")), options(tmp_path), time.monotonic())
+    assert (late["rc"], kit.has_passed(late)) == (None, False)
+
+
+def test_part_goes_on_and_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = "import sys; open(sys.argv[1], 'w').write('{}')"
+    table = [
+        Step("bad", 1, "", 20, ("-c", "raise SystemExit(2)")),
+        Step("good", 1, "", 20, ("-c", write, "{json}")),
+        Step("wide", 1, "", 20, ("-c", ""), num_cards=16),
+    ]
+    monkeypatch.setattr(kit, "steps_of", lambda *_, **__: tuple(table))
+    machine = {"cards": [], "device": "cpu", "is_tiny": True}
+    monkeypatch.setattr(kit, "look_at_machine", lambda _: machine)
+    arguments = ["--tiny", "--device", "cpu", "--part", "1", "--out", str(tmp_path / "r.json")]
+    assert kit.main(arguments) == 1
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert [(name, kit.has_passed(step)) for name, step in record["steps"].items()] == [
+        ("bad", False),
+        ("good", True),
+        ("wide", True),
+    ]
+    assert record["steps"]["wide"]["skipped"] == "needs 16 cards, 2 visible"
+    assert "not passed: bad" in capsys.readouterr().out
+    table[0] = Step("bad", 1, "", 20, ("-c", "pass"))
+    assert kit.main(arguments) == 0
+    assert "== good: passed before" in capsys.readouterr().out
+    machine["cards"] = ["another"]
+    with pytest.raises(SystemExit, match=r"Give another --out"):
+        kit.main(arguments)
+
+
+def record_of_a_card() -> dict[str, Any]:
+    spread = {"median": 1.5, "low": 1.0, "high": 2.0}
+    names = ("tokens_per_s", "times_baseline", "times_reference", "padding_share", "waiting_share", "cpu_s")
+    result = {name: spread for name in names} | {"name": "ours", "peak_bytes": 2**30, "largest_tokens": 9}
+    result |= {"norm_difference": 1e-6, "has_same_samples": True, "reserved_bytes": 2**31, "num_compiled": [7, 2]}
+    outcome = {"conditions": ["model: small", "device: x"], "results": [result], "ratios": {"ours": 0.5}}
+    outcome["planner"] = {"ours": {"overhead_tokens": 128.0, "possible_costs": [1, 2], "speeds": [1.0, 1.0]}}
+    passed = {"part": 2, "text": "the planner", "rc": 0, "problems": [], "result": outcome, "last_line": ""}
+    return {
+        "machine": {"cards": ["Card X"], "memory_bytes": [80 * 2**30], "torch": "2.11", "cuda": "13", "is_tiny": False},
+        "commit": "abc",
+        "steps": {
+            "planner": passed,
+            "line": {**passed, "part": 1, "problems": ["it costs 2.0%"]},
+            "parity": {**passed, "part": 4, "result": None, "last_line": "== 8 passed in 9 s =="},
+            "speed": {"part": 5, "text": "speed", "skipped": "needs 2 cards, 1 visible"},
+            "costs": {**passed, "result": {"plain": {"ms": {"1 x 16": [3.0, 1.0, 2.0]}}}},
+        },
+    }
+
+
+def test_section_has_the_cards_name_and_what_was_not_shown() -> None:
+    text = page.section([record_of_a_card()])
+    assert "### Card X\n" in text
+    assert "1 card(s) of 80 GiB, torch 2.11, CUDA 13, commit abc." in text
+    assert "| ours | 2 (1-2) | 1.50 (1.00-2.00) |" in text
+    assert "| 0.500 | 150.0% | 1,024 MiB (2,048 reserved) | 1.0e-06 | same | 7 + 2 |" in text
+    assert "planner of ours: overhead_tokens 128, speeds 1" in text
+    assert "**not shown: it costs 2.0%**" in text
+    assert "`parity`: the planner: 8 passed in 9 s." in text
+    assert "left out, needs 2 cards, 1 visible" in text
+    assert "- plain: ms 1 x 16 2\n" in text
+    # Parts in order, whatever was measured first.
+    assert text.index("what does the line cost?") < text.index("The planner, and two ranks")
+
+
+def test_page_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert page.section([]) == page.NOTHING
+    shown = page.PAGE.read_text(encoding="utf-8")
+    inside = shown.partition(page.BEGIN)[2].partition(page.END)[0].strip()
+    assert inside == page.NOTHING or inside.startswith("### ")
+    assert (
+        page.with_section(f"a\n{page.BEGIN}\nold\n{page.END}\nb\n", "new") == f"a\n{page.BEGIN}\nnew\n{page.END}\nb\n"
+    )
+    with pytest.raises(SystemExit, match="lacks its markers"):
+        page.with_section("no markers", "new")
+    file = tmp_path / "tiny.json"
+    file.write_text(json.dumps({"machine": {"is_tiny": True}}))
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    with pytest.raises(SystemExit, match="rehearsal"):
+        page.main([str(file)])
+
+
+def test_steps_see_their_cards_and_download_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "4,5,6",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "UNSLOTH_MULTIGPU_NUM_GPUS": "3",
+    }.items():
+        monkeypatch.setenv(name, value)
+    on_card = kit.parse(["--site", str(tmp_path), "--out", str(tmp_path / "r.json")])
+    one, two = (Step("s", 1, "", 9, (), only_cards=count) for count in (1, 2))
+    found = kit.environment(on_card, one, {"TMPDIR": "t"})
+    assert (found["CUDA_VISIBLE_DEVICES"], found["HF_HUB_OFFLINE"], found["TMPDIR"]) == ("4", "1", "t")
+    assert found["PYTHONPATH"].split(":")[:2] == [str(kit.ROOT), str(tmp_path)]
+    assert not {"PYTHONDONTWRITEBYTECODE", "UNSLOTH_MULTIGPU_NUM_GPUS"} & set(found)
+    assert kit.environment(on_card, two, {})["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert kit.environment(options(tmp_path), two, {})["CUDA_VISIBLE_DEVICES"] == ""
