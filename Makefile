@@ -35,7 +35,7 @@ PART ?=
 TINY ?=
 RESULT ?= build/gpu/result.json
 
-.PHONY: demo test lint setup browser gpu gpu-page gpu-site
+.PHONY: demo test test-all lint setup browser gpu gpu-page gpu-site
 .SILENT:
 
 demo: setup
@@ -65,6 +65,10 @@ gpu-site: setup
 	find $(SITE)/torchao -name '*.so' -delete
 	find $(SITE) -name __pycache__ -prune -exec rm -rf {} +
 	tar -C $(SITE) -czf $(SITE).tar.gz . && du -h $(SITE).tar.gz
+
+# With those that take minutes: federated clients over TLS, experiments.
+test-all: ARGS += -m ""
+test-all: test
 
 lint: setup
 	$(BIN)/python -m ruff check

@@ -50,6 +50,7 @@ def test_bench_compares_the_arms(tmp_path):
     assert orphans(str(home)) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     options = ["--arms", "one_process,ours,torchrun", "--train", "lora", "--dtype", "bf16", "--accumulation", "2"]

@@ -22,6 +22,8 @@ JOBS = [
     for kind in ("trainer_peft", "sft_lora", "sft_full", "dpo", "classifier", "sft_padding_free", "sft_packing")
     if shape == "26x3x3" or kind in ("trainer_peft", "sft_lora", "dpo")
 ]
+# Three ranks divide none of these evenly; what divides is shown by two.
+ON_THREE = [job for job in JOBS if not job.endswith("24x4x2")]
 BROKEN = "broken_trainer_peft:26x3x3"
 GRPO = "grpo:24x4x2"
 
@@ -46,7 +48,7 @@ class Outcome:
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("parity")
     build_tiny(path / "model")
-    for num_ranks, jobs in ((1, JOBS), (2, [*JOBS, GRPO, BROKEN]), (3, JOBS)):
+    for num_ranks, jobs in ((1, JOBS), (2, [*JOBS, GRPO, BROKEN]), (3, ON_THREE)):
         out = path / str(num_ranks)
         arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(jobs), "--model", path / "model", "--out", out]
         run = run_python([SCRIPT, *map(str, arguments)], path, LIGHT)
@@ -72,8 +74,7 @@ def weight_difference(first, second):
     return distance / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(("num_ranks", "job"), [*((2, job) for job in JOBS), *((3, job) for job in ON_THREE)])
 def test_ranks_train_as_one_process(folder, job, num_ranks):
     one, many = outcome(folder, 1, job), outcome(folder, num_ranks, job)
     assert one.seen
@@ -85,7 +86,7 @@ def test_ranks_train_as_one_process(folder, job, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_end_with_equal_weights(folder, num_ranks):
-    for job in [*JOBS, *([GRPO] if num_ranks == 2 else [])]:
+    for job in [*JOBS, GRPO] if num_ranks == 2 else ON_THREE:
         weights = outcome(folder, num_ranks, job).weights
         assert all(weight_difference(weights[0], other) == 0 for other in weights[1:]), job
 

@@ -22,6 +22,7 @@ def read_png_size(path: Path) -> tuple[int, int]:
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hypernetwork_shows_that_ddp_is_its_simulation(tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def hypernetwork_conclusion(ddp_gain: float, weight_gap: float, batch_gain: floa
     return "\n".join(Results(task, arms, [runs, []]).conclusion)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +165,7 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     assert "it does not matter how gradients meet" not in text
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Flower needs Python 3.11")
 def test_federated_aggregation_measures_four_ways(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ lr = 0.1
 """.replace("NUM_ROUNDS", str(NUM_ROUNDS))
 
 
+@pytest.mark.thorough
 def test_superlink_and_supernodes_over_tls_give_the_weights_of_two_slots(tmp_path: Path) -> None:
     app, there = tmp_path / "app", tmp_path / "there"
     app.mkdir()

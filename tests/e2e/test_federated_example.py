@@ -22,6 +22,7 @@ ENV = {"PYTHONPATH": str(ROOT), **LIGHT}
 OPTIONS = ["--num-gpus", "2", "--clients", "4", "--rounds", "2", "--batch-size", "16", "--max-workers", "2"]
 
 
+@pytest.mark.thorough
 def test_clients_with_different_topics_learn_one_adapter(tmp_path: Path) -> None:
     run = run_python([EXAMPLE, *OPTIONS], tmp_path, ENV)
     assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
