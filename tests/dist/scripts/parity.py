@@ -6,6 +6,7 @@ A job is a kind with rows x batch size x accumulation; "broken_" normalises by e
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -25,8 +26,10 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
+HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None
+if HAS_UNSLOTH:
+    import unsloth  # noqa: F401  (first, as in a user's script)
 import torch  # noqa: E402
-import unsloth  # noqa: E402, F401  (first, as in a user's script)
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -41,7 +44,6 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
-from unsloth import FastLanguageModel  # noqa: E402
 
 from unsloth_multigpu.core.steps import StepFeed  # noqa: E402
 
@@ -70,10 +72,24 @@ def causal_lm():
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 
 
+def unsloth_lm(**options):
+    from unsloth import FastLanguageModel
+
+    options = {"max_seq_length": 128, "load_in_4bit": False, "dtype": torch.float32, **options}
+    return FastLanguageModel.from_pretrained(args.model, **options)[0]
+
+
 def fast_lora(checkpointing=False):
-    model, _ = FastLanguageModel.from_pretrained(
-        args.model, max_seq_length=128, load_in_4bit=False, dtype=torch.float32
-    )
+    if not HAS_UNSLOTH:
+        # Some of the environments that this package is tested in have none. The same adapter, by PEFT.
+        model = get_peft_model(causal_lm(), LoraConfig(task_type="CAUSAL_LM", **LORA))
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+    from unsloth import FastLanguageModel
+
+    model = unsloth_lm()
     return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=checkpointing, random_state=7, **LORA)
 
 
@@ -106,9 +122,7 @@ def sft_lora(texts, common):
 
 
 def sft_full(texts, common):
-    model, _ = FastLanguageModel.from_pretrained(
-        args.model, max_seq_length=128, load_in_4bit=False, dtype=torch.float32, full_finetuning=True
-    )
+    model = unsloth_lm(full_finetuning=True) if HAS_UNSLOTH else causal_lm()
     rows = Dataset.from_dict({"text": texts})
     config = SFTConfig(folder, max_length=64, dataset_text_field="text", **common)
     return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
