@@ -155,7 +155,18 @@ def _is_container(value: Any) -> bool:
 
 def _copied(value: Any) -> tuple[Any, Any]:
     """The object, and a copy of it where it is a container that can be restored."""
-    return value, copy.deepcopy(value) if _is_container(value) and _is_plain(value) else None
+    return value, _copy(value) if _is_container(value) and _is_plain(value) else None
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a container and of those in it; not of attributes that it has beside what it holds."""
+    if not _is_container(value):
+        return value
+    held = copy.copy(value)
+    if not isinstance(held, set):
+        for key in held if isinstance(held, dict) else range(len(held)):
+            held[key] = _copy(held[key])
+    return held
 
 
 def _restored(kept: tuple[Any, Any]) -> Any:

@@ -185,7 +185,7 @@ def record_samples(trainer):
 
     def note(module, positional, named):
         ids, mask, labels = named.get("input_ids"), named.get("attention_mask"), named.get("labels")
-        if not module.training or ids is None or not torch.is_grad_enabled():
+        if not module.training or ids is None or not torch.is_grad_enabled() or has_filler:
             return
         if "position_ids" in named and len(ids) == 1:
             # Texts end to end: each begins at position 0. A filler has no label at all.
@@ -208,6 +208,14 @@ def record_samples(trainer):
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)
     trainer.add_callback(Begin())
     return seen
+
+
+def look_at_step(self, *arguments):
+    global has_filler
+    step, num_items = batch_samples(self, *arguments)
+    # A rank with a filler has nothing else. In DPO its rows look like those of another rank.
+    has_filler = bool(step) and step[0].micro_batches[0].piece.is_filler
+    return step, num_items
 
 
 @contextmanager
@@ -250,6 +258,8 @@ def run(job):
     save_file(weights, str(out / f"{name}.safetensors"))
 
 
+has_filler = False
+batch_samples, StepFeed._batch_samples = StepFeed._batch_samples, look_at_step
 out = Path(args.out)
 out.mkdir(parents=True, exist_ok=True)
 for job in args.jobs.split(","):
