@@ -24,7 +24,7 @@ UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer jso
 OLDEST_IPYTHON := $(VENV)/oldest-ipython
 OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
 
-.PHONY: demo test lint setup browser
+.PHONY: demo test lint matrix signatures setup browser
 .SILENT:
 
 demo: setup
@@ -38,6 +38,15 @@ lint: setup
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+# The core of the tests with other versions, each in an environment of its own: tests/matrix/rows.toml. ROW=oldest runs
+# one row, KEEP=1 keeps its environment for the next time. `uv` finds or fetches the Pythons.
+matrix: setup
+	$(BIN)/nox -s "matrix$(if $(ROW),($(ROW)))" $(if $(KEEP),-r)
+
+# Only what the oldest and the newest row take of the arguments that this package passes.
+signatures: setup
+	$(BIN)/nox -s "signatures$(if $(ROW),($(ROW)))" $(if $(KEEP),-r)
 
 setup: $(STAMP)
 

@@ -184,7 +184,8 @@ def record_samples(trainer):
     seen = defaultdict(Counter)
 
     def note(module, positional, named):
-        ids, mask, labels = named.get("input_ids"), named.get("attention_mask"), named.get("labels")
+        ids = named.get("input_ids", positional[0] if positional else None)
+        mask, labels = named.get("attention_mask"), named.get("labels")
         if not module.training or ids is None or not torch.is_grad_enabled() or has_filler:
             return
         if "position_ids" in named and len(ids) == 1:
