@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.matrix.record import PAGE, RESULTS, known_rows, merged, outcome_of, page
 from unsloth_multigpu.cli import nearest
 from unsloth_multigpu.cli.nearest import nearest_row, read_rows
+from unsloth_multigpu.versions import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 OLD = {"python": "3.10.1", "torch": "2.6.0", "transformers": "4.57.0", "trl": "0.24.0", "datasets": "3.4.1"}
@@ -61,6 +63,15 @@ def test_file_of_rows_belongs_to_the_package_and_to_the_page() -> None:
     assert nearest.MATRIX == RESULTS
     assert [row["id"] for row in rows] == [known["id"] for known in known_rows()]
     assert PAGE.read_text(encoding="utf-8") == page(rows)
+
+
+def test_ranges_promise_what_was_run_and_nothing_wider() -> None:
+    for name, range_ in SUPPORTED.items():
+        run = [Version(row["versions"][name]) for row in read_rows() if name in row["versions"]]
+        lower, upper = range_.removeprefix(">=").split(",<")
+        newest = max(run)
+        assert Version(lower) == min(run), name
+        assert upper == f"{newest.major}.{newest.minor + 1}", name
 
 
 def test_outcome_of_a_report_counts_and_names() -> None:
