@@ -9,7 +9,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-# From the oldest to the newest row of the compatibility matrix, and nothing wider. The upper bounds are where tests end:
+# From the oldest to the newest row of the compatibility matrix, nothing wider. The upper bounds are where tests end;
 # the metadata of this package has the lower ones alone, so that no installer takes a newer release back.
 SUPPORTED: Mapping[str, str] = {
     "torch": ">=2.6,<2.16",

@@ -310,7 +310,7 @@ def parse(text: str) -> inspect.Signature:
 
 
 def problems(uses: Sequence[Use], known: Mapping[str, str | None]) -> list[tuple[str, str, str]]:
-    """What `known` does not take: dotted name (with `(keyword)` for one that is passed under a condition), place, why."""
+    """What `known` does not take: dotted name, with `(keyword)` for one passed under a condition; place; why."""
     found = []
     for use in uses:
         if use.name not in known:

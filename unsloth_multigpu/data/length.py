@@ -10,8 +10,8 @@ from torch.utils.data import Subset
 from unsloth_multigpu.errors import SetupError
 
 _ROWS_AT_ONCE = 10_000
-# What trainers of preferences store for each sample, in new and older releases of TRL; both answers follow the prompt and
-# are padded alike.
+# What trainers of preferences store for each sample, in new and older releases of TRL. Both answers follow the prompt
+# and are padded alike.
 _PREFERENCES = (
     ("prompt_ids", "chosen_ids", "rejected_ids"),
     ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
