@@ -13,7 +13,10 @@ import random
 import sys
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 import unsloth_multigpu as ump
 
@@ -26,7 +29,8 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
-HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None
+# Older ones ask for a GPU.
+HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9")
 if HAS_UNSLOTH:
     import unsloth  # noqa: F401  (first, as in a user's script)
 import torch  # noqa: E402
@@ -81,7 +85,7 @@ def unsloth_lm(**options):
 
 def fast_lora(checkpointing=False):
     if not HAS_UNSLOTH:
-        # Some of the environments that this package is tested in have none. The same adapter, by PEFT.
+        # As in some of the environments that this package is tested in. The same adapter, by PEFT.
         model = get_peft_model(causal_lm(), LoraConfig(task_type="CAUSAL_LM", **LORA))
         if checkpointing:
             model.enable_input_require_grads()
