@@ -24,18 +24,7 @@ UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer jso
 OLDEST_IPYTHON := $(VENV)/oldest-ipython
 OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
 
-# What a machine with a card and without a network may lack, for `make gpu-site`; with torch, transformers and peft there.
-GPU_SITE := unsloth unsloth_zoo trl datasets accelerate wrapt cut_cross_entropy bitsandbytes torchao diffusers tyro msgspec \
-	structlog hf_transfer json5 nest-asyncio pydantic pydantic_core dill multiprocess xxhash 'fsspec<=2026.2.0' typeguard \
-	docstring_parser annotated_types typing_inspection typing_extensions importlib_metadata pytest-timeout
-SITE := build/gpu/site
-SITE_PYTHON ?= 3.12
-SITE_CUDA ?= 13
-PART ?=
-TINY ?=
-RESULT ?= build/gpu/result.json
-
-.PHONY: demo test test-all lint setup browser gpu gpu-page gpu-site
+.PHONY: demo test test-all lint matrix signatures gpu gpu-page gpu-site setup browser
 .SILENT:
 
 demo: setup
@@ -74,6 +63,15 @@ lint: setup
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+# The core of the tests with other versions, each in an environment of its own: tests/matrix/rows.toml. ROW=oldest runs
+# one row, KEEP=1 keeps its environment for the next time. `uv` finds or fetches the Pythons.
+matrix: setup
+	$(BIN)/nox -s "matrix$(if $(ROW),($(ROW)))" $(if $(KEEP),-r)
+
+# Only what the oldest and the newest row take of the arguments that this package passes.
+signatures: setup
+	$(BIN)/nox -s "signatures$(if $(ROW),($(ROW)))" $(if $(KEEP),-r)
 
 setup: $(STAMP)
 

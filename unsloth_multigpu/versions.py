@@ -9,18 +9,18 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-# The wide ranges. Exact versions that were tested are pinned where the set-up is, not here. The upper bounds are where
-# tests end: the metadata of this package has the lower ones alone, so that no installer takes a newer release back.
+# From the oldest to the newest row of the compatibility matrix, nothing wider. The upper bounds are where tests end;
+# the metadata of this package has the lower ones alone, so that no installer takes a newer release back.
 SUPPORTED: Mapping[str, str] = {
-    "torch": ">=2.6,<2.15",
-    "transformers": ">=4.57,<6",
-    "accelerate": ">=1.3",
-    "peft": ">=0.18",
-    "datasets": ">=3.4.1,<5",
-    "trl": ">=0.24,<2",
-    "unsloth": ">=2026.10.1",
-    "unsloth_zoo": ">=2026.10.1",
-    "wrapt": ">=1.17",
+    "torch": ">=2.6,<2.16",
+    "transformers": ">=4.57,<5.24",
+    "accelerate": ">=1.4,<1.16",
+    "peft": ">=0.18,<0.22",
+    "datasets": ">=3.4.1,<5.3",
+    "trl": ">=0.24,<1.17",
+    "unsloth": ">=2026.10.7,<2026.11",
+    "unsloth_zoo": ">=2026.10.7,<2026.11",
+    "wrapt": ">=1.17,<2.6",
 }
 # What runs a notebook. It has no part in the training, so ranks on several nodes may differ in it.
 SUPPORTED_IN_NOTEBOOKS: Mapping[str, str] = {"ipython": ">=7.34", "ipykernel": ">=6.17"}

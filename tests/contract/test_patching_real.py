@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.helpers import need
 from tests.helpers.run import LIGHT, ROOT, environment_with
 
 TIMEOUT_S = 240
@@ -82,6 +83,7 @@ assert len(before) == len(after) and all(a[0] == b[0] and a[1] is b[1] for a, b 
 
 
 @pytest.mark.slow
+@need.UNSLOTH
 def test_trainer_patch_survives_the_import_of_unsloth() -> None:
     run("""
 patches.apply()
@@ -106,6 +108,7 @@ assert calls == []
 
 
 @pytest.mark.slow
+@need.UNSLOTH
 def test_trainer_patch_lands_after_the_import_of_unsloth() -> None:
     run("""
 import unsloth

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.helpers import need
 from tests.helpers.run import finish, orphans, run_python, start, wait_until
 from unsloth_multigpu.cli.probe import Probe
 from unsloth_multigpu.versions import SUPPORTED
@@ -43,9 +44,11 @@ def plant_fault(folder, fault) -> dict[str, str]:
 def test_doctor_finds_this_machine_ready(tmp_path):
     run = run_python([*DOCTOR, "--json"], tmp_path)
     result = json.loads(run.out)
-    assert [row for row in result["rows"] if row["state"] == "FAIL"] == []
-    assert result["ok"] is True
-    assert run.code == 0
+    known = [("imports", "unsloth")] if need.UNSLOTH_ASKS_FOR_GPU else []
+    failed = [row for row in result["rows"] if row["state"] == "FAIL"]
+    assert [(row["section"], row["name"]) for row in failed] == known, failed
+    assert result["ok"] is (not known)
+    assert run.code == len(known)
     assert run.err == ""
     rows = {(row["section"], row["name"]): row for row in result["rows"]}
     assert all(("versions", name) in rows for name in SUPPORTED)

@@ -53,7 +53,8 @@ def test_death_of_a_rank_is_named_and_all_ranks_are_started_again(tmp_path):
     assert_is_shown_once_and_first(failed[0][0])
     assert "; the usual cause is that the machine ran out" in failed[1][0]
     assert "unsloth_multigpu: rank" not in last
-    assert run.out == f"done {len(DEATHS)}\n"
+    # Gloo of some torch releases prints there, too.
+    assert [line for line in run.out.splitlines() if not line.startswith("[Gloo]")] == [f"done {len(DEATHS)}"]
     assert_nothing_is_left(tmp_path)
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.run import BARE, finish, run_python, start
+from unsloth_multigpu.launch.allocator import allocator_variables
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
-# As `import unsloth` sets it, which comes too late in a rank.
-UNSLOTHS_ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# As `import unsloth` sets it, where it is installed; that comes too late in a rank.
+UNSLOTHS_ALLOCATOR = allocator_variables({})
 ARGUMENTS = ["--n", "two words", "$HOME", "${local_rank}", "a'b\"c"]
 
 

@@ -7,9 +7,11 @@ epoch's last step of eight does, nor its last micro-batch of two; in 19x3x3 the 
 import json
 from collections import Counter
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 from safetensors.torch import load_file
 
 from tests.helpers.run import LIGHT, run_python
@@ -108,8 +110,12 @@ def test_steps_are_planned_by_length(folder):
     lines = (folder / "2" / "stderr.txt").read_text().splitlines()
     planned = [line for line in lines if "samples per step" in line]
     exchanged = sum("exchanged between micro-batches by length" in line for line in planned)
-    assert exchanged == sum(job.startswith(("dpo", "classifier")) for job in JOBS)
-    assert sum("dealt by length" in line for line in planned) == len(planned) - exchanged
+    # With TRL before 1.0 rows of a micro-batch of DPO may depend on each other; without padding, rows get their tokens
+    # when they are read.
+    kinds = ("dpo", "sft_padding_free") if Version(version("trl")) < Version("1") else ()
+    num_in_order = sum(job.startswith(kinds) for job in JOBS)
+    assert exchanged == sum(job.startswith(("dpo", "classifier")) and not job.startswith(kinds) for job in JOBS)
+    assert sum("dealt by length" in line for line in planned) == len(planned) - exchanged - num_in_order
 
 
 def test_unused_parameters_are_not_searched(folder):

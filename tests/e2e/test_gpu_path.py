@@ -12,10 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import need
 from tests.helpers.run import ROOT, finish, hide, start
 from tests.helpers.tiny import build_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    need.UNSLOTH,
+]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 400.0

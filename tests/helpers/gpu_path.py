@@ -109,6 +109,8 @@ def _spoof_cuda(num_devices: int) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    # Optimizers of torch 2.14 and newer ask the accelerator whether a graph is being captured.
+    torch.accelerator.current_stream = lambda device=None: _Stream()  # type: ignore[assignment]
     # unsloth/kernels/utils.py collects the raw stream of each device at import; a CPU build of torch lacks the name.
     torch._C._cuda_getCurrentRawStream = _answer(0)  # type: ignore[attr-defined]
 
@@ -151,6 +153,9 @@ class _Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 class _Event:

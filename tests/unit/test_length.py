@@ -64,8 +64,9 @@ def test_lengths_are_read(dataset: Any) -> None:
     assert lengths(dataset) == LENGTHS
 
 
-def test_answers_follow_their_prompt() -> None:
-    rows = {"prompt_ids": [[1, 2], [1]], "chosen_ids": [[1], [1, 2, 3]], "rejected_ids": [[1, 2], [1]]}
+@pytest.mark.parametrize("ids", ["ids", "input_ids"])
+def test_answers_follow_their_prompt(ids: str) -> None:
+    rows = {f"prompt_{ids}": [[1, 2], [1]], f"chosen_{ids}": [[1], [1, 2, 3]], f"rejected_{ids}": [[1, 2], [1]]}
     assert lengths(Dataset.from_dict(rows)) == [4, 4]
 
 

@@ -223,11 +223,11 @@ def test_legacy_memory_optimization_sets_the_allocator(monkeypatch: pytest.Monke
 def test_library_newer_than_tested_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    installed = {**dict.fromkeys(versions.SUPPORTED, None), "datasets": "5.2.0", "torch": "2.13.0", "trl": "1.15.0"}
+    installed = {**dict.fromkeys(versions.SUPPORTED, None), "datasets": "5.9.0", "torch": "2.13.0", "trl": "1.15.0"}
     monkeypatch.setattr(versions, "installed_version", installed.get)
     ump.enable_multi_gpu(num_gpus=1)
     (told,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert told.startswith("newer than tested: datasets 5.2.0 (tested <5,>=3.4.1). ")
+    assert told.startswith("newer than tested: datasets 5.9.0 (tested <5.3,>=3.4.1). ")
     ump.disable_multi_gpu()
     installed["datasets"] = "4.8.0"
     ump.enable_multi_gpu(num_gpus=1)

@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from unsloth_multigpu import versions
+from unsloth_multigpu.cli.nearest import installed_stack, nearest_row, read_rows
 
 State = Literal["ok", "note", "FAIL"]
 
@@ -73,6 +74,7 @@ def version_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
             hint = "Newer than tested: `unsloth-multigpu verify train.py` compares the first steps with one process."
         state: State = "FAIL" if not row.ok else "ok" if row.installed and not row.is_newer else "note"
         rows.append(CheckRow("versions", row.name, state, text, hint, facts))
+    rows.append(_nearest_row())
     driver, _ = _nvidia_driver()
     built_for = f"CUDA {devices['cuda']}" if devices.get("cuda") else f"ROCm {devices.get('rocm')}"
     if not devices.get("cuda") and not devices.get("rocm"):
@@ -159,6 +161,14 @@ def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
         hint = "Load whatever replaced it before enable_multi_gpu(), or leave it out."
         rows.append(CheckRow("seams", "verify", "FAIL", landed["verify"], hint))
     return rows
+
+
+def _nearest_row() -> CheckRow:
+    nearest = nearest_row(read_rows(), installed_stack())
+    hint = ""
+    if nearest.differs:
+        hint = "docs/compatibility.md has all rows. A stack between two of them is expected to work."
+    return CheckRow("versions", "nearest tested row", "ok", nearest.text, hint, asdict(nearest))
 
 
 def _seam_row(seam: Mapping[str, Any]) -> CheckRow:

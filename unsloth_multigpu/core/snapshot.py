@@ -14,10 +14,14 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.core.random_state import kept_random_state
+from unsloth_multigpu.hooks.effect import is_library
 
 # Numbers and texts, and containers of them: counters, lists of metrics, running sums.
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CONTAINERS = (list, dict, set, collections.deque)
+# Those of the standard library, which hold what they show. A mapping of a library may make its values when it is asked
+# for them: transformers' tables of models import all models.
+_STANDARD = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict, collections.Counter})
 # A container of more is data and no state of a loss; copying it at each trial would cost.
 _MOST_ITEMS = 10_000
 _DATA = ("train_dataset", "eval_dataset")
@@ -135,7 +139,7 @@ def _is_plain(value: Any) -> bool:
     stack, num_items = [value], 0
     while stack:
         item = stack.pop()
-        if isinstance(item, _CONTAINERS):
+        if _is_container(item):
             num_items += len(item)
             if num_items > _MOST_ITEMS:
                 return False
@@ -145,9 +149,24 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
+def _is_container(value: Any) -> bool:
+    return type(value) in _STANDARD or (isinstance(value, _CONTAINERS) and not is_library(type(value).__module__))
+
+
 def _copied(value: Any) -> tuple[Any, Any]:
     """The object, and a copy of it where it is a container that can be restored."""
-    return value, copy.deepcopy(value) if isinstance(value, _CONTAINERS) and _is_plain(value) else None
+    return value, _copy(value) if _is_container(value) and _is_plain(value) else None
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a container and of those in it; not of attributes that it has beside what it holds."""
+    if not _is_container(value):
+        return value
+    held = copy.copy(value)
+    if not isinstance(held, set):
+        for key in held if isinstance(held, dict) else range(len(held)):
+            held[key] = _copy(held[key])
+    return held
 
 
 def _restored(kept: tuple[Any, Any]) -> Any:

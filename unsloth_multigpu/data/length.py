@@ -10,8 +10,12 @@ from torch.utils.data import Subset
 from unsloth_multigpu.errors import SetupError
 
 _ROWS_AT_ONCE = 10_000
-# What trainers of preferences store for each sample; both answers follow the prompt and are padded alike.
-_PREFERENCE = ("prompt_ids", "chosen_ids", "rejected_ids")
+# What trainers of preferences store for each sample, in new and older releases of TRL. Both answers follow the prompt
+# and are padded alike.
+_PREFERENCES = (
+    ("prompt_ids", "chosen_ids", "rejected_ids"),
+    ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids"),
+)
 
 
 def read_lengths(dataset: Any, length_column: str, *, may_read_rows: bool) -> list[int]:
@@ -57,8 +61,8 @@ def _stored_lengths(dataset: Any, length_column: str) -> list[int]:
         )
     if "input_ids" in names:
         return _list_lengths(dataset, "input_ids")
-    if all(name in names for name in _PREFERENCE):
-        prompt, chosen, rejected = (_list_lengths(dataset, name) for name in _PREFERENCE)
+    if columns := next((columns for columns in _PREFERENCES if {*columns} <= {*names}), None):
+        prompt, chosen, rejected = (_list_lengths(dataset, name) for name in columns)
         return [p + max(c, r) for p, c, r in zip(prompt, chosen, rejected, strict=True)]
     if length_column in names:
         return [int(length) for length in dataset.with_format(None)[length_column]]

@@ -12,7 +12,7 @@ from unsloth_multigpu.patching import Patch
 
 logger = get_logger(__name__)
 
-_SUPPORTS = "accelerate>=1.3"
+_SUPPORTS = "accelerate>=1.4"
 
 
 def device_patches(device_type: str, device_index: int, local_rank: int) -> list[Patch]:

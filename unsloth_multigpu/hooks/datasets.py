@@ -37,7 +37,7 @@ def dataset_patches(run_dir: str | None, get_manager: Callable[[], DDPManager | 
     return [
         Patch(
             target="datasets.arrow_dataset:Dataset.map",
-            supports="datasets>=3.4.1,<5",
+            supports="datasets>=3.4.1,<6",
             wrap=functools.partial(_map_once, _MapOrder(run_dir, get_manager)),
             reason="Every rank would process every row, at the same time and into the same cache file. "
             "Dataset.filter and DatasetDict.map call it.",

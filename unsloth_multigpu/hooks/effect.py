@@ -109,7 +109,7 @@ def _of_function(function: FunctionType) -> tuple[Any, ...]:
         "attributes": {k: v for k, v in vars(function).items() if k != "__wrapped__"},
         "wrapped": getattr(function, "__wrapped__", None),
     }
-    if not _is_library(function.__module__ or ""):
+    if not is_library(function.__module__ or ""):
         names = set(_names_in(function.__code__)) & function.__globals__.keys()
         contents["globals"] = {name: function.__globals__[name] for name in sorted(names)}
     return _named(function.__qualname__, contents)
@@ -130,7 +130,7 @@ def _of_cell(cell: CellType) -> tuple[Any, ...]:
 
 
 def _of_class(cls: type) -> tuple[Any, ...]:
-    if _is_library(cls.__module__):
+    if is_library(cls.__module__):
         return _named(f"{cls.__module__}.{cls.__qualname__}")
     contents = {
         name: (value.fget, value.fset) if isinstance(value, property) else getattr(value, "__func__", value)
@@ -141,12 +141,12 @@ def _of_class(cls: type) -> tuple[Any, ...]:
 
 
 def _of_module(module: ModuleType) -> tuple[Any, ...]:
-    if _is_library(module.__name__):
+    if is_library(module.__name__):
         return _named(module.__name__)
     contents = {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("__") and not (isinstance(value, ModuleType) and _is_library(value.__name__))
+        if not name.startswith("__") and not (isinstance(value, ModuleType) and is_library(value.__name__))
     }
     return _named(module.__name__, contents)
 
@@ -180,7 +180,7 @@ def _scalars(obj: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
     """True for what is installed or a part of Python, False for the script and the modules beside it."""
     root = module.partition(".")[0]
     if root == "__main__":

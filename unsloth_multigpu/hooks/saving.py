@@ -41,15 +41,15 @@ _SAVERS = {
     "transformers.configuration_utils:PretrainedConfig.save_pretrained": _TRANSFORMERS,  # Its name up to version 4.
     "transformers.generation.configuration_utils:GenerationConfig.save_pretrained": _TRANSFORMERS,
     "peft.peft_model:PeftModel.save_pretrained": "peft>=0.18",
-    "unsloth_zoo.cpu.loader:save_pretrained_merged": "unsloth_zoo>=2026.10.1",
-    "unsloth_zoo.cpu.loader:save_pretrained_gguf": "unsloth_zoo>=2026.10.1",
+    "unsloth_zoo.cpu.loader:save_pretrained_merged": "unsloth_zoo>=2026.10.7",
+    "unsloth_zoo.cpu.loader:save_pretrained_gguf": "unsloth_zoo>=2026.10.7",
     "matplotlib.figure:Figure.savefig": "matplotlib>=3",
-    "datasets.arrow_dataset:Dataset.save_to_disk": "datasets>=3.4.1,<5",
+    "datasets.arrow_dataset:Dataset.save_to_disk": "datasets>=3.4.1,<6",
 }
 _PUSHERS = {
     "transformers.utils.hub:PushToHubMixin.push_to_hub": _TRANSFORMERS,
-    "unsloth_zoo.cpu.loader:push_to_hub_merged": "unsloth_zoo>=2026.10.1",
-    "datasets.arrow_dataset:Dataset.push_to_hub": "datasets>=3.4.1,<5",
+    "unsloth_zoo.cpu.loader:push_to_hub_merged": "unsloth_zoo>=2026.10.7",
+    "datasets.arrow_dataset:Dataset.push_to_hub": "datasets>=3.4.1,<6",
 }
 
 
@@ -71,7 +71,7 @@ def saving_patches(gate: SaveGate) -> list[Patch]:
     patches.append(
         Patch(
             target="unsloth.save:_bind_saving_method",
-            supports="unsloth>=2026.10.1",
+            supports="unsloth>=2026.10.7",
             wrap=functools.partial(_bind_guarded, gate),
             reason=_UNSLOTH_MERGE,
             optional=True,

@@ -12,8 +12,8 @@ from unsloth_multigpu.patching import Patch
 
 _REASON = "A device map that names card 0, or all cards, would put every rank's model there."
 _LOADERS = {
-    "unsloth.models.loader:FastLanguageModel.from_pretrained": "unsloth>=2026.10.1",
-    "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.1",
+    "unsloth.models.loader:FastLanguageModel.from_pretrained": "unsloth>=2026.10.7",
+    "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.7",
     "transformers.modeling_utils:PreTrainedModel.from_pretrained": "transformers>=4.57,<6",
 }
 # Maps that mean "wherever the accelerator is".
@@ -51,7 +51,7 @@ def offload_patches(rank: int) -> list[Patch]:
     return [
         Patch(
             target="unsloth.models._utils:offload_to_disk",
-            supports="unsloth>=2026.10.1",
+            supports="unsloth>=2026.10.7",
             wrap=functools.partial(_offloaded_apart, rank),
             reason="All ranks would write one file while others read it as memory: a bus error, or wrong weights.",
             needs=("name", "temporary_location"),

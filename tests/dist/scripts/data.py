@@ -82,6 +82,13 @@ class OwnLoader(Trainer):
         return torch.utils.data.SubsetRandomSampler(range(len(ROWS)))
 
 
+class InOrder(Trainer):
+    """One without shuffling, which is an option of transformers since its version 5."""
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
 class MeanLoss(Trainer):
     """A user's trainer whose loss is a mean over rows, although the model takes loss arguments."""
 
@@ -285,8 +292,12 @@ def train(name, trainer, more=lambda: {}, **options):
 train("plain", build("plain", include_num_input_tokens_seen="all"))
 train("seeded", build("seeded", data_seed=5, seed=11))
 train("workers", build("workers", dataloader_num_workers=2, dataloader_prefetch_factor=2))
-train("grouped", build("grouped", train_sampling_strategy="group_by_length"))
-train("sequential", build("sequential", train_sampling_strategy="sequential"))
+if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:
+    train("grouped", build("grouped", train_sampling_strategy="group_by_length"))
+    train("sequential", build("sequential", train_sampling_strategy="sequential"))
+else:
+    train("grouped", build("grouped", group_by_length=True))
+    train("sequential", build("sequential", InOrder))
 train("drop_last", build("drop_last", dataloader_drop_last=True))
 train("own_sampler", build("own_sampler", OwnLoader))
 train("mean_loss", build("mean_loss", MeanLoss))

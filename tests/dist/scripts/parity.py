@@ -6,13 +6,17 @@ A job is a kind with rows x batch size x accumulation; "broken_" normalises by e
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import random
 import sys
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 import unsloth_multigpu as ump
 
@@ -25,8 +29,11 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
+# Older ones ask for a GPU.
+HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9")
+if HAS_UNSLOTH:
+    import unsloth  # noqa: F401  (first, as in a user's script)
 import torch  # noqa: E402
-import unsloth  # noqa: E402, F401  (first, as in a user's script)
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -41,7 +48,6 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
-from unsloth import FastLanguageModel  # noqa: E402
 
 from unsloth_multigpu.core.steps import StepFeed  # noqa: E402
 
@@ -70,10 +76,24 @@ def causal_lm():
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 
 
+def unsloth_lm(**options):
+    from unsloth import FastLanguageModel
+
+    options = {"max_seq_length": 128, "load_in_4bit": False, "dtype": torch.float32, **options}
+    return FastLanguageModel.from_pretrained(args.model, **options)[0]
+
+
 def fast_lora(checkpointing=False):
-    model, _ = FastLanguageModel.from_pretrained(
-        args.model, max_seq_length=128, load_in_4bit=False, dtype=torch.float32
-    )
+    if not HAS_UNSLOTH:
+        # As in some of the environments that this package is tested in. The same adapter, by PEFT.
+        model = get_peft_model(causal_lm(), LoraConfig(task_type="CAUSAL_LM", **LORA))
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+    from unsloth import FastLanguageModel
+
+    model = unsloth_lm()
     return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=checkpointing, random_state=7, **LORA)
 
 
@@ -106,9 +126,7 @@ def sft_lora(texts, common):
 
 
 def sft_full(texts, common):
-    model, _ = FastLanguageModel.from_pretrained(
-        args.model, max_seq_length=128, load_in_4bit=False, dtype=torch.float32, full_finetuning=True
-    )
+    model = unsloth_lm(full_finetuning=True) if HAS_UNSLOTH else causal_lm()
     rows = Dataset.from_dict({"text": texts})
     config = SFTConfig(folder, max_length=64, dataset_text_field="text", **common)
     return SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
@@ -170,8 +188,9 @@ def record_samples(trainer):
     seen = defaultdict(Counter)
 
     def note(module, positional, named):
-        ids, mask, labels = named.get("input_ids"), named.get("attention_mask"), named.get("labels")
-        if not module.training or ids is None or not torch.is_grad_enabled():
+        ids = named.get("input_ids", positional[0] if positional else None)
+        mask, labels = named.get("attention_mask"), named.get("labels")
+        if not module.training or ids is None or not torch.is_grad_enabled() or has_filler:
             return
         if "position_ids" in named and len(ids) == 1:
             # Texts end to end: each begins at position 0. A filler has no label at all.
@@ -194,6 +213,14 @@ def record_samples(trainer):
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)
     trainer.add_callback(Begin())
     return seen
+
+
+def look_at_step(self, *arguments):
+    global has_filler
+    step, num_items = batch_samples(self, *arguments)
+    # A rank with a filler has nothing else. In DPO its rows look like those of another rank.
+    has_filler = bool(step) and step[0].micro_batches[0].piece.is_filler
+    return step, num_items
 
 
 @contextmanager
@@ -236,6 +263,8 @@ def run(job):
     save_file(weights, str(out / f"{name}.safetensors"))
 
 
+has_filler = False
+batch_samples, StepFeed._batch_samples = StepFeed._batch_samples, look_at_step
 out = Path(args.out)
 out.mkdir(parents=True, exist_ok=True)
 for job in args.jobs.split(","):

@@ -1,0 +1,145 @@
+"""What this package calls of other libraries exists, with the arguments that it passes, from the oldest to the newest.
+
+signatures.json holds what the oldest and the newest row of the matrix take. After a change in what we call, `make
+signatures` records it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contract.signatures import PACKAGE, RECORDED, Use, collect, describe, parse, problems, uses_in
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RECORDED_BY_ROW: dict[str, dict[str, str | None]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+USES = collect()
+# What some version does not take, and how the code asks before it passes it. Only for keywords that a dict behind `**`
+# has under a condition: one that is always passed is no entry of this table.
+ALLOWED = {
+    "torch.distributed.launcher.api.LaunchConfig(shutdown_timeout)": "launch/engine.py asks for the field; torch 2.13",
+}
+EVERY_WAY = """
+from __future__ import annotations
+import functools
+import torch
+import torch.distributed as dist
+from torch import nn
+from accelerate.utils import send_to_device as send
+from elsewhere import torch as not_torch
+
+class Loader(torch.utils.data.DataLoader):
+    def __init__(self, rows):
+        options = {"batch_size": 2}
+        if rows:
+            options["num_workers"] = 1
+        super().__init__(rows, drop_last=True, **options)
+
+    def check(self):
+        return super().check_worker_number_rationality()
+
+def run(dist_of_ours, nn=None, **anything):
+    from peft import LoraConfig
+    dist.new_group([0], timeout=None, **late())
+    LoraConfig(r=4, **anything)
+    nn.Linear(1, 2)
+    dist_of_ours.new_group(nothing=1)
+    functools.partial(torch.save, {}, pickle_protocol=2)
+    not_torch.save(nothing=1)
+    return send(1, device=nn.device)
+
+def late():
+    return {"group_desc": "late"} if hasattr(dist, "new_group") else {}
+
+def layer():
+    return nn.Linear(1, 2, bias=False)
+"""
+
+
+def unknown(uses: list[Use], known: dict[str, str | None]) -> list[str]:
+    return [f"{place}: {name}: {why}" for name, place, why in problems(uses, known) if name not in ALLOWED]
+
+
+def test_both_ends_of_the_matrix_are_recorded() -> None:
+    rows = tomllib.loads((PACKAGE.parent / "tests" / "matrix" / "rows.toml").read_text(encoding="utf-8"))["row"]
+    assert {row["id"] for row in rows if row.get("signatures")} == RECORDED_BY_ROW.keys() == {"oldest", "newest"}
+
+
+@pytest.mark.parametrize("row", RECORDED_BY_ROW)
+def test_row_takes_what_is_passed(row: str) -> None:
+    assert unknown(USES, RECORDED_BY_ROW[row]) == []
+
+
+def test_installed_libraries_take_what_is_passed() -> None:
+    assert unknown(USES, {use.name: describe(use.name) for use in USES}) == []
+
+
+def test_every_exception_is_needed() -> None:
+    assert {name for known in RECORDED_BY_ROW.values() for name, *_ in problems(USES, known)} == ALLOWED.keys()
+
+
+def test_every_way_to_call_is_collected() -> None:
+    calls = {
+        use.name: (use.num_positional, use.keywords, use.conditional, use.is_open)
+        for use in uses_in(EVERY_WAY, "every_way.py")
+        if use.is_call
+    }
+    assert calls == {
+        "torch.utils.data.DataLoader": (1, ("drop_last", "batch_size"), ("num_workers",), False),
+        "torch.utils.data.DataLoader.check_worker_number_rationality": (1, (), (), False),
+        "torch.distributed.new_group": (1, ("timeout",), ("group_desc",), False),
+        "peft.LoraConfig": (0, ("r",), (), True),
+        "torch.save": (1, ("pickle_protocol",), (), True),
+        "accelerate.utils.send_to_device": (1, ("device",), (), False),
+        "torch.nn.Linear": (2, ("bias",), (), False),
+    }
+
+
+def test_calls_of_this_package_are_collected() -> None:
+    calls = {(use.place.partition(":")[0], use.name, use.keywords) for use in USES if use.is_call}
+    assert ("launch/engine.py", "torch.distributed.launcher.api.elastic_launch", ()) in calls
+    assert ("core/snapshot.py", "torch.random.fork_rng", ("device_type",)) in calls
+    (launch_config,) = (use for use in USES if use.name.endswith(".LaunchConfig") and use.is_call)
+    assert {"min_nodes", "logs_specs"} <= {*launch_config.keywords}
+    assert launch_config.conditional == ("shutdown_timeout",)
+    assert len(calls) > 200
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch\ntorch.save({}, 'file', compression=9)", "unexpected keyword argument 'compression'"),
+        ("import torch\ntorch.load('a', 'b', 'c', 'd')", "too many positional arguments"),
+        ("import torch\ntorch.optim.SGD()", "missing a required argument: 'params'"),
+        ("import torch\nlate = {'fast': 1} if torch.nan else {}\ntorch.save({}, 'file', **late)", "'fast'"),
+        ("import torch\ntorch.distributed.FastStore", "torch.distributed.FastStore: absent"),
+        ("from transformers import NoSuchTrainer", "transformers.NoSuchTrainer: absent"),
+    ],
+)
+def test_planted_fault_is_found(source: str, expected: str) -> None:
+    uses = uses_in(source, "planted.py")
+    found = unknown(uses, {use.name: describe(use.name) for use in uses})
+    assert len(found) == 1
+    assert found[0].startswith("planted.py:")
+    assert expected in found[0]
+
+
+def test_option_of_newer_versions_is_found_where_nothing_asks_for_it() -> None:
+    source = Path(PACKAGE / "launch" / "engine.py").read_text(encoding="utf-8")
+    always = source.replace("**_shutdown_limit()", "shutdown_timeout=_SHUTDOWN_LIMIT_S")
+    assert always != source
+    (found,) = unknown(uses_in(always, "engine.py"), RECORDED_BY_ROW["oldest"])
+    assert found.endswith("LaunchConfig: got an unexpected keyword argument 'shutdown_timeout'")
+    assert unknown(uses_in(always, "engine.py"), RECORDED_BY_ROW["newest"]) == []
+
+
+@pytest.mark.parametrize("text", ["()", "(a, /, b, c=..., *d, e, f=..., **g)", "(self, *, a=...)", "(*args, **kwargs)"])
+def test_recorded_text_is_the_signature(text: str) -> None:
+    assert str(parse(text)).replace("Ellipsis", "...") == text
