@@ -83,6 +83,8 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
         cells = [row["versions"].get(name, "-") for name in columns]
         counts = [row["passed"], len(row["failed"]), sum(row["skipped"].values()), row["seconds"]]
         lines.append("| " + " | ".join(map(str, [row["name"], *cells, *counts, row["date"]])) + " |")
+    has_run = {row["id"] for row in results}
+    lines += [f"| {known['name']} | not run yet |" for known in known_rows() if known["id"] not in has_run]
     notes = [f"- {row['name']}: failed `{name}`" for row in results for name in row["failed"]]
     notes += [
         f"- {row['name']}: {number} skipped: {reason}" for row in results for reason, number in row["skipped"].items()
