@@ -21,6 +21,7 @@ from torch import nn
 from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
+from unsloth_multigpu.core.seam import Steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -89,8 +90,8 @@ def test_trainer_that_was_cut_off_is_as_before() -> None:
     trainer.is_in_train = True
     trainer.args.gradient_accumulation_steps = 1
     feed: Any = StepFeed.__new__(StepFeed)
-    trainer.training_step = functools.partial(feed._training_step, own)  # type: ignore[method-assign]
-    trainer.create_optimizer = functools.partial(feed._train_dataloader, trainer.create_optimizer)  # type: ignore[method-assign]
+    trainer.training_step = Steered(feed._training_step, own)  # type: ignore[method-assign]
+    trainer.create_optimizer = Steered(feed._train_dataloader, trainer.create_optimizer)  # type: ignore[method-assign]
     callback = type("Progress", (), {"__module__": "unsloth_multigpu.core.trainer"})()
     trainer.callback_handler.callbacks = ["the script's", callback]
 

@@ -255,7 +255,9 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
     replicas._last_equal_step = 4 if every else None
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    steered: Any = SimpleNamespace(manager=manager, replicas=replicas, trainer=trainer, beside_the_model=lambda: [])
+    steered: Any = SimpleNamespace(
+        manager=manager, replicas=replicas, trainer=trainer, beside_the_model=lambda: [], num_steps=4
+    )
     state, args = SimpleNamespace(global_step=4), SimpleNamespace(load_best_model_at_end=is_best_loaded)
     _progress_callback(steered).on_train_end(args, state, None)
     assert checked == steps
