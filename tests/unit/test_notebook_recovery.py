@@ -48,6 +48,8 @@ class Callbacks:
     def __init__(self) -> None:
         self.callbacks: list[Any] = []
 
+    def call_event(self) -> None: ...
+
 
 class FakeTrainer:
     """What recovery needs of a `transformers.Trainer`."""
@@ -92,12 +94,15 @@ def test_trainer_that_was_cut_off_is_as_before() -> None:
     feed: Any = StepFeed.__new__(StepFeed)
     trainer.training_step = Steered(feed._training_step, own)  # type: ignore[method-assign]
     trainer.create_optimizer = Steered(feed._train_dataloader, trainer.create_optimizer)  # type: ignore[method-assign]
+    handler = trainer.callback_handler
+    handler.call_event = Steered(feed._training_step, handler.call_event)  # type: ignore[method-assign]
     callback = type("Progress", (), {"__module__": "unsloth_multigpu.core.trainer"})()
     trainer.callback_handler.callbacks = ["the script's", callback]
 
     trainings.unwrap()
     assert trainer.training_step is own
     assert "create_optimizer" not in vars(trainer)
+    assert "call_event" not in vars(handler)
     assert trainer.args.gradient_accumulation_steps == 4
     assert trainer.callback_handler.callbacks == ["the script's"]
     assert not trainer.is_in_train

@@ -62,7 +62,7 @@ class Trainings:
             number: Which training of this session it is.
         """
         self._noted = {n: noted for n, noted in self._noted.items() if noted.trainer() not in (None, trainer)}
-        names = {"trainer": frozenset(vars(trainer)), "accelerator": frozenset(vars(trainer.accelerator))}
+        names = {name: frozenset(vars(owner)) for name, owner in _owners(trainer).items()}
         arguments = {name: getattr(trainer.args, name) for name in _STEERED_ARGUMENTS}
         self._noted[number] = _Noted(weakref.ref(trainer), arguments, names)
 
@@ -143,7 +143,8 @@ def _refuse_part_of_batch(*_args: Any, **_kwargs: Any) -> Any:
 
 def _take_steering_off(trainer: Any, noted: _Noted) -> None:
     """What an exception has left behind that struck while our own methods were just being taken off."""
-    for owner, before in ((trainer, noted.own_names["trainer"]), (trainer.accelerator, noted.own_names["accelerator"])):
+    for path, owner in _owners(trainer).items():
+        before = noted.own_names[path]
         for name, value in list(vars(owner).items()):
             if not callable(value) or not hasattr(type(owner), name):
                 continue
@@ -157,6 +158,12 @@ def _take_steering_off(trainer: Any, noted: _Noted) -> None:
     for callback in [c for c in trainer.callback_handler.callbacks if _is_ours(type(c))]:
         trainer.remove_callback(callback)
     trainer.is_in_train = False
+
+
+def _owners(trainer: Any) -> dict[str, Any]:
+    """The objects whose methods are steered."""
+    handler = trainer.callback_handler
+    return {"trainer": trainer, "accelerator": trainer.accelerator, "callback_handler": handler}
 
 
 def _is_ours(made: Any) -> bool:
