@@ -153,17 +153,17 @@ class Session:
         if self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and ENV_RECEIPT not in os.environ):
             from unsloth_multigpu.core.trainer import DDPTrainer
 
-            steered = DDPTrainer(trainer, self.manager(), self.events, self.beat)
-            if self.trainings is not None:
-                steered.on_agreed = functools.partial(self.trainings.note, trainer, number)
-        train = original_train
-        if steered is not None:
             # In a notebook the cell of a training that was cut off is run again: it is the same training.
             place = number if self.trainings is None else self.num_finished
-            train = functools.partial(steered.run, original_train, arguments, place)
+            steered = DDPTrainer(trainer, self.manager(), self.events, self.beat, arguments, place)
         if ENV_RECEIPT in os.environ:
-            self._record(trainer, train, steered)
-        result = train()
+            self._record(trainer, original_train, steered)
+        if steered is None:
+            result = original_train()
+        elif self.trainings is None:
+            result = steered.run(original_train)
+        else:
+            result = steered.run(original_train, functools.partial(self.trainings.note, number))
         self.num_finished += 1
         if steered is not None:
             self.report = steered.report
@@ -178,7 +178,7 @@ class Session:
         self.report = steered.report
         return result
 
-    def _record(self, trainer: Any, train: Callable[[], Any], steered: DDPTrainer | None) -> NoReturn:
+    def _record(self, trainer: Any, original_train: Callable[[], Any], steered: DDPTrainer | None) -> NoReturn:
         """Runs the first steps of a training for `unsloth-multigpu verify`, and ends this process."""
         from unsloth_multigpu.proof.receipt import ReceiptRequest, Recorder, leave_process
 
@@ -187,8 +187,14 @@ class Session:
         is_filler = functools.partial(_computes_filler, steered)
         inexact = functools.partial(_inexact_loss, steered)
         recorder = Recorder(trainer, request, self.identity.rank, self.config, is_filler, inexact)
-        with recorder.on_trainer():
-            train()
+        if steered is not None:
+            steered.parts.append(recorder)
+            steered.run(original_train)
+        else:
+            from unsloth_multigpu.train.loop import Loop
+
+            with Loop(trainer, [recorder]).steering():
+                original_train()
         recorder.write()
         leave_process()
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.cli import chaos_run
 from unsloth_multigpu.cli.chaos import Chaos
 from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, torn_trial
@@ -26,46 +27,26 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.fault.chaos import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, newest_checkpoint
 from unsloth_multigpu.launch.process import is_alive
+from unsloth_multigpu.train.loop import Loop
 
 
-class Trainer:
-    """What the injector touches of a Trainer."""
+class Trainer(FakeTrainer):
+    """It writes a file where it saves."""
 
     def __init__(self, folder):
-        self.args = SimpleNamespace(output_dir=str(folder), device=torch.device("cpu"))
-        self.state = SimpleNamespace(global_step=0)
-        self.model = torch.nn.Linear(2, 1)
-        self.callbacks = []
-
-    def add_callback(self, callback):
-        self.callbacks.append(callback)
-
-    def remove_callback(self, callback):
-        self.callbacks.remove(callback)
-
-    def get_batch_samples(self):
-        return "samples"
-
-    def training_step(self, model, inputs):
-        return self.compute_loss(model, inputs)
-
-    def compute_loss(self, model, inputs):
-        return torch.ones(())
-
-    def save_model(self, folder, _internal_call=False):
-        return folder
+        super().__init__(torch.nn.Linear(2, 1), output_dir=str(folder))
 
     def _save_checkpoint(self, model, trial):
         with open(self.args.output_dir + "/model", "wb") as file:
             file.write(bytes(8192))
-        return self.save_model(self.args.output_dir, _internal_call=True)
+        self.save_model(self.args.output_dir, _internal_call=True)
+        return self.args.output_dir
 
     def step(self):
         """One optimizer step of one micro-batch."""
         loss = self.training_step(self.model, {"input_ids": torch.tensor([[1, 2], [3, 4]])})
         self.state.global_step += 1
-        for callback in self.callbacks:
-            callback.on_step_end(self.args, self.state, None)
+        self.event("on_step_end")
         return float(loss)
 
 
@@ -78,15 +59,12 @@ def inject(trainer, monkeypatch, folder, *faults, rank=0, attempt=0):
     monkeypatch.setenv(ENV_CHAOS, faults_in(folder, *faults)[ENV_CHAOS])
     monkeypatch.setenv(ENV_ATTEMPT, str(attempt))
     manager = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig())
-    return planted_faults(trainer, manager, SimpleNamespace(current=None))
+    return Loop(trainer, [planted_faults(trainer, manager, SimpleNamespace(current=None))]).steering()
 
 
 def test_without_the_variable_nothing_is_touched(trainer, monkeypatch):
     monkeypatch.delenv(ENV_CHAOS, raising=False)
-    before = dict(vars(trainer))
-    with planted_faults(trainer, None, None):
-        assert vars(trainer) == before
-        assert trainer.callbacks == []
+    assert planted_faults(trainer, None, None) is None
 
 
 def test_everything_is_put_back(trainer, monkeypatch, tmp_path):
@@ -95,7 +73,7 @@ def test_everything_is_put_back(trainer, monkeypatch, tmp_path):
         assert set(vars(trainer)) > before
         trainer.step()
     assert set(vars(trainer)) == before
-    assert trainer.callbacks == []
+    assert trainer.callback_handler.callbacks == []
 
 
 @pytest.mark.parametrize(("rank", "attempt", "is_met"), [(1, 0, True), (0, 0, False), (1, 1, False)])
@@ -124,7 +102,7 @@ def test_fault_waits_for_its_phase(trainer, monkeypatch, tmp_path):
             trainer._save_checkpoint(None, None)
         trainer._save_checkpoint(None, None)
         with pytest.raises(RuntimeError):
-            trainer.callbacks[0].on_prediction_step(trainer.args, trainer.state, None)
+            trainer.event("on_prediction_step")
 
 
 def test_loss_of_one_step_is_no_number(trainer, monkeypatch, tmp_path):
@@ -209,9 +187,9 @@ def test_damage_changes_one_file_of_the_newest_checkpoint(tmp_path, how):
 
 def test_weights_and_samples_are_written_down(trainer, monkeypatch, tmp_path):
     with inject(trainer, monkeypatch, tmp_path):
-        trainer.callbacks[0].on_train_begin(trainer.args, trainer.state, None)
+        trainer.event("on_train_begin")
         trainer.step()
-        trainer.callbacks[0].on_train_end(trainer.args, trainer.state, None)
+        trainer.event("on_train_end")
     assert [r["event"] for r in records(tmp_path, 0)] == ["begin", "step", "end"]
     assert sum(records(tmp_path, 0, "step")[0]["samples"].values()) == 2
     assert compare_weights(tmp_path, tmp_path) == 0.0

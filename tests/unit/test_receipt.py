@@ -22,6 +22,7 @@ from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.proof import comparison, receipt, source
 from unsloth_multigpu.proof.fingerprint import fingerprints
+from unsloth_multigpu.train.loop import Loop
 
 ROWS = [[5, 6, 7], [8, 9], [5, 6, 7], [1]]
 
@@ -372,7 +373,7 @@ def record(trainer, folder, is_filler=lambda: False, **options):
     )
     assert receipt.ReceiptRequest.read(request.variables()) == request
     recorder = receipt.Recorder(trainer, request, 0, MultiGPUConfig(), is_filler)
-    with recorder.on_trainer():
+    with Loop(trainer, [recorder]).steering():
         trainer.train()
     recorder.write()
     return json.loads((folder / "rank_0.json").read_text())
@@ -415,7 +416,7 @@ def test_share_of_a_tensor_is_the_largest_that_it_had(tmp_path):
     recorder = receipt.Recorder(trainer, receipt.ReceiptRequest(str(tmp_path), 2, 1, True), 0, MultiGPUConfig(), bool)
     for weight, bias in ((3.0, 4.0), (4.0, 3.0), (math.nan, 1.0)):
         model.weight.grad, model.bias.grad = torch.tensor([[weight]]), torch.tensor([bias])
-        recorder.note_gradients()
+        recorder.on_pre_optimizer_step(args, trainer.state, None)
     assert recorder._gradient_shares == pytest.approx({"weight": 0.8, "bias": 0.8})
 
 

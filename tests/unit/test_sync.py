@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.core.exchange import Exchange, _exchange_callback
+from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.errors import RankTimeoutError, SetupError
 from unsloth_multigpu.sync.allreduce import AllReduceSync
 from unsloth_multigpu.sync.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
@@ -21,6 +22,7 @@ from unsloth_multigpu.sync.choice import make_sync
 from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.sync.parameter_server import ParameterServerSync
 from unsloth_multigpu.sync.server import StepClock, WeightServer
+from unsloth_multigpu.train.loop import Loop
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64]
 
@@ -158,33 +160,24 @@ def test_ranks_meet_where_somebody_reads_the_weights(control):
     flags = dict.fromkeys(("should_save", "should_evaluate", "should_training_stop"), False)
     asked = SimpleNamespace(**{name: name == control for name in flags})
     met = []
-    callback = _exchange_callback(SimpleNamespace(meet_if=met.append))
-    callback.on_step_end(None, None, asked)
-    callback.on_epoch_end(None, None, asked)
-    assert met == [control is not None] * 2
+    _, exchange = exchange_of(nn.Linear(3, 2), sync="local_sgd")
+    exchange.sync = SimpleNamespace(meet=lambda: met.append("met"))
+    exchange.on_step_end(None, None, asked)
+    exchange.on_epoch_end(None, None, asked)
+    assert met == ["met"] * (2 if control else 0)
 
 
-class FakeTrainer:
-    """What an exchange needs of a Trainer."""
+class Saving(FakeTrainer):
+    """Notes what was done before it saved."""
 
-    def __init__(self, model):
-        self.model, self.args = model, SimpleNamespace(average_tokens_across_devices=True)
-        self.accelerator = SimpleNamespace(prepare_model=lambda model, placement, evaluation_mode: model)
-        self.callbacks = []
-        self.add_callback, self.remove_callback = self.callbacks.append, self.callbacks.remove
-        self.saved_after = None
+    saved_after = None
 
-    def training_step(self):
-        """Never called."""
-
-    _load_optimizer_and_scheduler = _load_best_model = training_step
-
-    def _save_checkpoint(self, met):
-        self.saved_after = list(met)
+    def _save_checkpoint(self, model, trial):
+        self.saved_after = list(model)
 
 
 def exchange_of(model, **options):
-    trainer = FakeTrainer(model)
+    trainer = Saving(model)
     exchange = Exchange(trainer, SimpleNamespace(config=MultiGPUConfig(**options)))
     return trainer, exchange
 
@@ -193,9 +186,9 @@ def test_exchange_steers_one_model_and_says_what_broke_it():
     trainer, exchange = exchange_of(nn.Linear(3, 2), sync="local_sgd")
     met, cause = [], ValueError("on the server")
     exchange.sync = SimpleNamespace(meet=lambda: met.append("met"), abort=lambda: cause)
-    with pytest.raises(KeyError) as caught, exchange.on_trainer():  # noqa: PT012
+    with pytest.raises(KeyError) as caught, Loop(trainer, [exchange]).steering():  # noqa: PT012
         assert not trainer.args.average_tokens_across_devices
-        trainer._save_checkpoint(met)
+        trainer._save_checkpoint(met, None)
         frozen = nn.Linear(3, 2).requires_grad_(False)
         for model in (trainer.model, frozen):
             assert trainer.accelerator.prepare_model(model) is model
@@ -204,5 +197,5 @@ def test_exchange_steers_one_model_and_says_what_broke_it():
         raise KeyError
     assert trainer.saved_after == ["met"]
     assert caught.value.__cause__ is cause
-    assert (trainer.callbacks, trainer.args.average_tokens_across_devices) == ([], True)
+    assert (trainer.callback_handler.callbacks, trainer.args.average_tokens_across_devices) == ([], True)
     assert "_save_checkpoint" not in vars(trainer)

@@ -20,10 +20,11 @@ import torch
 
 from unsloth_multigpu.config import ENV_ATTEMPT
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import instance_attribute, steered
+from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
 
 _HOUR_S = 3600.0
@@ -31,25 +32,23 @@ _HOUR_S = 3600.0
 _DISK_LEFT_BYTES = 4096
 
 
-@contextmanager
-def planted_faults(trainer: Any, manager: DDPManager, steps: StepFeed) -> Iterator[None]:
-    """Plants this rank's faults while it is open. Enter it first: the others then meet them as the script's own.
+def planted_faults(trainer: Any, manager: DDPManager, steps: StepFeed) -> Injector | None:
+    """The part that plants this rank's faults; None where none are asked for."""
+    request = ChaosRequest.read(os.environ)
+    return None if request is None else Injector(trainer, request, manager, steps)
+
+
+class Injector(Part):
+    """Plants the faults of one training of one rank.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
+        request: What to plant.
         manager: This rank's manager.
         steps: Its `current` micro-batch may be a filler, which is no sample.
     """
-    request = ChaosRequest.read(os.environ)
-    if request is None:
-        yield
-        return
-    with Injector(trainer, request, manager, steps).on_trainer():
-        yield
 
-
-class Injector:
-    """One training of one rank; see `planted_faults`."""
+    place = "faults"
 
     def __init__(self, trainer: Any, request: ChaosRequest, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
@@ -70,22 +69,19 @@ class Injector:
         self._stack = ExitStack()
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training."""
-        trainer, callback = self._trainer, _recording_callback(self)
-        overrides = {
+    def around(self) -> Iterator[None]:
+        """What a fault changes in this process is put back."""
+        with self._stack:
+            yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {
             "get_batch_samples": self._get_batch_samples,
             "training_step": self._training_step,
             "compute_loss": self._compute_loss,
             "save_model": self._save_model,
             "_save_checkpoint": self._save_checkpoint,
         }
-        with self._stack as stack:
-            for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            yield
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._take("loop"):
@@ -137,8 +133,7 @@ class Injector:
             self._act(fault)
         return result
 
-    def evaluating(self) -> None:
-        """Called after each batch of an evaluation."""
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if fault := self._take(*ACTIONS, "loop", phase="evaluate"):
             loop() if fault.kind == "loop" else self._act(fault)
 
@@ -170,30 +165,26 @@ class Injector:
         with (self._folder / f"rank_{self._rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def begin(self) -> None:
-        """Called when the training begins."""
-        args = self._trainer.args
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.write(
             "begin",
-            step=int(self._trainer.state.global_step),
+            step=int(state.global_step),
             output_dir=os.path.abspath(args.output_dir),
             config=asdict(self._config),
         )
 
-    def note_step(self) -> None:
-        """Called at the end of an optimizer step."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         samples, self._samples = self._samples, Counter()
-        self.write("step", step=int(self._trainer.state.global_step), samples=samples)
+        self.write("step", step=int(state.global_step), samples=samples)
 
-    def note_end(self) -> None:
-        """Called when the training has ended; leaves rank 0's trainable weights."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from safetensors.torch import save_file
 
         if self._rank == 0:
             named = self._trainer.model.named_parameters()
             weights = {name: p.detach().cpu().clone().contiguous() for name, p in named if p.requires_grad}
             save_file(weights, self._folder / f"weights_{self._training}.safetensors")
-        self.write("end", step=int(self._trainer.state.global_step))
+        self.write("end", step=int(state.global_step))
 
 
 def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -201,22 +192,3 @@ def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
     path = folder / f"rank_{rank}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _recording_callback(injector: Injector) -> Any:
-    from transformers import TrainerCallback
-
-    class Recording(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.begin()
-
-        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.evaluating()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.note_step()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.note_end()
-
-    return Recording()

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 import torch
 
 from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
-from unsloth_multigpu.core.seam import instance_attribute, steered
+from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
 from unsloth_multigpu.versions import installed_version
@@ -74,7 +75,7 @@ def same_random_choices() -> None:
     torch.manual_seed(0)
 
 
-class Recorder:
+class Recorder(Part):
     """Follows one training of this rank, and ends it after the steps that were asked for.
 
     Args:
@@ -88,6 +89,9 @@ class Recorder:
     Raises:
         SetupError: The training is not one of whole weights on every rank.
     """
+
+    place = "recorder"
+    keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
 
     def __init__(
         self,
@@ -117,21 +121,20 @@ class Recorder:
         self._facts: dict[str, Any] = {}
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Records while it is open. Enter it before anything else puts methods on the trainer."""
+    def around(self) -> Iterator[None]:
+        """Nothing is saved, uploaded or sent to trackers."""
         trainer, handler = self._trainer, self._trainer.callback_handler
+        for name, value in _SETTINGS.items():
+            setattr(trainer.args, name, value)
+        handler.callbacks = [c for c in handler.callbacks if not _is_tracker(c)]
         with ExitStack() as stack:
-            for name, value in _SETTINGS.items():
-                stack.enter_context(instance_attribute(trainer.args, name, value))
-            stack.enter_context(steered(trainer, "training_step", self._training_step))
             for owner in (trainer, trainer.model):
                 for name in (n for n in _SAVERS if hasattr(owner, n)):
                     stack.enter_context(instance_attribute(owner, name, _do_nothing))
-            stack.enter_context(
-                instance_attribute(handler, "callbacks", [c for c in handler.callbacks if not _is_tracker(c)])
-            )
-            trainer.add_callback(_recording_callback(self))
             yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._training_step}
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._is_filler():
@@ -142,9 +145,8 @@ class Recorder:
         """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
         return int(self._trainer.state.global_step) - self._first_step
 
-    def begin(self) -> None:
-        """Called when the training begins, with the model that it trains."""
-        trainer, state = self._trainer, self._trainer.state
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
         self._first_step = int(state.global_step)
         # A run that was resumed brings it; the Trainer would load it at the end, and remove the others.
         state.best_model_checkpoint = None
@@ -156,8 +158,7 @@ class Recorder:
             _check_space(self._request, sum(p.nbytes for p in trained.values()))
             self._weights_before = {name: p.to("cpu", copy=True) for name, p in trained.items()}
 
-    def note_gradients(self) -> None:
-        """Called between the last backward and the optimizer's step."""
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = [(n, p.grad) for n, p in self._trainer.model.named_parameters() if p.grad is not None]
         if self._rank != 0 or not named:
             return
@@ -171,14 +172,20 @@ class Recorder:
             for (name, _), share in zip(named, (norms / total).tolist(), strict=True):
                 self._gradient_shares[name] = max(share, self._gradient_shares.get(name, 0.0))
 
-    def note_logs(self, logs: Mapping[str, Any]) -> None:
-        """Called with what the Trainer logs after a step."""
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
         if "loss" in logs:
             found = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
             self._figures[self._step()].update(found)
 
-    def steer(self, control: Any) -> None:
-        """Called at the end of a step and of an epoch: each step is logged, nothing saved, and the last one ends it."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def _steer(self, control: Any) -> None:
+        """Each step is logged, nothing saved, and the last one ends the training."""
         control.should_log = True
         control.should_save = control.should_evaluate = False
         if self._step() >= self._request.num_steps:
@@ -263,25 +270,3 @@ def _is_tracker(callback: Any) -> bool:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands in for what saves or uploads."""
-
-
-def _recording_callback(recorder: Recorder) -> Any:
-    from transformers import TrainerCallback
-
-    class Recording(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.begin()
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.note_gradients()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.steer(control)
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.steer(control)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-            recorder.note_logs(logs)
-
-    return Recording()
