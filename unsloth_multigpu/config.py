@@ -26,10 +26,8 @@ ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
 ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
 # Process id of a rank that multiprocessing has started: what it starts itself inherits the other variables.
 ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
-# Faults that `unsloth-multigpu chaos` plants, see fault.chaos.
-ENV_CHAOS = ENV_PREFIX + "CHAOS"
-# What `unsloth-multigpu verify` wants to know of a run: a JSON object, see proof.receipt.
-ENV_RECEIPT = ENV_PREFIX + "RECEIPT"
+# A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.
+ENV_TOOL = ENV_PREFIX + "TOOL"
 # What a worker of a notebook needs to know: a JSON object, see notebook.start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
 # Marks the processes of one check of `unsloth-multigpu doctor`, see cli.probe.
@@ -44,8 +42,7 @@ INTERNAL_VARIABLES = frozenset(
         ENV_ATTEMPT,
         ENV_RUN_ID,
         ENV_RANK_PID,
-        ENV_CHAOS,
-        ENV_RECEIPT,
+        ENV_TOOL,
         ENV_NOTEBOOK,
         ENV_PROBE,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 import os
 import sys
@@ -10,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_NOTEBOOK, ENV_RECEIPT, MultiGPUConfig, translate_legacy
-from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.config import ENV_NOTEBOOK, MultiGPUConfig, translate_legacy
+from unsloth_multigpu.context import RunContext
+from unsloth_multigpu.errors import ConfigError, LaunchError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
@@ -19,6 +19,7 @@ from unsloth_multigpu.patching import PatchRegistry, PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
+from unsloth_multigpu.tool import Tool, tool_of
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,11 @@ def enable_multi_gpu(
     """
     global _session
     _refuse_replay()
-    # Here the parameters are all there is; `legacy` stands for the rest.
     arguments = {name: value for name, value in locals().items() if name not in ("legacy", "replay")}
     arguments.update(translate_legacy(legacy))
-    config = _as_verified(MultiGPUConfig.resolve(_in_config_types(arguments)))
+    context = RunContext.read(os.environ)
+    tool = tool_of(context)
+    config = tool.adjusted(MultiGPUConfig.resolve(_in_config_types(arguments)))
     if _session is not None:
         _check_same_call(_session.config, config)
         return
@@ -153,7 +155,7 @@ def enable_multi_gpu(
     shell = find_shell()
     console = Console(debug=config.debug, is_notebook=shell is not None)
     try:
-        _session = _open_here(config, console, shell, replay=replay)
+        _session = _open_here(config, context, tool, console, shell, replay=replay)
     except BaseException:
         console.close()
         raise
@@ -182,7 +184,9 @@ def _refuse_unsteered_training() -> None:
     PatchRegistry([unsteered_train_patch(is_lone)]).apply()
 
 
-def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: bool) -> Session:
+def _open_here(
+    config: MultiGPUConfig, context: RunContext, tool: Tool, console: Console, shell: Any, *, replay: bool
+) -> Session:
     """Opens the session of this process: a rank, a notebook's kernel, or alone. A supervisor does not return."""
     from unsloth_multigpu.notebook.start import open_notebook, wait_for_kernel_at_close
 
@@ -196,7 +200,7 @@ def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: 
                 return open_notebook(config, num_ranks, console, shell, replay=replay)
             start_this_command(config, num_ranks)
         identity = SINGLE_PROCESS
-    session = open_session(config, identity, console)
+    session = open_session(config, identity, console, context, tool)
     if identity.launcher == "notebook":
         wait_for_kernel_at_close(session)
     return session
@@ -237,7 +241,7 @@ def get_multi_gpu_status() -> MultiGPUStatus:
         local_rank=identity.local_rank,
         world_size=identity.world_size,
         launcher=identity.launcher,
-        log_dir=os.environ.get(ENV_LOG_DIR_OF_RUN),
+        log_dir=_session.context.log_dir,
         config=_session.config,
         patches=tuple(_session.registry.rows()),
         report=_session.report,
@@ -257,24 +261,6 @@ def _in_config_types(arguments: dict[str, Any]) -> dict[str, Any]:
         "nnodes": str(nodes) if isinstance(nodes, int) and not isinstance(nodes, bool) else nodes,
         "log_dir": os.fspath(log_dir) if isinstance(log_dir, os.PathLike) else log_dir,
     }
-
-
-def _as_verified(config: MultiGPUConfig) -> MultiGPUConfig:
-    """`unsloth-multigpu verify` chooses the number of ranks, and looks at the weights of rank 0 for all of them."""
-    if ENV_RECEIPT not in os.environ:
-        return config
-    if not config.enable_ddp:
-        raise SetupError(
-            "verify compares one process with several ranks; enable_ddp=False, the legacy path, is one process.",
-            hint="Leave enable_ddp out for this comparison.",
-        )
-    from unsloth_multigpu.proof.receipt import ReceiptRequest
-
-    request = ReceiptRequest.read(os.environ)
-    assert request is not None
-    # Two runs on this machine, as they would go by themselves.
-    alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None, "resume": "off"}
-    return dataclasses.replace(config, num_gpus=request.num_gpus, verify_every=1, **alone)
 
 
 def _check_same_call(active: MultiGPUConfig, wanted: MultiGPUConfig) -> None:

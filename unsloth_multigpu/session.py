@@ -5,26 +5,27 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import json
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, ENV_RUN_DRAWS, ENV_RUN_SEED, MultiGPUConfig
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
+from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.report import EventWriter, RunReport
+from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
-    from unsloth_multigpu.core.trainer import DDPTrainer
     from unsloth_multigpu.notebook.recovery import Trainings
 
 logger = get_logger(__name__)
@@ -39,6 +40,8 @@ class Session:
     config: MultiGPUConfig
     identity: RankIdentity
     console: Console
+    context: RunContext = field(default_factory=RunContext)
+    tool: Tool = field(default_factory=Tool)
     events: EventWriter | None = None
     beat: BeatPage = field(default_factory=lambda: BeatPage(None, 0))
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
@@ -143,31 +146,40 @@ class Session:
         if not self.config.enable_ddp:
             return self._run_serial(trainer, original_train)
         steered = None
-        # One process is left alone, unless a plan was asked for; the receipt compares with a run that is.
-        asks_for_plan = self.config.balance == "tokens" or self.config.max_tokens_per_micro_batch is not None
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
         if self.identity.world_size == 1 and self.config.sync != "ddp":
             logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
-        asks_for_guard = self.config.resume == "auto" or self.config.on_nan == "skip" or self.events is not None
-        if self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and ENV_RECEIPT not in os.environ):
+        if self._steers():
             from unsloth_multigpu.core.trainer import DDPTrainer
 
             # In a notebook the cell of a training that was cut off is run again: it is the same training.
             place = number if self.trainings is None else self.num_finished
-            steered = DDPTrainer(trainer, self.manager(), self.events, self.beat, arguments, place)
-        if ENV_RECEIPT in os.environ:
-            self._record(trainer, original_train, steered)
+            steered = DDPTrainer(
+                *(trainer, self.manager(), self.events, self.beat, arguments, place, self.context),
+                is_comparison=self.tool.is_comparison,
+            )
+        steps = None if steered is None else steered.steps
+        extra = self.tool.part(trainer, self, steps)
         if steered is None:
-            result = original_train()
-        elif self.trainings is None:
-            result = steered.run(original_train)
+            with nullcontext() if extra is None else _loop_of(trainer, extra):
+                result = original_train()
         else:
-            result = steered.run(original_train, functools.partial(self.trainings.note, number))
+            steered.parts += [] if extra is None else [extra]
+            note = (lambda _: None) if self.trainings is None else functools.partial(self.trainings.note, number)
+            result = steered.run(original_train, note)
         self.num_finished += 1
+        self.tool.end_training()
         if steered is not None:
             self.report = steered.report
         return result
+
+    def _steers(self) -> bool:
+        """False where one process is left alone, because nothing was asked of it."""
+        config = self.config
+        asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
+        asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
+        return self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and not self.tool.is_comparison)
 
     def _run_serial(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""
@@ -178,44 +190,27 @@ class Session:
         self.report = steered.report
         return result
 
-    def _record(self, trainer: Any, original_train: Callable[[], Any], steered: DDPTrainer | None) -> NoReturn:
-        """Runs the first steps of a training for `unsloth-multigpu verify`, and ends this process."""
-        from unsloth_multigpu.proof.receipt import ReceiptRequest, Recorder, leave_process
 
-        request = ReceiptRequest.read(os.environ)
-        assert request is not None
-        is_filler = functools.partial(_computes_filler, steered)
-        inexact = functools.partial(_inexact_loss, steered)
-        recorder = Recorder(trainer, request, self.identity.rank, self.config, is_filler, inexact)
-        if steered is not None:
-            steered.parts.append(recorder)
-            steered.run(original_train)
-        else:
-            from unsloth_multigpu.train.loop import Loop
+def _loop_of(trainer: Any, part: Part) -> AbstractContextManager[None]:
+    from unsloth_multigpu.train.loop import Loop
 
-            with Loop(trainer, [recorder]).steering():
-                original_train()
-        recorder.write()
-        leave_process()
+    return Loop(trainer, [part]).steering()
 
 
-def _computes_filler(steered: DDPTrainer | None) -> bool:
-    current = None if steered is None else steered.steps.current
-    return current is not None and current.piece.is_filler
-
-
-def _inexact_loss(steered: DDPTrainer | None) -> str:
-    return "" if steered is None else steered.steps.inexact
-
-
-def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Console) -> Session:
+def open_session(
+    config: MultiGPUConfig,
+    identity: RankIdentity,
+    console: Console,
+    context: RunContext | None = None,
+    tool: Tool | None = None,
+) -> Session:
     """Makes this process the rank that `identity` says, and applies the patches.
 
     Raises:
         SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
         VersionError: A library outside the supported range.
     """
-    session = Session(config, identity, console)
+    session = Session(config, identity, console, context or RunContext(), tool or Tool())
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "
@@ -237,19 +232,20 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
         session.on_close.callback(session.trainings.end, keeps_global_batch=config.keeps_global_batch)
         before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
         session.on_close.enter_context(RankVariables({}, before).in_effect())
-        session.beat, end_pulse = enter_notebook(identity, config.hang_timeout_s)
+        assert session.context.run_dir is not None
+        session.beat, end_pulse = enter_notebook(identity, session.context.run_dir, config.hang_timeout_s)
         session.on_close.callback(end_pulse)
     elif identity.launcher != "none":
         from unsloth_multigpu.launch.rank import enter_rank
 
-        session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
+        session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
-        if identity.rank == 0 and identity.world_size > 1 and ENV_RECEIPT not in os.environ:
+        if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
             from unsloth_multigpu.core.wrap import warn_of_lone_steps
 
             session.on_close.callback(warn_of_lone_steps().remove)
-    if ENV_RECEIPT in os.environ or ENV_CHAOS in os.environ:
-        from unsloth_multigpu.proof.receipt import same_random_choices
+    if session.tool.draws_alike:
+        from unsloth_multigpu.launch.draw import same_random_choices
 
         same_random_choices()
     session.registry = PatchRegistry(_patches(session))
@@ -282,10 +278,10 @@ def _draw_alike(session: Session) -> None:
         return  # The ranks were made alike when this process enabled the first time.
     if session.identity.world_size > 1:
         import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
-    if ENV_RUN_SEED in os.environ:
+    if session.context.seed is not None:
         from unsloth_multigpu.launch.draw import seed_unseeded
 
-        seed_unseeded(int(os.environ[ENV_RUN_SEED]), json.loads(os.environ.get(ENV_RUN_DRAWS, "{}")))
+        seed_unseeded(session.context.seed, session.context.draws)
     elif session.identity.world_size > 1:
         session.manager().agree_on_draws()
 
@@ -301,14 +297,11 @@ def _patches(session: Session) -> list[Patch]:
     config, identity = session.config, session.identity
     device_type = _claim_device(session)
     run, notice = session.run_training, session.notice_training
-    patches = trainer_patches(config, identity.world_size, device_type, run, session.manager, notice)
+    patches = trainer_patches(
+        config, identity.world_size, device_type, run, session.manager, notice, session.tool.adjust_arguments
+    )
     others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]
-    if others and ENV_RECEIPT in os.environ:
-        # Nobody would end the training after the steps that were asked for.
-        raise SetupError(
-            f"verify compares runs in which every rank has all weights; {others[0]} is set.",
-            hint="Unset it for this comparison.",
-        )
+    session.tool.check_variables(others)
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
@@ -336,7 +329,7 @@ def _patches(session: Session) -> list[Patch]:
         *offload_patches(identity.rank),
         *saving_patches(gate),
         *removal_patches(gate),
-        *dataset_patches(os.environ.get(ENV_RUN_DIR), session.open_manager),
+        *dataset_patches(session.context.run_dir, session.open_manager),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,7 +75,14 @@ ump.enable_multi_gpu({arguments})
         ),
         (
             "enable_ddp=False",
-            {"UNSLOTH_MULTIGPU_RECEIPT": "{}"},
+            {
+                "UNSLOTH_MULTIGPU_TOOL": json.dumps(
+                    [
+                        "unsloth_multigpu.proof.verify:Verify",
+                        {"folder": "", "num_steps": 1, "num_gpus": 2, "dropout": True},
+                    ]
+                )
+            },
             [
                 "unsloth_multigpu.errors.SetupError: verify compares one process with several ranks; enable_ddp=False, "
                 "the legacy path, is one process.",

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID, MultiGPUConfig
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.resume import Resume
@@ -324,7 +325,7 @@ def test_nodes_with_disks_of_their_own_agree_on_the_newest_that_all_have(tmp_pat
             return everyone
 
         manager: Any = SimpleNamespace(identity=SimpleNamespace(rank=rank), gather_texts=gather_texts)
-        ours = Resume(None, manager, None, {}, 0)  # type: ignore[arg-type]
+        ours = Resume(None, manager, None, {}, 0, RunContext())  # type: ignore[arg-type]
         ours.writers = [0, 1, 2]
         found[rank] = ours._newest(tmp_path / str(rank), OURS)
 
@@ -360,7 +361,7 @@ class Rank:
 def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
     rank = Rank(**options)
     steps: Any = SimpleNamespace(balancer=SimpleNamespace(), loader=None)
-    return Resume(trainer, rank, steps, {}, 0), rank  # type: ignore[arg-type]
+    return Resume(trainer, rank, steps, {}, 0, RunContext()), rank  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -369,13 +370,12 @@ def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
     [([[1], [1]], None, 2), ([[0], [1]], None, 2), ([[0], [0]], None, None), ([[1], [1]], "trial", None)],
 )
 def test_restart_goes_on_from_what_the_run_itself_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: list[list[int]], trial: str | None, step: int | None
+    tmp_path: Path, attempts: list[list[int]], trial: str | None, step: int | None
 ) -> None:
     make(tmp_path, 2)
     make(tmp_path, 3, run_id="other")
-    monkeypatch.setenv(ENV_RUN_ID, "run")
-    monkeypatch.setenv(ENV_ATTEMPT, str(attempts[0][0]))
     ours, rank = resume_of()
+    ours.context = RunContext(run_id="run", attempt=attempts[0][0])
     rank.attempts = attempts
     arguments: dict[str, Any] = {"trial": trial}
     ours.choose(str(tmp_path), arguments, FACTS)
@@ -434,7 +434,7 @@ class Saving(FakeTrainer):
 
 def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
     steps: Any = SimpleNamespace(balancer=SimpleNamespace(state_dict=dict), num_accumulated=1, loader=None)
-    return Checkpoints(trainer, rank, steps, None, Resume(trainer, rank, steps, {}, 0))  # type: ignore[arg-type]
+    return Checkpoints(trainer, rank, steps, None, Resume(trainer, rank, steps, {}, 0, RunContext()))  # type: ignore[arg-type]
 
 
 NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]

@@ -63,7 +63,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
         RankTimeoutError: A run took longer than `options.timeout_s`.
     """
-    from unsloth_multigpu.proof.receipt import ReceiptRequest
+    from unsloth_multigpu.proof.verify import ReceiptRequest
 
     num_steps = DEFAULT_STEPS if options.steps is None else options.steps
     limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s

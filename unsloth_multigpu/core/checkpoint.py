@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.config import ENV_RUN_ID
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
@@ -153,7 +152,7 @@ class Checkpoints(Part):
             if order is not None:
                 (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
         manifest = Manifest(
-            run_id=os.environ.get(ENV_RUN_ID, ""),
+            run_id=self._resume.context.run_id or "",
             step=state.global_step,
             world_size=self._manager.identity.world_size,
             is_resumable=(part / _STATE_FILE).is_file() and (part / _OPTIMIZER_FILE).is_file() and _has_weights(part),

@@ -1,7 +1,4 @@
-"""Plants faults into a training and writes down what it did, for `unsloth-multigpu chaos` and the tests.
-
-Nothing here runs unless the variable of `fault.chaos` is set.
-"""
+"""Plants faults into a training and writes down what it did, for `unsloth-multigpu chaos` and the tests."""
 
 from __future__ import annotations
 
@@ -18,24 +15,33 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.config import ENV_ATTEMPT
-from unsloth_multigpu.core.manager import DDPManager
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
+from unsloth_multigpu.tool import Tool
 
 _HOUR_S = 3600.0
 # What a full disk still takes: less than any file of weights, optimizer or random numbers.
 _DISK_LEFT_BYTES = 4096
 
 
-def planted_faults(trainer: Any, manager: DDPManager, steps: StepFeed) -> Injector | None:
-    """The part that plants this rank's faults; None where none are asked for."""
-    request = ChaosRequest.read(os.environ)
-    return None if request is None else Injector(trainer, request, manager, steps)
+class Chaos(Tool):
+    """Plants faults into a run; see `ChaosRequest`."""
+
+    draws_alike = True
+
+    def __init__(self, folder: str, faults: list[dict[str, Any]]) -> None:
+        self.request = ChaosRequest(folder, tuple(Fault(**fault) for fault in faults))
+
+    def part(self, trainer: Any, session: Any, steps: Any) -> Part | None:
+        if steps is None:
+            return None
+        return Injector(trainer, self.request, session.identity.rank, session.config, steps, session.context)
 
 
 class Injector(Part):
@@ -44,19 +50,30 @@ class Injector(Part):
     Args:
         trainer: A `transformers.Trainer` or subclass.
         request: What to plant.
-        manager: This rank's manager.
+        rank: This rank.
+        config: The run's options.
         steps: Its `current` micro-batch may be a filler, which is no sample.
+        context: Of this rank: which attempt this is, and whom a signal goes to.
     """
 
     place = "faults"
 
-    def __init__(self, trainer: Any, request: ChaosRequest, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        request: ChaosRequest,
+        rank: int,
+        config: MultiGPUConfig,
+        steps: StepFeed,
+        context: RunContext,
+    ) -> None:
         self._trainer = trainer
-        self._rank = rank = manager.identity.rank
-        self._config = manager.config
+        self._rank = rank
+        self._config = config
         self._steps = steps
+        self._context = context
         self._folder = Path(request.folder)
-        self._attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
+        self._attempt = context.attempt
         mine = [f for f in request.faults if f.rank in (rank, ALL_RANKS) and f.attempt == self._attempt]
         # A script may train several times; each fault is planted in one of them.
         written = read_records(self._folder, rank)
@@ -156,7 +173,7 @@ class Injector(Part):
             checkpoint = newest_checkpoint(self._trainer.args.output_dir)
             assert checkpoint is not None
             damage(checkpoint, fault.file, fault.damage)
-        ACTIONS[fault.kind]()
+        ACTIONS[fault.kind](self._context.supervisor_pid)
 
     def write(self, event: str, **facts: Any) -> None:
         """Adds a line to this rank's file, with the time on the clock that all processes of a machine share."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import StepFeed
@@ -40,6 +40,7 @@ class Resume(Part):
         steps: What feeds the trainer; its planner goes on with earlier measurements.
         arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
         training: How many calls of `train()` this process made before.
+        context: Tells whether the ranks were started again.
 
     Attributes:
         facts: What the training is, see `training_facts`.
@@ -49,13 +50,20 @@ class Resume(Part):
     place = "resume"
 
     def __init__(
-        self, trainer: Any, manager: DDPManager, steps: StepFeed, arguments: dict[str, Any], training: int
+        self,
+        trainer: Any,
+        manager: DDPManager,
+        steps: StepFeed,
+        arguments: dict[str, Any],
+        training: int,
+        context: RunContext,
     ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
         self._arguments = arguments
         self._training = training
+        self.context = context
         self.facts: dict[str, Any] = {}
         self.writers: list[int] = [0]
         self._manifest: Manifest | None = None
@@ -124,10 +132,10 @@ class Resume(Part):
         this_training = dataclasses.replace(any_training, facts=facts)
         # Trials of a search for hyperparameters are told apart by nothing that a new process knows.
         may_look = arguments.get("trial") is None
-        run_id, step = os.environ.get(ENV_RUN_ID), None
+        run_id, step = self.context.run_id, None
         self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that has just joined counts from 0 again.
-        attempts = self._manager.gather_int64([int(os.environ.get(ENV_ATTEMPT, "0"))])
+        attempts = self._manager.gather_int64([self.context.attempt])
         if may_look and run_id and any(attempt for (attempt,) in attempts):
             step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
         if step is None and config.resume == "auto" and may_look:

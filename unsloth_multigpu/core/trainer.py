@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
@@ -16,7 +16,6 @@ from unsloth_multigpu.core.control import OneDecision
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.guard import Guard
-from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.progress import Progress
 from unsloth_multigpu.core.resume import Resume
@@ -48,6 +47,8 @@ class DDPTrainer:
         beat: This rank's page, on which it says where it is.
         arguments: Of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
         training: How many calls of `train()` this process made before.
+        context: What the supervisor tells this rank.
+        is_comparison: Nothing is saved, or gone on from but where the script says so.
 
     Attributes:
         parts: All that steers the training.
@@ -62,12 +63,16 @@ class DDPTrainer:
         beat: BeatPage,
         arguments: dict[str, Any] | None = None,
         training: int = 0,
+        context: RunContext | None = None,
+        *,
+        is_comparison: bool = False,
     ) -> None:
         self.trainer = trainer
         self.manager = manager
         self.config: MultiGPUConfig = manager.config
         self.report: RunReport | None = None
-        run_dir, is_one_of_several = os.environ.get(ENV_RUN_DIR), manager.identity.world_size > 1
+        context = RunContext() if context is None else context
+        run_dir, is_one_of_several = context.run_dir, manager.identity.world_size > 1
         self.steps = StepFeed(trainer, manager, beat)
         self.exchange: Exchange | None = None
         if is_one_of_several and self.config.sync != "ddp":
@@ -88,10 +93,8 @@ class DDPTrainer:
             wrapping = self.exchange or DDPWrapping(trainer, manager)
             buffers = EqualBuffers(trainer, manager)
             self.parts += [OneDecision(trainer, manager, run_dir, beat), wrapping, trained, buffers]
-        if faults := planted_faults(trainer, manager, self.steps):
-            self.parts.append(faults)
-        if ENV_RECEIPT not in os.environ:  # Two short runs that are compared begin where the script says.
-            resume = Resume(trainer, manager, self.steps, {} if arguments is None else arguments, training)
+        if not is_comparison:
+            resume = Resume(trainer, manager, self.steps, {} if arguments is None else arguments, training, context)
             self.parts += [resume, Checkpoints(trainer, manager, self.steps, self.exchange, resume)]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:

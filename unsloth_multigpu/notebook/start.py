@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError, SetupError
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -134,7 +135,7 @@ class Notebook:
         from unsloth_multigpu.session import open_session
 
         self._open_group()
-        session = open_session(self._config, self._identity, console)
+        session = open_session(self._config, self._identity, console, RunContext.read(os.environ))
         session.before_training = self._check_place
         session.is_apart = lambda: self._kernel_shell.is_apart
         return session

@@ -6,24 +6,24 @@ import atexit
 import json
 import os
 import platform
-import random
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
+from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
+from unsloth_multigpu.proof.verify import ReceiptRequest
 from unsloth_multigpu.versions import installed_version
 
 UPDATES_FILE = "updates.safetensors"
@@ -39,42 +39,6 @@ _SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_tota
 _TRACKERS = "transformers.integrations"
 
 
-@dataclass(frozen=True)
-class ReceiptRequest:
-    """What `verify` asks of a run.
-
-    Args:
-        folder: Where every rank leaves `rank_N.json`, and rank 0 its updates.
-        num_steps: Optimizer steps after which the run ends.
-        num_gpus: Ranks of this run; wins over the script's own number.
-        dropout: False = every dropout probability is set to 0.
-    """
-
-    folder: str
-    num_steps: int
-    num_gpus: int
-    dropout: bool
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> ReceiptRequest | None:
-        """The request that `environment` carries, if it does."""
-        text = environment.get(ENV_RECEIPT)
-        return None if text is None else cls(**json.loads(text))
-
-    def variables(self) -> dict[str, str]:
-        """The environment that carries this request."""
-        return {ENV_RECEIPT: json.dumps(asdict(self))}
-
-
-def same_random_choices() -> None:
-    """Lets a script that shuffles, splits or makes LoRA weights without a seed do the same in both runs."""
-    import numpy
-
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-
-
 class Recorder(Part):
     """Follows one training of this rank, and ends it after the steps that were asked for.
 
@@ -83,8 +47,7 @@ class Recorder(Part):
         request: What to record.
         rank: This rank.
         config: The run's options.
-        is_filler: Tells whether the inputs of `training_step` only keep this rank in the exchange of gradients.
-        inexact: Tells why ranks cannot share the loss of a micro-batch exactly; "" where they can, or do not.
+        steps: What deals the samples; None where the training is not steered.
 
     Raises:
         SetupError: The training is not one of whole weights on every rank.
@@ -99,8 +62,7 @@ class Recorder(Part):
         request: ReceiptRequest,
         rank: int,
         config: MultiGPUConfig,
-        is_filler: Callable[[], bool],
-        inexact: Callable[[], str] = lambda: "",
+        steps: Any = None,
     ) -> None:
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise SetupError(
@@ -111,8 +73,7 @@ class Recorder(Part):
         self._request = request
         self._rank = rank
         self._config = config
-        self._is_filler = is_filler
-        self._inexact = inexact
+        self._steps = steps
         self._first_step = 0
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
         self._figures: dict[int, dict[str, float | None]] = defaultdict(dict)
@@ -137,7 +98,8 @@ class Recorder(Part):
         return {"training_step": self._training_step}
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_filler():
+        current = None if self._steps is None else self._steps.current
+        if current is None or not current.piece.is_filler:  # Which only keeps this rank in the exchange of gradients.
             self._samples[self._step() + 1].update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)
 
@@ -208,7 +170,7 @@ class Recorder(Part):
     def write(self) -> None:
         """Leaves what was recorded in the request's folder."""
         self._save_updates()
-        if inexact := self._inexact():
+        if self._steps is not None and (inexact := self._steps.inexact):
             # Found before the first step, or in a later one.
             advice = "set gradient_accumulation_steps to a multiple of the ranks"
             self._facts["sources"].append(asdict(Source("loss", inexact, advice)))
