@@ -12,14 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, ENV_RUN_DRAWS, ENV_RUN_SEED, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
+from unsloth_multigpu.options import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, ENV_RUN_DRAWS, ENV_RUN_SEED, MultiGPUConfig
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.report import EventWriter, RunReport
+from unsloth_multigpu.row import Scope
+from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 
 if TYPE_CHECKING:
@@ -147,7 +149,7 @@ class Session:
         asks_for_plan = self.config.balance == "tokens" or self.config.max_tokens_per_micro_batch is not None
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
-        if self.identity.world_size == 1 and self.config.sync != "ddp":
+        if self.identity.world_size == 1 and not isinstance(self.config.sync, DDP):
             logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
         asks_for_guard = self.config.resume == "auto" or self.config.on_nan == "skip" or self.events is not None
         if self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and ENV_RECEIPT not in os.environ):
@@ -311,9 +313,7 @@ def _patches(session: Session) -> list[Patch]:
     if identity.world_size == 1:
         return patches
     if others:
-        from unsloth_multigpu.core.trainer import asked_of_ddp
-
-        if asked := asked_of_ddp(config):
+        if asked := config.asked(Scope.TRAINER):
             raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []

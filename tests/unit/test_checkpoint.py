@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID, MultiGPUConfig
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.resume import Resume
@@ -43,6 +42,7 @@ from unsloth_multigpu.fault.checkpoint import (
     superfluous,
 )
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.options import ENV_ATTEMPT, ENV_RUN_ID, MultiGPUConfig
 
 FACTS = {"max_steps": 10, "seed": 42}
 FILES = [

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.options import MultiGPUConfig
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,12 +20,12 @@ from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, tor
 from unsloth_multigpu.cli.chaos_result import Row, Trace, compare_samples, compare_weights, markdown, text_table
 from unsloth_multigpu.cli.chaos_run import Ended, Scene
 from unsloth_multigpu.cli.main import main
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_CHAOS, MultiGPUConfig
 from unsloth_multigpu.core.inject import planted_faults
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.fault.chaos import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, newest_checkpoint
 from unsloth_multigpu.launch.process import is_alive
+from unsloth_multigpu.options import ENV_ATTEMPT, ENV_CHAOS, MultiGPUConfig
 
 
 class Trainer:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code, _progress_callback
 from unsloth_multigpu.data.cost import CostModel
@@ -17,6 +16,7 @@ from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 class FakeTrainer:

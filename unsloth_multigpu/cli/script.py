@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from unsloth_multigpu.config import ENV_RECEIPT
+from unsloth_multigpu.options import ENV_RECEIPT
 
 
 def main() -> None:

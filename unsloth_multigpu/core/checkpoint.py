@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_ID
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
@@ -25,6 +24,7 @@ from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, clear_parts, put_in_place, rotate, seal
 from unsloth_multigpu.fault.memory import is_out_of_memory
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import ENV_RECEIPT, ENV_RUN_ID
 
 logger = get_logger(__name__)
 

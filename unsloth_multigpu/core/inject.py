@@ -12,18 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unsloth_multigpu.config import ENV_ATTEMPT
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.seam import instance_attribute, steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
+from unsloth_multigpu.options import ENV_ATTEMPT
 from unsloth_multigpu.proof.fingerprint import fingerprints
 
 _HOUR_S = 3600.0
@@ -177,7 +176,7 @@ class Injector:
             "begin",
             step=int(self._trainer.state.global_step),
             output_dir=os.path.abspath(args.output_dir),
-            config=asdict(self._config),
+            config=self._config.plain_values(),
         )
 
     def note_step(self) -> None:

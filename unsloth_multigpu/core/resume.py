@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.seam import steered
@@ -23,6 +22,7 @@ from unsloth_multigpu.errors import ResumeError
 from unsloth_multigpu.fault.checkpoint import Manifest, checkpoints_in, read_manifest
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import ENV_ATTEMPT, ENV_RUN_ID
 
 logger = get_logger(__name__)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.core.buffer import EqualBuffers, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
@@ -30,8 +29,11 @@ from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
+from unsloth_multigpu.row import Scope
+from unsloth_multigpu.strategy import DDP, LocalSGD
 from unsloth_multigpu.sync.compression import check_compression, compression_settings
 from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation, make_readable
 
@@ -61,7 +63,7 @@ class DDPTrainer:
         self.check = StepCheck(trainer, manager, self.steps)
         self.guard = Guard(trainer, manager, events, beat)
         self.replicas = ReplicaProof(manager, self.steps.balancer.state)
-        is_wrapped = self.config.sync == "ddp" or manager.identity.world_size == 1
+        is_wrapped = isinstance(self.config.sync, DDP) or manager.identity.world_size == 1
         self.exchange = None if is_wrapped else Exchange(trainer, manager)
         self.preemption = Preemption(trainer, manager, events, os.environ.get(ENV_RUN_DIR), beat, self._may_stop)
         self.decision = OneDecision(trainer, manager, os.environ.get(ENV_RUN_DIR), beat)
@@ -119,7 +121,7 @@ class DDPTrainer:
             "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
         }
         for name, is_on in other.items():
-            asked = asked_of_ddp(self.config)
+            asked = self.config.asked(Scope.TRAINER)
             if is_on and asked:
                 raise SetupError(
                     f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
@@ -158,7 +160,7 @@ class DDPTrainer:
         makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
         owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))
         if hasattr(self.trainer.args, "steps_per_generation"):
-            if plan := [a for a in asked_of_ddp(self.config) if not a.startswith(("grad_compression", "sync"))]:
+            if plan := self.config.asked(Scope.PLANNER):
                 raise SetupError(
                     f"{plan[0]} deals samples by their length, but {owner.__name__} makes its samples while it trains.",
                     hint="Leave it out for this trainer.",
@@ -166,7 +168,7 @@ class DDPTrainer:
             return False
         # Unsloth writes TRL's trainers anew, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
-            if self.manager.identity.world_size == 1 and not asked_of_ddp(self.config):
+            if self.manager.identity.world_size == 1 and not self.config.asked(Scope.TRAINER):
                 return False  # Its own batches are those of one process.
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
@@ -266,7 +268,7 @@ class DDPTrainer:
     def _may_stop(self) -> bool:
         """Ranks that meet now and then stop where they meet: one more meeting would be another training."""
         sync = self.exchange and self.exchange.sync
-        return not sync or self.config.sync not in ("local_sgd", "diloco") or sync.are_replicas_equal
+        return not sync or not isinstance(self.config.sync, LocalSGD) or sync.are_replicas_equal
 
     def _report(self, train_s: float) -> None:
         counts = [self.num_steps, self.steps.num_samples, self.steps.num_micro_batches]
@@ -303,17 +305,6 @@ class DDPTrainer:
     def are_replicas_equal(self) -> bool:
         """False between two meetings of ranks that step by themselves."""
         return self.exchange is None or self.exchange.sync is None or self.exchange.sync.are_replicas_equal
-
-
-def asked_of_ddp(config: MultiGPUConfig) -> list[str]:
-    """Options that nobody holds where we do not steer the training, as they were given."""
-    asked = {
-        "grad_compression": config.grad_compression,
-        "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
-        "balance": "tokens" if config.balance == "tokens" else None,
-        "sync": None if config.sync == "ddp" else config.sync,
-    }
-    return [f"{name}={value!r}" for name, value in asked.items() if value is not None]
 
 
 def _hands_on(method: Callable[..., Any]) -> bool:

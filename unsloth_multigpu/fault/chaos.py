@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unsloth_multigpu.config import ENV_CHAOS
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.options import ENV_CHAOS
 
 _PHASES = ("train", "save", "evaluate")
 DAMAGES = ("cut", "empty", "missing", "flip")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from unsloth_multigpu.config import ENV_SUPERVISOR_PID
+from unsloth_multigpu.options import ENV_SUPERVISOR_PID
 
 # The supervisor looks ten times in a second, and takes two signals within 0.2 s for one.
 _LOOK_S = 0.5

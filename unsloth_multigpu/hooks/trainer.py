@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
 from unsloth_multigpu.data.generation import GenerationShape, divide_generation
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import ENV_RECEIPT, MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:

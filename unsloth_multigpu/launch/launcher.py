@@ -13,16 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from unsloth_multigpu.config import (
-    ENV_LOG_DIR_OF_RUN,
-    ENV_RECEIPT,
-    ENV_RUN_DIR,
-    ENV_RUN_DRAWS,
-    ENV_RUN_ID,
-    ENV_RUN_SEED,
-    ENV_SUPERVISOR_PID,
-    MultiGPUConfig,
-)
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
 from unsloth_multigpu.launch.allocator import allocator_variables
@@ -32,6 +22,16 @@ from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.logs import get_logger, tell
+from unsloth_multigpu.options import (
+    ENV_LOG_DIR_OF_RUN,
+    ENV_RECEIPT,
+    ENV_RUN_DIR,
+    ENV_RUN_DRAWS,
+    ENV_RUN_ID,
+    ENV_RUN_SEED,
+    ENV_SUPERVISOR_PID,
+    MultiGPUConfig,
+)
 
 logger = get_logger(__name__)
 

@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_DIR, ENV_SUPERVISOR_PID
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.logs import tell
+from unsloth_multigpu.options import ENV_ATTEMPT, ENV_RUN_DIR, ENV_SUPERVISOR_PID
 from unsloth_multigpu.report import EventWriter
 
 _PR_SET_PDEATHSIG = 1

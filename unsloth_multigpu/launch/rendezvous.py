@@ -15,8 +15,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.rendezvous import TCPStore
 
-from unsloth_multigpu.config import ENV_ATTEMPT
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.options import ENV_ATTEMPT
 
 # A connection to this very machine.
 _CONNECT_LIMIT_S = 5.0
