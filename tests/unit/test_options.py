@@ -110,8 +110,15 @@ def test_line_has_the_options_of_the_table_in_its_order() -> None:
     others = {name: row for name, row in TABLE.items() if name not in signature}
     named = [(row.older and row.older.argument) or name for name, row in others.items()]
     assert list(SeldomOptions.__annotations__) == named
-    for name, annotation in [*((p.name, p.annotation) for p in everyday), *SeldomOptions.__annotations__.items()]:
-        assert str(getattr(annotation, "__forward_arg__", annotation)).endswith("| None"), name
+    # What is taken in a second type as well.
+    wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]", "rank_speeds": "Sequence[float]"}
+    wider["nnodes"] = "str | int"
+    types = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(MultiGPUConfig)}
+    annotations = {p.name: p.annotation for p in everyday}
+    annotations |= {
+        name: a.__forward_arg__ for name, a in zip(others, SeldomOptions.__annotations__.values(), strict=True)
+    }
+    assert annotations == {name: f"{wider.get(name, kind)} | None" for name, kind in types.items()}
 
 
 def test_docstring_of_the_line_has_its_keywords() -> None:
