@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import Nodes, Row, Scope, did_you_mean, rows, take_values
+from unsloth_multigpu.row import Nodes, Scope, did_you_mean, rows, take_values
 from unsloth_multigpu.strategy import DDP, STRATEGIES, Strategy
 from unsloth_multigpu.table import OptionTable
 
@@ -90,8 +90,8 @@ class MultiGPUConfig(OptionTable):
 
     def of_the_run(self) -> dict[str, Any]:
         """The plain values of options that must be equal on all ranks; the others each node may set for itself."""
-        table = rows(self)
-        return {name: value for name, value in self.plain_values().items() if not table[name].is_of_node}
+        options = rows(self)
+        return {name: value for name, value in self.plain_values().items() if not options[name].is_of_node}
 
     def asked(self, scope: Scope) -> list[str]:
         """What was asked of `scope`, as name=value, in the order of the table."""
@@ -113,11 +113,6 @@ class MultiGPUConfig(OptionTable):
         return self.sync.meets_every_step
 
 
-def table() -> dict[str, Row]:
-    """Every option of a run: name -> row."""
-    return rows(MultiGPUConfig)
-
-
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, tuple[type[Any], str]]:
     """The options of a run that a command has: name -> type of the value, text of `--help`.
 
@@ -128,7 +123,7 @@ def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> 
     others = defaults or {}
     return {
         name: (row.kind.value_type, row.line(str(others[name]) if name in others else None))
-        for name, row in table().items()
+        for name, row in rows(MultiGPUConfig).items()
         if command in row.commands
     }
 
@@ -144,22 +139,24 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A keyword that neither version knows.
     """
-    options = table()
+    options = rows(MultiGPUConfig)
     older = {row.older.argument or name: (name, row.older) for name, row in options.items() if row.older}
     found: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword in older:
-            name, row = older[keyword]
+            name, replaced = older[keyword]
             # The frames above are this function, enable_multi_gpu and the user's line.
-            warnings.warn(f"{keyword} is deprecated. Use {row.replacement}.", DeprecationWarning, stacklevel=3)
+            warnings.warn(f"{keyword} is deprecated. Use {replaced.replacement}.", DeprecationWarning, stacklevel=3)
             found[name] = value if value is None else options[name].kind.take(keyword, value)
         elif keyword in options and not options[keyword].older:
             found[keyword] = value
         else:
             known = [name for name, row in options.items() if not row.older]
+            carried = _carried(lambda cls, name: f"sync=ump.{cls.__name__}({name}=...)")
+            meant = did_you_mean(keyword, {**{name: name for name in (*known, *older)}, **carried})
             raise ConfigError(
                 f"enable_multi_gpu() got {keyword}={value!r}, which it does not know.",
-                hint=f"{_meant(keyword, [*known, *older])}Options: {', '.join(known)}.",
+                hint=f"{meant}Options: {', '.join(known)}.",
             )
     return found
 
@@ -175,7 +172,7 @@ def num_nodes(nnodes: str) -> tuple[int, int]:
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    options = table()
+    options = rows(MultiGPUConfig)
     values: dict[str, Any] = {}
     for shown, text in environment.items():
         if not shown.startswith(ENV_PREFIX) or shown in INTERNAL_VARIABLES:
@@ -183,7 +180,8 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         name = shown[len(ENV_PREFIX) :].lower()
         if name not in options:
             known = ", ".join(sorted(map(variable, options)))
-            meant = did_you_mean(name.upper(), [n.upper() for n in options], ENV_PREFIX)
+            carried = _carried(lambda cls, name: f"{variable('sync')}={cls.name}:{name}=...")
+            meant = did_you_mean(name, {**{n: variable(n) for n in options}, **carried})
             raise ConfigError(f"{shown}={text!r} names no option.", hint=f"{meant}Unset it. Variables: {known}.")
         if text.strip() and text.strip().lower() != "none":
             kind = options[name].kind
@@ -191,13 +189,9 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _meant(keyword: str, known: Sequence[str]) -> str:
-    """The beginning of a hint about an unknown keyword, which may be an option that a strategy carries."""
-    if meant := did_you_mean(keyword, known):
-        return meant
-    owners = {name: cls for cls in reversed(STRATEGIES.values()) for name in rows(cls)}
-    carried = {f"{name}": f"sync=ump.{cls.__name__}({name}=...)" for name, cls in owners.items()}
-    return next((f"Did you mean {text}? " for name, text in carried.items() if did_you_mean(keyword, [name])), "")
+def _carried(form: Callable[[type[Strategy], str], str]) -> dict[str, str]:
+    """Options that a strategy carries -> how they are given: by the first strategy that has them."""
+    return {name: form(cls, name) for cls in reversed(STRATEGIES.values()) for name in rows(cls)}
 
 
 def _check_together(config: MultiGPUConfig) -> None:

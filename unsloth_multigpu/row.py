@@ -11,7 +11,7 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -374,10 +374,14 @@ def either(words: Iterable[str]) -> str:
     return " or ".join(repr(word) for word in words)
 
 
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The beginning of a hint about an unknown name; "" where none that is known, without the prefix, is like it."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {prefix}{found[0]}? " if found else ""
+def did_you_mean(name: str, known: Mapping[str, str]) -> str:
+    """The beginning of a hint about an unknown name; "" where none that is known is like it.
+
+    Args:
+        known: Name -> how it is given.
+    """
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {known[found[0]]}? " if found else ""
 
 
 def is_number(value: object) -> bool:

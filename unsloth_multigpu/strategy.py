@@ -190,7 +190,8 @@ def read_strategy(shown: str, text: str) -> Strategy:
         if key not in known:
             options = f"Options of {name}: {', '.join(known)}." if known else f"{name} has no options."
             raise ConfigError(
-                f"{shown}={text!r}; {name} has no option {key!r}.", hint=did_you_mean(key, known) + options
+                f"{shown}={text!r}; {name} has no option {key!r}.",
+                hint=did_you_mean(key, {k: k for k in known}) + options,
             )
         if not equals or key in given:
             what = "is given twice" if key in given else "has no value"
@@ -213,7 +214,7 @@ def _inside(shown: str, text: str) -> Iterator[None]:
 
 
 def _not_a_strategy(shown: str, value: Any) -> ConfigError:
-    meant = did_you_mean(value.partition(":")[0], STRATEGIES) if isinstance(value, str) else ""
+    meant = did_you_mean(value.partition(":")[0], {n: n for n in STRATEGIES}) if isinstance(value, str) else ""
     return ConfigError(
         f"{shown}={value!r}; expected {either(STRATEGIES)}, with options as in 'diloco:every_steps=8'.",
         hint=f"{meant}Set {shown}='ddp'.",

@@ -332,6 +332,12 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Unset it"),
         ("NUM_GPU", "2", "_NUM_GPU='2' names no option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS? Unset it. Var"),
+        (
+            "SYNC_EVERY_STEPS",
+            "8",
+            "_SYNC_EVERY_STEPS='8' names no option",
+            "Did you mean UNSLOTH_MULTIGPU_SYNC=local_sgd:every_steps=...? Unset it. Var",
+        ),
         ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Set UNSLOTH_MULTIGPU_RESUME='auto' to go on"),
     ],
 )
@@ -405,6 +411,8 @@ def test_unknown_argument_is_named_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
+        ("sync_every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? Options: "),
+        ("staleness_steps", "Did you mean sync=ump.ParameterServer(max_staleness_steps=...)? Options: "),
         ("every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? Options: "),
         ("sync_bucket_mb", "Did you mean sync=ump.AllReduce(bucket_mb=...)? Options: "),
         ("outer_momentum", "Did you mean sync=ump.DiLoCo(outer_momentum=...)? Options: "),
