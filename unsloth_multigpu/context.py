@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unsloth_multigpu.config import (
+from unsloth_multigpu.options import (
     ENV_ATTEMPT,
     ENV_LOG_DIR_OF_RUN,
     ENV_RUN_DIR,

@@ -11,16 +11,18 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.report import EventWriter, RunReport
+from unsloth_multigpu.row import Scope
+from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 
@@ -148,7 +150,7 @@ class Session:
         steered = None
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
-        if self.identity.world_size == 1 and self.config.sync != "ddp":
+        if self.identity.world_size == 1 and not isinstance(self.config.sync, DDP):
             logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
         if self._steers():
             from unsloth_multigpu.core.trainer import DDPTrainer
@@ -310,9 +312,7 @@ def _patches(session: Session) -> list[Patch]:
     if identity.world_size == 1:
         return patches
     if others:
-        from unsloth_multigpu.core.trainer import asked_of_ddp
-
-        if asked := asked_of_ddp(config):
+        if asked := config.asked(Scope.TRAINER):
             raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []

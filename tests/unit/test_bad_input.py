@@ -98,15 +98,16 @@ ump.enable_multi_gpu({arguments})
             ],
         ),
         (
-            "sync_bucket_mb=25",
+            'sync="diloco:outer_momentum=1"',
             {},
             [
-                "unsloth_multigpu.errors.ConfigError: sync_bucket_mb=25 has no meaning for sync='ddp'.",
-                "Hint: Leave it out, or set sync='allreduce'.",
+                "unsloth_multigpu.errors.ConfigError: sync='diloco:outer_momentum=1'; outer_momentum=1.0 grows without "
+                "a limit; expected a number below 1.",
+                "Hint: Leave outer_momentum out.",
             ],
         ),
         (
-            'sync="diloco", outer_momentum=-0.9',
+            "sync=ump.DiLoCo(outer_momentum=-0.9)",
             {},
             [
                 "unsloth_multigpu.errors.ConfigError: outer_momentum=-0.9; expected a number of at least 0.",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.wrapping import DDPWrapping
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.loop import Loop
 
 if TYPE_CHECKING:

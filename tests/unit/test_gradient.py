@@ -20,6 +20,7 @@ from unsloth_multigpu.fault.gradient import (
     not_finite_parameters,
     total_norm,
 )
+from unsloth_multigpu.strategy import read_strategy
 from unsloth_multigpu.train.loop import Loop
 
 
@@ -73,7 +74,9 @@ class OneRank(FakeTrainer):
         self._clips = clips
         self.gathered = []
         self.manager = SimpleNamespace(
-            config=SimpleNamespace(on_nan=on_nan, sync=sync, meets_every_step=True, timeout_s=0.05),
+            config=SimpleNamespace(
+                on_nan=on_nan, sync=read_strategy("sync", sync), meets_every_step=True, timeout_s=0.05
+            ),
             identity=SimpleNamespace(rank=0, world_size=1),
             gather_texts=lambda text: self.gathered.append(text) or [text],
         )

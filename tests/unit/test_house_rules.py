@@ -29,8 +29,10 @@ LAYERS = {
     "errors": 0,
     "logs": 0,
     "versions": 0,
-    "config": 0,
-    "option": 0,
+    "options": 0,
+    "row": 0,
+    "strategy": 0,
+    "table": 0,
     "report": 0,
     "fault.beat": 0,
     "fault.control": 0,
@@ -302,7 +304,7 @@ def test_layer_check_catches_a_planted_violation(module: str, source: str) -> No
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("config", "import os\nfrom unsloth_multigpu.errors import ConfigError"),
+        ("options", "import os\nfrom unsloth_multigpu.errors import ConfigError"),
         ("versions", "def f():\n    from packaging.version import Version"),
         (
             "core.trainer",

@@ -20,7 +20,6 @@ import pytest
 from torch.distributed import FileStore
 
 from tests.helpers.run import wait_until
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import (
     ConfigError,
     DistributedError,
@@ -37,6 +36,7 @@ from unsloth_multigpu.notebook.group import _meet, _shut
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.refusal import KernelState, line_of_cell, refuse
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 def test_channel_carries_whole_messages_of_any_size():

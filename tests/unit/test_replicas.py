@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import DivergenceError
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 def hash_of(tensor: Any) -> int:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu import start
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
 from unsloth_multigpu.launch.cause import find_cause
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import Event
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
 

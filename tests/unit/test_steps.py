@@ -8,7 +8,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.progress import Progress, exit_code
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.core.trainer import DDPTrainer
@@ -19,6 +18,7 @@ from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.loop import Loop
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.errors import RankTimeoutError, SetupError
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, ParameterServer
 from unsloth_multigpu.sync.allreduce import AllReduceSync
 from unsloth_multigpu.sync.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 from unsloth_multigpu.sync.choice import make_sync
@@ -71,9 +72,9 @@ def test_ring_all_reduce_sends_almost_two_copies(world_size, sent_bytes):
     ("options", "expected"),
     [
         ({"sync": "allreduce"}, (AllReduceSync, {"_bucket_mb": 25.0})),
-        ({"sync": "allreduce", "sync_bucket_mb": 0}, (AllReduceSync, {"_bucket_mb": 0})),
+        ({"sync": AllReduce(bucket_mb=0)}, (AllReduceSync, {"_bucket_mb": 0})),
         ({"sync": "parameter_server"}, (ParameterServerSync, {"_bucket_mb": 25.0, "_is_loss_scaled": True})),
-        ({"sync": "local_sgd", "sync_every_steps": 3}, (LocalSGDSync, {"every_steps": 3})),
+        ({"sync": "local_sgd:every_steps=3"}, (LocalSGDSync, {"every_steps": 3})),
         ({"sync": "diloco"}, (DiLoCoSync, {"every_steps": 16})),
     ],
 )
@@ -90,12 +91,12 @@ def test_options_name_a_strategy(model, options, expected):
     ],
 )
 def test_outer_step_has_the_options(model, options, outer):
-    sync = make_sync(MultiGPUConfig(sync="diloco", **options), model, optimizer_of(model), is_loss_scaled=False)
+    sync = make_sync(MultiGPUConfig(sync=DiLoCo(**options)), model, optimizer_of(model), is_loss_scaled=False)
     assert {name: sync._outer.param_groups[0][name] for name in outer} == outer
 
 
 def test_asynchronous_server_refuses_a_scaled_loss(model):
-    config = MultiGPUConfig(sync="parameter_server", max_staleness_steps=2)
+    config = MultiGPUConfig(sync=ParameterServer(max_staleness_steps=2))
     with pytest.raises(SetupError, match="max_staleness_steps=2 cannot work with fp16=True"):
         make_sync(config, model, optimizer_of(model), is_loss_scaled=True)
 

@@ -53,7 +53,7 @@ class StepCheck(Part):
         self._manager = manager
         self._on_nan = manager.config.on_nan
         self._rank = manager.identity.rank
-        self._is_shared = manager.config.sync in ("ddp", "allreduce") or manager.identity.world_size == 1
+        self._is_shared = manager.config.sync.has_one_gradient or manager.identity.world_size == 1
         self._skipped = SkippedSteps()
         self._losses: list[Any] = []
         self._is_judged = self._is_skipped = False

@@ -28,7 +28,7 @@ class Exchange(Part):
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager. Its `config.sync` is not "ddp".
+        manager: This rank's manager. Its `config.sync` is not DDP.
 
     Attributes:
         sync: The strategy, once the training has begun.
@@ -74,7 +74,7 @@ class Exchange(Part):
         trainer = self._trainer
         if isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel):
             raise SetupError(
-                f"sync={self._config.sync!r}, but the model is wrapped in DDP, by the script or an earlier training.",
+                f"sync='{self._config.sync}', but the model is wrapped in DDP, by the script or an earlier training.",
                 hint="Make a new Trainer with the plain model, or set sync='ddp'.",
             )
         is_loss_scaled = trainer.accelerator.scaler is not None

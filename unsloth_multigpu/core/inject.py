@@ -9,18 +9,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.tool import Tool
@@ -187,7 +186,7 @@ class Injector(Part):
             "begin",
             step=int(state.global_step),
             output_dir=os.path.abspath(args.output_dir),
-            config=asdict(self._config),
+            config=self._config.plain_values(),
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -82,7 +82,7 @@ class TrainedParameters(Part):
             if more:
                 raise SetupError(
                     f"{self._names(more)} became trainable after step {self._step}, but sync="
-                    f"{self._manager.config.sync!r} exchanges what was trainable when the training began.",
+                    f"'{self._manager.config.sync}' exchanges what was trainable when the training began.",
                     hint="Set sync='ddp', or make it trainable before train().",
                 )
             return

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
@@ -29,9 +28,12 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
+from unsloth_multigpu.row import Scope
+from unsloth_multigpu.strategy import DDP, LocalSGD
 from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)
@@ -75,7 +77,7 @@ class DDPTrainer:
         run_dir, is_one_of_several = context.run_dir, manager.identity.world_size > 1
         self.steps = StepFeed(trainer, manager, beat)
         self.exchange: Exchange | None = None
-        if is_one_of_several and self.config.sync != "ddp":
+        if is_one_of_several and not isinstance(self.config.sync, DDP):
             self.exchange = Exchange(trainer, manager)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
         self.preemption = Preemption(trainer, manager, events, run_dir, beat, self._may_stop)
@@ -136,7 +138,7 @@ class DDPTrainer:
             "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
         }
         for name, is_on in other.items():
-            asked = asked_of_ddp(self.config)
+            asked = self.config.asked(Scope.TRAINER)
             if is_on and asked:
                 raise SetupError(
                     f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
@@ -175,7 +177,7 @@ class DDPTrainer:
         makers = [cls for cls in type(self.trainer).__mro__ if "get_train_dataloader" in vars(cls)]
         owner = next(cls for cls in makers if notes_all_first or not _hands_on(vars(cls)["get_train_dataloader"]))
         if hasattr(self.trainer.args, "steps_per_generation"):
-            if plan := [a for a in asked_of_ddp(self.config) if not a.startswith(("grad_compression", "sync"))]:
+            if plan := self.config.asked(Scope.PLANNER):
                 raise SetupError(
                     f"{plan[0]} deals samples by their length, but {owner.__name__} makes its samples while it trains.",
                     hint="Leave it out for this trainer.",
@@ -183,7 +185,7 @@ class DDPTrainer:
             return False
         # Unsloth writes TRL's trainers anew, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
-            if self.manager.identity.world_size == 1 and not asked_of_ddp(self.config):
+            if self.manager.identity.world_size == 1 and not self.config.asked(Scope.TRAINER):
                 return False  # Its own batches are those of one process.
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
@@ -194,7 +196,7 @@ class DDPTrainer:
     def _may_stop(self) -> bool:
         """Ranks that meet now and then stop where they meet: one more meeting would be another training."""
         sync = self.exchange and self.exchange.sync
-        return not sync or self.config.sync not in ("local_sgd", "diloco") or sync.are_replicas_equal
+        return not sync or not isinstance(self.config.sync, LocalSGD) or sync.are_replicas_equal
 
     def _report(self, train_s: float) -> None:
         counts = [self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches]
@@ -212,17 +214,6 @@ class DDPTrainer:
         )
         if self.steps.num_micro_batches:
             logger.info("%s", self.report.summary())
-
-
-def asked_of_ddp(config: MultiGPUConfig) -> list[str]:
-    """Options that nobody holds where we do not steer the training, as they were given."""
-    asked = {
-        "grad_compression": config.grad_compression,
-        "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
-        "balance": "tokens" if config.balance == "tokens" else None,
-        "sync": None if config.sync == "ddp" else config.sync,
-    }
-    return [f"{name}={value!r}" for name, value in asked.items() if value is not None]
 
 
 def _hands_on(method: Callable[..., Any]) -> bool:

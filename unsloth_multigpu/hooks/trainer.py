@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.data.generation import GenerationShape, divide_generation
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
@@ -23,6 +22,9 @@ from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.logs import get_logger, tell
+from unsloth_multigpu.options import (
+    MultiGPUConfig,
+)
 
 logger = get_logger(__name__)
 

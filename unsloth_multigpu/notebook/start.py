@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError, SetupError
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
@@ -28,6 +27,7 @@ from unsloth_multigpu.notebook.profile import describe_shell
 from unsloth_multigpu.notebook.refusal import check_kernel, line_of_cell, note_enabled
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
+from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_RUN_DIR, MultiGPUConfig
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session

@@ -17,12 +17,12 @@ import types
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_SUPERVISOR_PID
 from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
 from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.channel import Channel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
 from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_SUPERVISOR_PID
 
 _TRACEBACK_CHARACTERS = 8000
 

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
@@ -210,7 +210,7 @@ def _facts(trainer: Any, config: MultiGPUConfig) -> dict[str, Any]:
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "precision": find_precision(trainer),
         "sources": [asdict(source) for source in find_sources(trainer, config)],
-        "config": asdict(config),
+        "config": config.plain_values(),
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _LIBRARIES}},
     }
 
