@@ -7,9 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import ConfigError, LaunchError
-from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig, from_keywords
@@ -20,6 +18,8 @@ from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_
 from unsloth_multigpu.strategy import Strategy
 from unsloth_multigpu.table import SeldomOptions
 from unsloth_multigpu.tool import Tool, tool_of
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

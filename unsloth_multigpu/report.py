@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.wire.beat import BeatPage
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
@@ -25,6 +22,9 @@ from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.versions import SUPPORTED, version_rows
+from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.identity import RankIdentity
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager

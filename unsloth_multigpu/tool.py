@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.part import Part
+from unsloth_multigpu.wire.context import RunContext
 
 
 class Tool:

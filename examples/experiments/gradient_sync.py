@@ -38,7 +38,7 @@ def main() -> None:
     from gradient_training import run_task
 
     from unsloth_multigpu.core.manager import DDPManager
-    from unsloth_multigpu.launch.identity import read_identity
+    from unsloth_multigpu.wire.identity import read_identity
 
     torch.set_num_threads(1)
     identity, config = read_identity(os.environ), ump.get_active_config()

@@ -28,7 +28,7 @@ from tests.helpers.federated import app, arrays, message_to
 from tests.helpers.run import ROOT, orphans, start, wait_until
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, SlotDevice
-from unsloth_multigpu.launch.process import is_alive
+from unsloth_multigpu.wire.process import is_alive
 
 CPU = [SlotDevice("cpu", 0), SlotDevice("cpu", 1)]
 GONE = SlotDevice("cuda", 77)  # No machine shows so many.

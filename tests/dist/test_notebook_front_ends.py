@@ -9,7 +9,7 @@ from tests.helpers.run import run_python
 # What the debugger of VS Code and JupyterLab does first.
 DEBUGGED = """
 import os, pathlib, debugpy
-from unsloth_multigpu.launch.child import Child
+from unsloth_multigpu.wire.child import Child
 
 debugpy.listen(("127.0.0.1", 0))
 child = Child("rank 1", "import sys; print('pydevd' in sys.modules)", pathlib.Path("log"), os.environ)

@@ -84,7 +84,7 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2, grace_s=GRACE, max_restarts=1, hang_timeout_s=0)
 import os, pathlib, signal, time
 from unsloth_multigpu import plugin
-from unsloth_multigpu.fault.beat import Phase
+from unsloth_multigpu.wire.beat import Phase
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 rank = os.environ["RANK"]
 plugin._session.beat.mark(Phase.COMPUTE, step=7)

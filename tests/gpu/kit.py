@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.step import PART_LIMIT_S, PARTS, Step, short_result, steps_of
-from unsloth_multigpu.launch.process import end_command
+from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_OUT = ROOT / "build" / "gpu" / "result.json"

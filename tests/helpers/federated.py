@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader
 
-from unsloth_multigpu.launch.channel import _LENGTH, Frames
+from unsloth_multigpu.wire.frames import _LENGTH, Frames
 
 app = ClientApp()
 NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHASHSEED", "RANK", "WORLD_SIZE", "MASTER_ADDR")

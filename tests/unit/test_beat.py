@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.fault.beat import Beat, BeatPage, Phase, decode_beats, encode_beats, read_beats
+from unsloth_multigpu.wire.beat import Beat, BeatPage, Phase, decode_beats, encode_beats, read_beats
 
 
 def test_page_says_where_each_rank_is(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_text_of_another_kind_is_not_heard(text: bytes) -> None:
 def test_reader_never_sees_a_page_half_written(tmp_path: Path) -> None:
     # Another process, as in a run: a thread of this one would be held by the interpreter's lock.
     writes = "page = BeatPage(sys.argv[1], 0)\nwhile True: page.mark(Phase.COMPUTE, step=5); page.pulse(2, 'barrier')"
-    source = f"import sys\nfrom unsloth_multigpu.fault.beat import BeatPage, Phase\n{writes}"
+    source = f"import sys\nfrom unsloth_multigpu.wire.beat import BeatPage, Phase\n{writes}"
     writer = subprocess.Popen([sys.executable, "-c", source, tmp_path])
     try:
         deadline_s = time.monotonic() + 30.0

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.resume import Resume
@@ -45,6 +44,7 @@ from unsloth_multigpu.fault.checkpoint import (
 )
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.context import RunContext
 
 FACTS = {"max_steps": 10, "seed": 42}
 FILES = [

@@ -23,9 +23,9 @@ from tests.helpers.run import orphans
 from unsloth_multigpu import start, versions
 from unsloth_multigpu.cli import allreduce, device, doctor, main, probe, script, seam, verdict, verify
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
-from unsloth_multigpu.launch.process import end_command
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import pytest
 from unsloth_multigpu.errors import RankTimeoutError
 from unsloth_multigpu.hooks import datasets as hook
 from unsloth_multigpu.hooks.datasets import dataset_patches
-from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.wire.identity import RankIdentity
 
 LIMIT_S = 0.2
 

@@ -13,9 +13,9 @@ import pytest
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.core.wrapping import DDPWrapping
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.beat import BeatPage
 
 if TYPE_CHECKING:
     from torch import nn

@@ -34,8 +34,8 @@ from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, _task_iden
 from unsloth_multigpu.federated.outcome import Outcome
 from unsloth_multigpu.federated.slot import Slot
 from unsloth_multigpu.federated.task import Task
-from unsloth_multigpu.launch.channel import Frames
-from unsloth_multigpu.launch.process import is_alive
+from unsloth_multigpu.wire.frames import Frames
+from unsloth_multigpu.wire.process import is_alive
 
 GB = 2**30
 ONE, TWO = SlotDevice("cuda", 0), SlotDevice("cuda", 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_private_folders_of_two_runs_are_two(tmp: Path) -> None:
 
 
 def test_folder_of_a_killed_supervisor_is_swept(tmp: Path) -> None:
-    killed = "from unsloth_multigpu.launch.folder import private_dir; import os\nwith private_dir(): os._exit(9)"
+    killed = "from unsloth_multigpu.wire.folder import private_dir; import os\nwith private_dir(): os._exit(9)"
     subprocess.run([sys.executable, "-c", killed], env={**os.environ, "TMPDIR": str(tmp)}, timeout=60)
     (old,) = tmp.iterdir()
     (old / "events_rank_0.jsonl").touch()

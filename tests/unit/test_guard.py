@@ -10,8 +10,8 @@ import pytest
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.core.guard import CompilerPhase, Guard
-from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 
 class Handler:

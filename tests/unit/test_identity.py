@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.identity import RankIdentity, first_host, read_identity
 from unsloth_multigpu.options import ENV_RUN_DIR
+from unsloth_multigpu.wire.identity import RankIdentity, first_host, read_identity
 
 TORCHRUN = {
     "RANK": "5",

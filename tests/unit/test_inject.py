@@ -21,14 +21,14 @@ from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, tor
 from unsloth_multigpu.cli.chaos_result import Row, Trace, compare_samples, compare_weights, markdown, text_table
 from unsloth_multigpu.cli.chaos_run import Ended, Scene
 from unsloth_multigpu.cli.main import main
-from unsloth_multigpu.context import RunContext, attempt_variables
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.fault.chaos import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, newest_checkpoint
-from unsloth_multigpu.launch.process import is_alive
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.context import RunContext, attempt_variables
+from unsloth_multigpu.wire.process import is_alive
 
 
 class Trainer(FakeTrainer):

@@ -28,7 +28,6 @@ from unsloth_multigpu.errors import (
     RankTimeoutError,
     SetupError,
 )
-from unsloth_multigpu.launch.stack import place_of
 from unsloth_multigpu.notebook import process
 from unsloth_multigpu.notebook import worker as worker_program
 from unsloth_multigpu.notebook.channel import Channel
@@ -37,6 +36,7 @@ from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.refusal import KernelState, line_of_cell, refuse
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.stack import place_of
 
 
 def test_channel_carries_whole_messages_of_any_size():
@@ -167,7 +167,7 @@ def test_worker_that_reads_nothing_is_killed_and_said_so(start_worker, monkeypat
 
 
 def test_worker_that_cannot_be_started_leaves_nothing_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("unsloth_multigpu.launch.child._BY_SHELL", ("/no/shell",))
+    monkeypatch.setattr("unsloth_multigpu.wire.child._BY_SHELL", ("/no/shell",))
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
         process.Worker(1, tmp_path / "log", {})

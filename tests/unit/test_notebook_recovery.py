@@ -22,13 +22,13 @@ from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
 from unsloth_multigpu.core.seam import Steered
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.identity import RankIdentity
 
 LIMIT_S = 60.0
 

@@ -28,9 +28,9 @@ from unsloth_multigpu.core.wrap import (
 )
 from unsloth_multigpu.data.loader import EpochPlan, distributed_loader, num_workers_per_rank
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
-from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plugin import Session
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 
 def net(seed=0):

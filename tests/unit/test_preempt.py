@@ -16,12 +16,12 @@ from torch.distributed import HashStore, TCPStore
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.fault.agreement import PageAgreement, StoreAgreement
-from unsloth_multigpu.fault.beat import BeatPage
-from unsloth_multigpu.fault.control import ControlPage
 from unsloth_multigpu.fault.preempt import Caught, Preemption
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.identity import RankIdentity
 
 NUM_POINTS = 6
 NOBODY = 10**6

@@ -16,14 +16,14 @@ from types import SimpleNamespace
 import pytest
 
 from unsloth_multigpu.fault import pulse
-from unsloth_multigpu.fault.beat import BeatPage, read_beats
-from unsloth_multigpu.launch.process import count_memory_kills, is_alive, read_held_bytes, read_state
-from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
+from unsloth_multigpu.wire.beat import BeatPage, read_beats
+from unsloth_multigpu.wire.process import count_memory_kills, is_alive, read_held_bytes, read_state
+from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 
 RANK = """
 import sys, threading, time
 from pathlib import Path
-from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.fault.pulse import start_pulse
 start_pulse(BeatPage(sys.argv[1], 3), sys.argv[1], 3, 10.0)
 assert "torch" not in sys.modules

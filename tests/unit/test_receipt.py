@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from unsloth_multigpu import session
 from unsloth_multigpu.cli import receipt as table
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
@@ -26,6 +25,7 @@ from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.verify import ReceiptRequest, Verify
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.context import RunContext
 
 ROWS = [[5, 6, 7], [8, 9], [5, 6, 7], [1]]
 

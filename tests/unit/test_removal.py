@@ -17,8 +17,8 @@ from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.hooks.journal import Entry, Journal, is_within, real_path, take_inventory
 from unsloth_multigpu.hooks.removal import RemovalGuard, removal_patches
 from unsloth_multigpu.hooks.saving import SaveGate
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.wire.identity import RankIdentity
 
 LIMIT_S = 0.3
 

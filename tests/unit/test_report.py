@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport, read_events
+from unsloth_multigpu.wire.beat import BeatPage
 
 
 def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:

@@ -27,14 +27,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.backend import PlainStateBackend
-from unsloth_multigpu.launch.child import Child
-from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import EventWriter
+from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.child import Child
+from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 
 PACKAGE = Path(__file__).parents[2] / "unsloth_multigpu"
 
@@ -77,8 +77,8 @@ ALLOWED = {
     # It shuts connections.
     "fault/harm.py": {"socket.*"},
     # A pair of connected sockets without a name, and the connections that a group has made.
-    "launch/channel.py": {"socket.socket"},
-    "launch/child.py": {"socket.socketpair"},
+    "wire/frames.py": {"socket.socket"},
+    "wire/child.py": {"socket.socketpair"},
     "federated/worker.py": {"socket.socket", "pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     "notebook/channel.py": {"socket.socket"},
     "notebook/worker.py": {"socket.socket"},

@@ -16,10 +16,10 @@ from unsloth_multigpu.data.deal import Balance, Piece
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, collate_step
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.fault.beat import BeatPage
-from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
 

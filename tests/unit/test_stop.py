@@ -10,11 +10,11 @@ import pytest
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, ResumeError
-from unsloth_multigpu.fault.beat import BeatPage, Phase
-from unsloth_multigpu.fault.control import ControlPage
-from unsloth_multigpu.launch.process import is_alive
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.report import Event, EventWriter
+from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.process import is_alive
 
 
 class Ended(BaseException):

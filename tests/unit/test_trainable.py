@@ -8,9 +8,9 @@ import torch
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.identity import RankIdentity
 
 
 class Half(FakeTrainer):

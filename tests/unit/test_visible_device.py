@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from unsloth_multigpu import session
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.wire.identity import RankIdentity
 
 SECOND_OF_TWO = RankIdentity(1, 1, 2, 2, "slurm")
 BARRIER = "accelerate.state:PartialState.wait_for_everyone"

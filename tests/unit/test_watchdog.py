@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_multigpu.fault.beat import Beat, Node, Phase
 from unsloth_multigpu.fault.watchdog import Hang, find_hang
+from unsloth_multigpu.wire.beat import Beat, Node, Phase
 
 LIMIT_S = 10.0
 NOW_S = 1000.0

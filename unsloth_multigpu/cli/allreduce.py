@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.context import RunContext
-from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 
 if TYPE_CHECKING:
     import torch

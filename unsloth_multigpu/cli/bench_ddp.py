@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from unsloth_multigpu.launch.process import wait_after_kill
+from unsloth_multigpu.wire.process import wait_after_kill
 
 BASE: dict[str, Any] = {"find_unused_parameters": False}
 # Name -> arguments of DistributedDataParallel, and what else is tried in the same loop.

@@ -20,7 +20,7 @@ from unsloth_multigpu.cli.federated_option import BASELINE, FederatedArm, Federa
 from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.errors import DivergenceError, SetupError
-from unsloth_multigpu.launch.process import find_marked
+from unsloth_multigpu.wire.process import find_marked
 
 _WORKER = "unsloth_multigpu.cli.federated_arm"
 # Of a trained value. Elsewhere sums of the same numbers come out differently each time.

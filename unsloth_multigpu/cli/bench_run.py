@@ -18,7 +18,7 @@ from unsloth_multigpu.cli.bench_arm import Arm, arm_command, arm_environment, nu
 from unsloth_multigpu.cli.bench_option import BenchOptions
 from unsloth_multigpu.cli.bench_result import RankRecord
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.process import end_command
+from unsloth_multigpu.wire.process import end_command
 
 _LOG_LINES = 30
 # torchrun waits up to 30 s for ranks that it has told to end.

@@ -29,9 +29,9 @@ from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.fault.chaos import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.fault.watchdog import LONGEST_FACTOR
-from unsloth_multigpu.launch.folder import private_dir
-from unsloth_multigpu.launch.identity import read_identity
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.wire.folder import private_dir
+from unsloth_multigpu.wire.identity import read_identity
 
 # What is no option of a run, or means something else here: type, text of --help. See cli.main.
 OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {

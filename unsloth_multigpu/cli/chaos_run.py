@@ -15,8 +15,8 @@ from pathlib import Path
 
 from unsloth_multigpu.cli.script import has_own_line
 from unsloth_multigpu.fault.chaos import ChaosRequest, Fault
-from unsloth_multigpu.launch.process import find_marked, kill_marked, wait_after_kill
 from unsloth_multigpu.options import variable
+from unsloth_multigpu.wire.process import find_marked, kill_marked, wait_after_kill
 
 _POLL_S = 0.05
 # Processes that outlive the command by more than this were left behind.

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from unsloth_multigpu.cli.bench_parser import add_bench_options
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
-from unsloth_multigpu.launch.identity import read_identity
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import flag
 from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.wire.identity import read_identity
 
 RANK_MODULE = "unsloth_multigpu.cli.script"
 _USAGES = {

@@ -13,8 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.tool import tool_of
+from unsloth_multigpu.wire.context import RunContext
 
 
 def main() -> None:

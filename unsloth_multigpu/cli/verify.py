@@ -16,10 +16,10 @@ from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.cli.receipt import COMPARED, render
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
-from unsloth_multigpu.launch.folder import private_dir
-from unsloth_multigpu.launch.identity import read_identity
-from unsloth_multigpu.launch.process import end_command
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.wire.folder import private_dir
+from unsloth_multigpu.wire.identity import read_identity
+from unsloth_multigpu.wire.process import end_command
 
 if TYPE_CHECKING:
     from unsloth_multigpu.proof.comparison import Comparison, RunRecord

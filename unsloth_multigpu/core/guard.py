@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 _GENERATES = ("_generate_and_score_completions", "generate_on_policy_outputs")
 _PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
@@ -23,6 +22,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0
 # What a full disk still takes: less than any file of weights, optimizer or random numbers.

@@ -19,9 +19,9 @@ from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.core.random_state import read_random_state, write_random_state
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import RankIdentity
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import StepFeed
@@ -24,6 +23,7 @@ from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, checkpoints
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)
 

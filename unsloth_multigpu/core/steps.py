@@ -32,9 +32,9 @@ from unsloth_multigpu.data.sampler import StepLoader, step_loader
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.wire.beat import BeatPage
 
 logger = get_logger(__name__)
 

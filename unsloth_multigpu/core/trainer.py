@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
@@ -25,7 +24,6 @@ from unsloth_multigpu.core.trainable import TrainedParameters
 from unsloth_multigpu.core.view import CallbackView
 from unsloth_multigpu.core.wrapping import DDPWrapping
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -35,6 +33,8 @@ from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP, LocalSGD
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)
 

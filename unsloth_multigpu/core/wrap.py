@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unsloth_multigpu.core.manager import DDPManager, local_device
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity, read_identity
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.row import Scope
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity, read_identity
 
 logger = get_logger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.identity import RankIdentity
 
 logger = get_logger(__name__)
 

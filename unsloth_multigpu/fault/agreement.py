@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch.distributed import Store
 
-from unsloth_multigpu.fault.control import ControlPage
-from unsloth_multigpu.launch.process import is_alive
+from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.process import is_alive
 
 _POLL_S = 0.02
 # Trainings of one process follow each other; the points of each fit into so many bits.

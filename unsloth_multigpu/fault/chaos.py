@@ -6,8 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from unsloth_multigpu.context import ToolRequest
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.wire.context import ToolRequest
 
 _PHASES = ("train", "save", "evaluate")
 DAMAGES = ("cut", "empty", "missing", "flip")

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
-from unsloth_multigpu.fault.beat import BeatPage
-from unsloth_multigpu.launch.stack import stack_path
+from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.stack import stack_path
 
 PERIOD_S = 0.5
 # What torch raises for a group that is just coming or going, and what a version gives that writes its records

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from unsloth_multigpu.fault.beat import Beat, Node, Phase
+from unsloth_multigpu.wire.beat import Beat, Node, Phase
 
 # A rank may be silent for so many times `hang_timeout_s`.
 _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)

@@ -23,7 +23,7 @@ from unsloth_multigpu.federated.parcel import pack
 from unsloth_multigpu.federated.placement import Placement
 from unsloth_multigpu.federated.pool import SlotPool
 from unsloth_multigpu.federated.task import ClientRecord, Task
-from unsloth_multigpu.launch.folder import locked_log_dir
+from unsloth_multigpu.wire.folder import locked_log_dir
 
 if TYPE_CHECKING:
     from flwr.supercore.run import Run

@@ -21,9 +21,9 @@ from unsloth_multigpu.federated.option import (
     check_server,
 )
 from unsloth_multigpu.federated.report import FederatedResult
-from unsloth_multigpu.launch.identity import read_identity
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.versions import SUPPORTED_FOR_FEDERATED, check_version
+from unsloth_multigpu.wire.identity import read_identity
 
 if TYPE_CHECKING:
     import torch

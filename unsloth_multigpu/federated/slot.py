@@ -15,11 +15,11 @@ from typing import Any
 
 from unsloth_multigpu.federated.device import SlotDevice
 from unsloth_multigpu.federated.task import Task
-from unsloth_multigpu.launch.channel import Frames
-from unsloth_multigpu.launch.child import Child, read_tail
-from unsloth_multigpu.launch.folder import make_log
-from unsloth_multigpu.launch.process import send_signal
-from unsloth_multigpu.launch.stack import main_frames, place_of
+from unsloth_multigpu.wire.child import Child, read_tail
+from unsloth_multigpu.wire.folder import make_log
+from unsloth_multigpu.wire.frames import Frames
+from unsloth_multigpu.wire.process import send_signal
+from unsloth_multigpu.wire.stack import main_frames, place_of
 
 # The user's modules, and this package, lie where this process finds them.
 _PROGRAM = """import json, sys

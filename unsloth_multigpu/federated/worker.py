@@ -27,7 +27,7 @@ from unsloth_multigpu.fault.memory import is_out_of_memory
 from unsloth_multigpu.federated.outcome import Outcome
 from unsloth_multigpu.federated.parcel import unpack
 from unsloth_multigpu.federated.task import CLIENT_RAISED
-from unsloth_multigpu.launch.channel import Frames
+from unsloth_multigpu.wire.frames import Frames
 
 # By which the server asks where the clients' code is.
 STACK_SIGNAL = signal.SIGUSR2

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.fault.beat import read_beats
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
-from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
@@ -25,6 +22,9 @@ from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import (
     MultiGPUConfig,
 )
+from unsloth_multigpu.wire.beat import read_beats
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 
 logger = get_logger(__name__)
 

@@ -15,8 +15,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.rendezvous import TCPStore
 
-from unsloth_multigpu.context import attempt_variables
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.wire.context import attempt_variables
 
 # A connection to this very machine.
 _CONNECT_LIMIT_S = 5.0

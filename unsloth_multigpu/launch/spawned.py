@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError, SetupError
-from unsloth_multigpu.launch.identity import RankIdentity, read_identity
 from unsloth_multigpu.options import ENV_RANK_PID, ENV_RUN_DIR
+from unsloth_multigpu.wire.identity import RankIdentity, read_identity
 
 _SPAWN = "torch.multiprocessing.spawn"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, VersionError
-from unsloth_multigpu.fault.beat import Phase, read_beats
-from unsloth_multigpu.fault.control import ControlPage
-from unsloth_multigpu.launch.process import kill_rank
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.report import Event, read_events
+from unsloth_multigpu.wire.beat import Phase, read_beats
+from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.process import kill_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # `timeout` and job managers signal a process and its group: the same signal twice within this time is one.

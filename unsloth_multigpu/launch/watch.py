@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from unsloth_multigpu.fault.beat import Beat, Node, read_beats
 from unsloth_multigpu.fault.watchdog import Hang, find_hang
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
 from unsloth_multigpu.launch.nodes import is_one_node
-from unsloth_multigpu.launch.process import (
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.report import Event, read_events
+from unsloth_multigpu.wire.beat import Beat, Node, read_beats
+from unsloth_multigpu.wire.process import (
     count_memory_kills,
     is_alive,
     kill_rank,
@@ -23,10 +26,7 @@ from unsloth_multigpu.launch.process import (
     send_to_main_thread,
     wait_for_exit,
 )
-from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
-from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.report import Event, read_events
+from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 
 logger = get_logger(__name__)
 

@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-from unsloth_multigpu.launch.channel import Frames
+from unsloth_multigpu.wire.frames import Frames
 
 
 class Channel:

@@ -14,12 +14,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.fault.beat import Beat, read_beats
 from unsloth_multigpu.notebook.cell import log_header
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.process import Worker
 from unsloth_multigpu.notebook.share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
+from unsloth_multigpu.wire.beat import Beat, read_beats
 
 _NUM_LOG_LINES = 40
 _MOST_LINES = 1000

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
-from unsloth_multigpu.fault.beat import read_beats
 from unsloth_multigpu.fault.watchdog import find_hang
-from unsloth_multigpu.launch.process import send_to_main_thread
-from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, View, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.process import Worker, died
+from unsloth_multigpu.wire.beat import read_beats
+from unsloth_multigpu.wire.process import send_to_main_thread
+from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 
 logger = get_logger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.launch.child import Child
 from unsloth_multigpu.notebook.channel import Channel
+from unsloth_multigpu.wire.child import Child
 
 # A message that a worker has not read after so long ends it: its thread reads unless native code keeps the lock.
 _SEND_LIMIT_S = 30.0

@@ -14,10 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError, SetupError
-from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
-from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell import bound_names, replay_sources, split_at
 from unsloth_multigpu.notebook.kernel import Kernel
@@ -28,6 +25,9 @@ from unsloth_multigpu.notebook.refusal import check_kernel, line_of_cell, note_e
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire.identity import RankIdentity
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session
@@ -81,8 +81,8 @@ class Notebook:
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, line: int, stack: ExitStack) -> None:
-        from unsloth_multigpu.fault.control import ControlPage
         from unsloth_multigpu.fault.pulse import last_collective
+        from unsloth_multigpu.wire.control import ControlPage
 
         self._config = config
         self._shell = shell

@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.context import ToolRequest
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.wire.context import ToolRequest
 
 if TYPE_CHECKING:
     from unsloth_multigpu.proof.receipt import Recorder

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from unsloth_multigpu.launch.folder import make_log
-from unsloth_multigpu.launch.process import kill_rank
+from unsloth_multigpu.wire.folder import make_log
+from unsloth_multigpu.wire.process import kill_rank
 
 # From SIGKILL until the process is gone; a driver may hold it longer.
 _KILL_LIMIT_S = 5.0

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.process import is_alive
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.process import is_alive
 
 logger = get_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""What do the supervisor and its ranks tell each other?"""
