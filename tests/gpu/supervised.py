@@ -18,7 +18,7 @@ ump.enable_multi_gpu(num_gpus=1, device=device, max_restarts=1)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from unsloth_multigpu.fault.pulse import pending_operation  # noqa: E402
+from unsloth_multigpu.launch.pulse import pending_operation  # noqa: E402
 
 is_cuda = device == "cuda"
 facts: dict = {"launcher": ump.get_multi_gpu_status().launcher}

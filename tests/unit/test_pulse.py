@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unsloth_multigpu.fault import pulse
+from unsloth_multigpu.launch import pulse
 from unsloth_multigpu.wire.beat import BeatPage, read_beats
 from unsloth_multigpu.wire.process import count_memory_kills, is_alive, read_held_bytes, read_state
 from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
@@ -24,7 +24,7 @@ RANK = """
 import sys, threading, time
 from pathlib import Path
 from unsloth_multigpu.wire.beat import BeatPage
-from unsloth_multigpu.fault.pulse import start_pulse
+from unsloth_multigpu.launch.pulse import start_pulse
 start_pulse(BeatPage(sys.argv[1], 3), sys.argv[1], 3, 10.0)
 assert "torch" not in sys.modules
 def collate(rows):

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unsloth_multigpu.fault import watchdog
 from unsloth_multigpu.launch import watch as module
+from unsloth_multigpu.launch import watchdog
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import Event, EventWriter
@@ -25,7 +25,7 @@ from unsloth_multigpu.wire.process import read_state
 RANK = """
 import os, signal, sys, time
 from unsloth_multigpu.wire.beat import BeatPage, Phase
-from unsloth_multigpu.fault.pulse import start_pulse
+from unsloth_multigpu.launch.pulse import start_pulse
 from unsloth_multigpu.report import EventWriter
 folder, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 page = BeatPage(folder, rank)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unsloth_multigpu.fault.watchdog import Hang, find_hang
+from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.wire.beat import Beat, Node, Phase
 
 LIMIT_S = 10.0

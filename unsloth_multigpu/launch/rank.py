@@ -41,7 +41,7 @@ def enter_rank(
     Raises:
         SetupError: A process that a rank started itself; it must not act as that rank.
     """
-    from unsloth_multigpu.fault.pulse import start_pulse
+    from unsloth_multigpu.launch.pulse import start_pulse
 
     _quiet_side_effects(identity)
     atexit.register(_leave_group)
@@ -75,7 +75,7 @@ def enter_notebook(identity: RankIdentity, run_dir: str, hang_timeout_s: float) 
     Returns:
         The page where it says how far it is, and what ends its pulse.
     """
-    from unsloth_multigpu.fault.pulse import start_pulse
+    from unsloth_multigpu.launch.pulse import start_pulse
 
     _quiet_side_effects(identity)
     beat = BeatPage(run_dir, identity.rank)

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from unsloth_multigpu.fault.watchdog import Hang, find_hang
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
 from unsloth_multigpu.launch.nodes import is_one_node
+from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import Event, read_events

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
-from unsloth_multigpu.fault.watchdog import find_hang
+from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, View, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel

@@ -81,7 +81,7 @@ class Notebook:
     """
 
     def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, line: int, stack: ExitStack) -> None:
-        from unsloth_multigpu.fault.pulse import last_collective
+        from unsloth_multigpu.launch.pulse import last_collective
         from unsloth_multigpu.wire.control import ControlPage
 
         self._config = config

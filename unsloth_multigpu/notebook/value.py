@@ -148,7 +148,7 @@ class Receiver:
         return message["value"]
 
     def _take(self, key: str, kind: str) -> dict[str, Any]:
-        from unsloth_multigpu.fault.pulse import last_collective
+        from unsloth_multigpu.launch.pulse import last_collective
 
         worker, is_told = self._worker, False
         with worker.has_value:

@@ -138,7 +138,7 @@ class Worker:
             self._task = None
 
     def _obey(self, order: Mapping[str, Any]) -> None:
-        from unsloth_multigpu.fault.pulse import last_collective
+        from unsloth_multigpu.launch.pulse import last_collective
         from unsloth_multigpu.notebook.value import LeftAloneError
 
         self._is_asked = False
