@@ -17,8 +17,8 @@ from unsloth_multigpu.options import MultiGPUConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from unsloth_multigpu.core.manager import DDPManager
     from unsloth_multigpu.data.loader import DistributedLoader
+    from unsloth_multigpu.group.manager import DDPManager
 
 
 def wrap_model_multi_gpu(

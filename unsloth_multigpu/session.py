@@ -27,7 +27,7 @@ from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.notebook.recovery import Trainings
 
 logger = get_logger(__name__)
@@ -68,7 +68,7 @@ class Session:
     def manager(self) -> DDPManager:
         """This rank's manager, made when it is first needed."""
         if self._manager is None:
-            from unsloth_multigpu.core.manager import DDPManager
+            from unsloth_multigpu.group.manager import DDPManager
 
             # A notebook's store is new with each group, and calls that failed before count on some ranks only.
             number = 0 if self.identity.launcher == "notebook" else self.number
@@ -316,7 +316,7 @@ def _patches(session: Session) -> list[Patch]:
             raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []
-    from unsloth_multigpu.core.manager import local_device
+    from unsloth_multigpu.group.manager import local_device
 
     gate = SaveGate(identity.rank, session.open_manager)
     if identity.rank == 0:
@@ -342,7 +342,7 @@ def _claim_device(session: Session) -> str:
         os.environ.update(allocator_variables(os.environ))
     import torch
 
-    from unsloth_multigpu.core.manager import local_device
+    from unsloth_multigpu.group.manager import local_device
 
     device = local_device(session.identity, session.config)
     wanted = session.config.device

@@ -79,7 +79,7 @@ def visible_accelerators() -> tuple[str, int]:
     """Kind and number of the accelerators that this process sees: ("cuda", 2), or ("cpu", 0). Opens none."""
     import torch
 
-    from unsloth_multigpu.core.manager import find_accelerator
+    from unsloth_multigpu.group.manager import find_accelerator
 
     accelerator = find_accelerator()
     if accelerator is None:

@@ -26,7 +26,7 @@ torch {torch}, {total_s:.0f} s. The columns of the tables, means over the seeds:
 - *gradient norm* of the first update, in parts of DDP's;
 - *cosine* between the ranks' own gradients before the first step;
 - *ranks apart*: the largest |w_rank - w_0| / |w_0| at the end; *from DDP*: the same for rank 0 and DDP's weights;
-- *replica proof*: what `unsloth_multigpu/proof/replicas.py` says after every step of the first epoch and, where it has
+- *replica proof*: what `unsloth_multigpu/group/replicas.py` says after every step of the first epoch and, where it has
   found nothing, at the end of each later one.
 
 The figures of asynchronous variants change a little from run to run. All others are the same each time.

@@ -37,7 +37,7 @@ def main() -> None:
     import torch
     from gradient_training import run_task
 
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.wire.identity import read_identity
 
     torch.set_num_threads(1)

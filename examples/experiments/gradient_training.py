@@ -15,10 +15,10 @@ from gradient_task import TASKS, Data, Task, accuracy_of, loss_of
 from gradient_variant import VARIANTS, Variant
 from torch import nn
 
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.errors import DivergenceError
-from unsloth_multigpu.proof.replicas import ReplicaProof
-from unsloth_multigpu.sync.bucket import flatten
+from unsloth_multigpu.group.bucket import flatten
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.sync.strategy import GradientSync
 
 

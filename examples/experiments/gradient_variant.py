@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unsloth_multigpu.group.bucket import flatten, unflatten_into
 from unsloth_multigpu.sync.allreduce import AllReduceSync
 from unsloth_multigpu.sync.asynchronous import AsyncParameterServerSync
-from unsloth_multigpu.sync.bucket import flatten, unflatten_into
 from unsloth_multigpu.sync.parameter_server import ParameterServerSync
 from unsloth_multigpu.sync.strategy import GradientSync
 

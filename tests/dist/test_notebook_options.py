@@ -29,7 +29,7 @@ sys.path[:0] = [{str(ROOT / "tests" / "dist" / "scripts")!r}, {str(ROOT)!r}]
 import torch
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from unsloth_multigpu.proof.replicas import tensor_hashes
+from unsloth_multigpu.group.replicas import tensor_hashes
 
 rank = int(os.environ["RANK"])
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.loss import ROUTER, LossScale
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 

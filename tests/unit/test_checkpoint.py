@@ -24,7 +24,6 @@ from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.resume import Resume
 from unsloth_multigpu.data.cost import CostModel
 from unsloth_multigpu.data.deal import Balance
-from unsloth_multigpu.data.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.data.sampler import StepSampler
 from unsloth_multigpu.data.step import InOrder, StepShape
 from unsloth_multigpu.data.stream import StepStream
@@ -43,6 +42,7 @@ from unsloth_multigpu.fault.checkpoint import (
     superfluous,
 )
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.group.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.context import RunContext
 

@@ -312,7 +312,7 @@ def test_layer_check_catches_a_planted_violation(module: str, source: str) -> No
         ),
         (
             "hooks.trainer",
-            "if TYPE_CHECKING:\n    import torch\n    from unsloth_multigpu.core.manager import DDPManager",
+            "if TYPE_CHECKING:\n    import torch\n    from unsloth_multigpu.group.manager import DDPManager",
         ),
         ("cli.main", "def f():\n    from unsloth_multigpu.cli import doctor\n    from unsloth_multigpu import plugin"),
         ("plugin", "from unsloth_multigpu.session import Session"),

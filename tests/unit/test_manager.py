@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unsloth_multigpu.core import manager as module
-from unsloth_multigpu.core.manager import DDPManager, find_accelerator
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
+from unsloth_multigpu.group import manager as module
+from unsloth_multigpu.group.manager import DDPManager, find_accelerator
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.start import visible_accelerators
 from unsloth_multigpu.wire.identity import RankIdentity

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
 from unsloth_multigpu.core.seam import Steered
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 from unsloth_multigpu.options import MultiGPUConfig
@@ -349,7 +349,7 @@ def _manager() -> DDPManager:
 @pytest.fixture
 def one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr("unsloth_multigpu.core.manager._connect_store", lambda *_: store)
+    monkeypatch.setattr("unsloth_multigpu.group.manager._connect_store", lambda *_: store)
 
 
 def test_wait_for_rank_0_ends_when_it_has_left_the_cell(one_store: None) -> None:

@@ -14,7 +14,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 
 
 def hash_of(tensor: Any) -> int:
-    from unsloth_multigpu.proof.replicas import tensor_hashes
+    from unsloth_multigpu.group.replicas import tensor_hashes
 
     return tensor_hashes([tensor])[0]
 
@@ -28,7 +28,7 @@ def bits(tensor: Any) -> Any:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsloth_multigpu.proof.replicas._CPU_CHUNK", 4)
+    monkeypatch.setattr("unsloth_multigpu.group.replicas._CPU_CHUNK", 4)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
@@ -93,7 +93,7 @@ def test_empty_scalar_and_complex_tensors_have_a_hash() -> None:
 def test_hash_is_the_sum_of_weighted_bits_modulo_2_to_64() -> None:
     import torch
 
-    from unsloth_multigpu.proof.replicas import _odd_weights
+    from unsloth_multigpu.group.replicas import _odd_weights
 
     tensor = torch.randn(5, generator=torch.Generator().manual_seed(1))
     weights, factor = (_odd_weights(5, tensor.device, seed=s).tolist() for s in (0, 1))
@@ -133,13 +133,13 @@ def test_hash_leaves_the_tensor_and_its_graph_alone() -> None:
     ],
 )
 def test_message_names_the_minority(hashes: list[list[int]], message: str) -> None:
-    from unsloth_multigpu.proof.replicas import describe_divergence
+    from unsloth_multigpu.group.replicas import describe_divergence
 
     assert describe_divergence(["a", "b"], hashes) == message
 
 
 def test_message_names_the_first_tensors_and_counts_the_rest() -> None:
-    from unsloth_multigpu.proof.replicas import describe_divergence
+    from unsloth_multigpu.group.replicas import describe_divergence
 
     names = [f"t{i}" for i in range(9)]
     found = describe_divergence(names, [[0] * 9, [1] * 6 + [0] * 3])
@@ -186,7 +186,7 @@ def checked_by(
     every: list[int] | None = None,
 ) -> list[str]:
     """What each rank's check of its model raises, "" for nothing."""
-    from unsloth_multigpu.proof.replicas import ReplicaProof
+    from unsloth_multigpu.group.replicas import ReplicaProof
 
     group = Group(len(models))
     extras, steps, every = extras or [""] * len(models), steps or [7] * len(models), every or [1] * len(models)
@@ -224,7 +224,7 @@ def model(**changes: float) -> Any:
     [(0, 0, []), (1, 0, [1, 2, 3, 4, 5, 6]), (3, 0, [1, 3, 6]), (3, 4, [5, 6, 9]), (100, 0, [1]), (2, 1, [2, 4, 6])],
 )
 def test_check_is_due_after_the_first_step_and_every_so_many(every: int, start: int, due: list[int]) -> None:
-    from unsloth_multigpu.proof.replicas import ReplicaProof
+    from unsloth_multigpu.group.replicas import ReplicaProof
 
     manager = Manager(every, 0, Group(1))
     manager.identity.world_size = 2
@@ -245,7 +245,7 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
     import torch
 
     from unsloth_multigpu.core.progress import Progress
-    from unsloth_multigpu.proof.replicas import ReplicaProof
+    from unsloth_multigpu.group.replicas import ReplicaProof
 
     manager = Manager(every, 0, Group(1))
     manager.identity.world_size = 2
@@ -316,7 +316,7 @@ def test_small_tensors_take_few_launches_each() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from unsloth_multigpu.proof.replicas import tensor_hashes
+    from unsloth_multigpu.group.replicas import tensor_hashes
 
     class Count(TorchDispatchMode):
         num_calls = 0
@@ -339,7 +339,7 @@ def test_gathered_integers_keep_64_bits(monkeypatch: pytest.MonkeyPatch) -> None
     import torch
     import torch.distributed as dist
 
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
 
     def all_gather(into: list[Any], mine: Any, async_op: bool) -> Any:
         for tensor in into:
@@ -347,7 +347,7 @@ def test_gathered_integers_keep_64_bits(monkeypatch: pytest.MonkeyPatch) -> None
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
-    monkeypatch.setattr("unsloth_multigpu.core.manager._wire_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("unsloth_multigpu.group.manager._wire_device", lambda: torch.device("cpu"))
     manager = DDPManager(SimpleNamespace(world_size=2), MultiGPUConfig())  # type: ignore[arg-type]
     big = [2**63 - 1, -(2**63), 2**53 + 1]
     assert manager.gather_int64(big) == [big, big]

@@ -57,7 +57,7 @@ def _measure_in_rank() -> None:
     import torch
     import torch.distributed as dist
 
-    from unsloth_multigpu.core.manager import DDPManager, local_device
+    from unsloth_multigpu.group.manager import DDPManager, local_device
     from unsloth_multigpu.launch.rank import enter_rank
 
     # Not enable_multi_gpu(): a library in a wrong version is another row, and says nothing about the network.

@@ -14,7 +14,7 @@ from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.versions import SUPPORTED, check_version
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
 
 # In the order of a user's script: Unsloth changes the others and asks to be imported first.
 _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")

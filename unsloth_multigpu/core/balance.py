@@ -15,8 +15,6 @@ from torch.utils.data import IterableDataset
 from unsloth_multigpu.core.attention import attention_of
 from unsloth_multigpu.core.collation import as_collated
 from unsloth_multigpu.core.loss import LossScale, has_router_loss
-from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.stopwatch import Lap, Stopwatch
 from unsloth_multigpu.data.cost import (
     ANY_COST,
@@ -32,6 +30,8 @@ from unsloth_multigpu.data.length import read_lengths
 from unsloth_multigpu.data.sampler import steps_ahead
 from unsloth_multigpu.data.step import Plan
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.fault.gradient import (
@@ -23,6 +22,7 @@ from unsloth_multigpu.fault.gradient import (
     total_norm,
 )
 from unsloth_multigpu.fault.memory import advice, explain, is_out_of_memory, size_of
+from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.core.exchange import Exchange
-from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.core.resume import ORDER_FILE, Resume
 from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.steps import StepFeed
@@ -23,6 +21,8 @@ from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.fault.memory import is_out_of_memory
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 

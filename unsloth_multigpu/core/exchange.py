@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.sync.choice import make_sync

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.tracing import (
     Expression,
     NotThere,
@@ -25,6 +24,7 @@ from unsloth_multigpu.core.tracing import (
     source_of,
 )
 from unsloth_multigpu.data.step import MicroBatch
+from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 

@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.core.facts import facts_of_run
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.steps import StepFeed
-from unsloth_multigpu.data.draw import draw_seed, seeded_draws
 from unsloth_multigpu.data.sampler import StepSampler
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import ResumeError
 from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.group.draw import draw_seed, seeded_draws
+from unsloth_multigpu.group.facts import facts_of_run
+from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.wire.context import RunContext

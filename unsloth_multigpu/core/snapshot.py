@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.random_state import kept_random_state
+from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.hooks.effect import is_library
 
 # Numbers and texts, and containers of them: counters, lists of metrics, running sums.

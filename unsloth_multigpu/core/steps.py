@@ -22,7 +22,6 @@ from unsloth_multigpu.core.loss import (
     is_scripts_own,
     name_of,
 )
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.metrics import Metrics
 from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.trial import draw_samples
@@ -32,6 +31,7 @@ from unsloth_multigpu.data.sampler import StepLoader, step_loader
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.wire.beat import BeatPage

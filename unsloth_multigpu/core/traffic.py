@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.sync.bucket import all_reduce_bytes, num_bytes
+from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
+from unsloth_multigpu.group.manager import DDPManager
 
 
 def ddp_sent_bytes(model: nn.Module, manager: DDPManager, num_steps: int) -> int | None:

@@ -12,9 +12,7 @@ from unsloth_multigpu.core.check import StepCheck
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.control import OneDecision
 from unsloth_multigpu.core.exchange import Exchange
-from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.guard import Guard
-from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.progress import Progress
 from unsloth_multigpu.core.resume import Resume
 from unsloth_multigpu.core.seam import verify_seams
@@ -25,10 +23,12 @@ from unsloth_multigpu.core.view import CallbackView
 from unsloth_multigpu.core.wrapping import DDPWrapping
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.preempt import Preemption
+from unsloth_multigpu.group.facts import facts_of_run
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.proof.replicas import ReplicaProof
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP, LocalSGD

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unsloth_multigpu.core.manager import DDPManager, local_device
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.group.manager import DDPManager, local_device
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.row import Scope

@@ -16,10 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from unsloth_multigpu.data.ahead import Ahead
 from unsloth_multigpu.data.deal import Piece
-from unsloth_multigpu.data.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.data.step import Collate, Rows, Step, StepShape, collate_step
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.draw import draw_seed, drawn_from, seeded_draws
 
 
 class BroadcastOrder(Protocol):

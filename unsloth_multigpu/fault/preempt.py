@@ -20,7 +20,7 @@ from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.control import ControlPage
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
 
 logger = get_logger(__name__)
 

@@ -14,7 +14,6 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
-from unsloth_multigpu.core.random_state import kept_random_state
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
     check_layout,
@@ -26,6 +25,7 @@ from unsloth_multigpu.federated.adapters import (
     write_arrays,
 )
 from unsloth_multigpu.federated.lora import BaseWeights
+from unsloth_multigpu.group.random_state import kept_random_state
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 

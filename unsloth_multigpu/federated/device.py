@@ -116,7 +116,7 @@ def _only(device: SlotDevice, environment: Mapping[str, str]) -> dict[str, str]:
 def _visible_accelerators() -> tuple[Literal["cuda", "cpu", "xpu"], int]:
     import torch
 
-    from unsloth_multigpu.core.manager import find_accelerator
+    from unsloth_multigpu.group.manager import find_accelerator
 
     accelerator = find_accelerator()
     # Others have no variable that hides all but one, or are one device anyway.

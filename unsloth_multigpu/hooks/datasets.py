@@ -19,7 +19,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
 
 logger = get_logger(__name__)
 
@@ -147,7 +147,7 @@ class _MapOrder:
         if effect["calls"]:
             args, kwargs = self._past_the_cache(work, args, kwargs, key)
             return work(*args, **kwargs)
-        from unsloth_multigpu.core.random_state import write_random_state
+        from unsloth_multigpu.group.random_state import write_random_state
         from unsloth_multigpu.launch.draw import generator_digests
 
         # A rank that the script has seeded otherwise stays as it is.
@@ -221,7 +221,7 @@ class _Before:
             calls = "the function has changed what it reaches"
         if generator_digests() == self._draws:
             return {"calls": calls, "drawn": None} if calls else None
-        from unsloth_multigpu.core.random_state import read_random_state
+        from unsloth_multigpu.group.random_state import read_random_state
 
         return {"calls": calls, "drawn": {"before": self._draws, "after": read_random_state()}}
 

@@ -21,7 +21,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.hooks.saving import SaveGate
 
 logger = get_logger(__name__)

@@ -15,7 +15,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
 
 logger = get_logger(__name__)
 

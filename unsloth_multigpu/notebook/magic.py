@@ -162,7 +162,7 @@ def prefix_output(text: str, header: str, rank: int) -> str:
 
 def _devices(num_ranks: int) -> list[str]:
     from unsloth_multigpu import plugin
-    from unsloth_multigpu.core.manager import local_device
+    from unsloth_multigpu.group.manager import local_device
 
     session = plugin.active_session()
     if session is None:

@@ -233,7 +233,7 @@ class KernelShell:
 
 def _random_state() -> dict[str, Any]:
     """With the device's, unless an error has left it unusable: the cell that saves what there is must begin."""
-    from unsloth_multigpu.core.random_state import device_in_use, read_random_state
+    from unsloth_multigpu.group.random_state import device_in_use, read_random_state
 
     try:
         return read_random_state(device_in_use())

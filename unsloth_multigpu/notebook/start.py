@@ -192,7 +192,7 @@ class Notebook:
     def _open_group(self) -> None:
         """Makes a new group on all ranks, the old one being of no use, and makes their trainers equal."""
         from unsloth_multigpu import plugin
-        from unsloth_multigpu.core.manager import default_backend, local_device
+        from unsloth_multigpu.group.manager import default_backend, local_device
 
         config, session = self._config, plugin.active_session()
         self._generation += 1

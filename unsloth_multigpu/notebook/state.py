@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from unsloth_multigpu.core.manager import DDPManager, local_device
+from unsloth_multigpu.group.manager import DDPManager, local_device
 
 _PLAIN = (bool, int, float, str, type(None))
 

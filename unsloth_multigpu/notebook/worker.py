@@ -169,7 +169,7 @@ class Worker:
         self.is_replay = "random_state" not in order
         self.shown_error = None
         if not self.is_replay:
-            from unsloth_multigpu.core.random_state import write_random_state
+            from unsloth_multigpu.group.random_state import write_random_state
 
             write_random_state(order["random_state"])
             if order["folder"]:

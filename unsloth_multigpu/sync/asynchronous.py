@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.sync.bucket import num_bytes
 from unsloth_multigpu.sync.message import DONE, GRADIENTS, break_off, pack, receive_into, send
 from unsloth_multigpu.sync.server import StepClock, WeightServer
 from unsloth_multigpu.sync.strategy import GradientSync

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
-from unsloth_multigpu.sync.bucket import buckets, flatten, unflatten_into
+from unsloth_multigpu.group.bucket import buckets, flatten, unflatten_into
 
 # What a worker's header begins with.
 DONE, GRADIENTS = 0, 1

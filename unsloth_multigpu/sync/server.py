@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.sync.bucket import num_bytes
 from unsloth_multigpu.sync.message import DONE, HINT, break_off, pack, receive, receive_into, send
 
 logger = get_logger(__name__)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.sync.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
+from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 
 _MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0

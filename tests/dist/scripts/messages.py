@@ -18,7 +18,7 @@ import torch  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from unsloth_multigpu.core import facts  # noqa: E402
+from unsloth_multigpu.group import facts  # noqa: E402
 
 rank = int(os.environ["RANK"])
 NUM_TOKENS, NUM_STEPS = 8, 6

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.proof.replicas import tensor_hashes
+from unsloth_multigpu.group.replicas import tensor_hashes
 from unsloth_multigpu.sync.allreduce import AllReduceSync
 from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.sync.parameter_server import ParameterServerSync

@@ -15,7 +15,7 @@ from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.logs import get_logger
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.manager import DDPManager
+    from unsloth_multigpu.group.manager import DDPManager
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.random_state import kept_random_state
+from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.versions import SUPPORTED, installed_version
 

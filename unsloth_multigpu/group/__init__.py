@@ -1,0 +1,1 @@
+"""Who are the ranks, and are they equal?"""
