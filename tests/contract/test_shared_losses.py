@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
-from unsloth_multigpu.core.loss import find_loss_scale
-from unsloth_multigpu.core.trial import draw_samples
-from unsloth_multigpu.data.deal import deal_step
+from unsloth_multigpu.step.deal import deal_step
+from unsloth_multigpu.step.loss import find_loss_scale
+from unsloth_multigpu.step.trial import draw_samples
 
 NUM_CLASSES, WIDTH, BATCH = 7, 8, 6
 EXACT = 1e-5

@@ -105,7 +105,7 @@ def test_every_way_to_call_is_collected() -> None:
 def test_calls_of_this_package_are_collected() -> None:
     calls = {(use.place.partition(":")[0], use.name, use.keywords) for use in USES if use.is_call}
     assert ("launch/engine.py", "torch.distributed.launcher.api.elastic_launch", ()) in calls
-    assert ("core/snapshot.py", "torch.random.fork_rng", ("device_type",)) in calls
+    assert ("step/snapshot.py", "torch.random.fork_rng", ("device_type",)) in calls
     (launch_config,) = (use for use in USES if use.name.endswith(".LaunchConfig") and use.is_call)
     assert {"min_nodes", "logs_specs"} <= {*launch_config.keywords}
     assert launch_config.conditional == ("shutdown_timeout",)

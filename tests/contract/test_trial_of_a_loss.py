@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Trainer, TrainingArguments
 
-from unsloth_multigpu.core.snapshot import kept_training_state
+from unsloth_multigpu.step.snapshot import kept_training_state
 
 
 class Counts(dict):  # type: ignore[type-arg]

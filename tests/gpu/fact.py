@@ -115,7 +115,7 @@ def stopwatch() -> dict[str, float]:
     import torch
     from torch import nn
 
-    from unsloth_multigpu.core.stopwatch import Stopwatch
+    from unsloth_multigpu.step.stopwatch import Stopwatch
 
     width, rows = (64, 8) if IS_TINY else (4096, 2048)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(DEVICE)
@@ -158,8 +158,8 @@ def _costs(*, has_checkpointing: bool) -> dict[str, Any]:
 
     from unsloth_multigpu.cli.bench_option import MODEL_SIZES, BenchOptions
     from unsloth_multigpu.cli.bench_worker import make_model
-    from unsloth_multigpu.core.attention import attention_of
-    from unsloth_multigpu.data.cost import ANY_COST, CostModel, fit_cost
+    from unsloth_multigpu.step.attention import attention_of
+    from unsloth_multigpu.step.cost import ANY_COST, CostModel, fit_cost
 
     hidden_size, num_layers, vocab_size = MODEL_SIZES["tiny" if IS_TINY else "1b"]
     dtype = "fp32" if IS_TINY else "bf16"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.balance import Balancer
-from unsloth_multigpu.core.loss import ROUTER, LossScale
-from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.step.balance import Balancer
+from unsloth_multigpu.step.deal import Piece
+from unsloth_multigpu.step.loss import ROUTER, LossScale
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]

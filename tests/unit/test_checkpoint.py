@@ -19,14 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.resume import Resume
-from unsloth_multigpu.data.cost import CostModel
-from unsloth_multigpu.data.deal import Balance
-from unsloth_multigpu.data.sampler import StepSampler
-from unsloth_multigpu.data.step import InOrder, StepShape
-from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, ResumeError
 from unsloth_multigpu.fault.checkpoint import (
     MANIFEST,
@@ -44,6 +38,12 @@ from unsloth_multigpu.fault.checkpoint import (
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.group.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.step.balance import Balancer
+from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.step.deal import Balance
+from unsloth_multigpu.step.sampler import StepSampler
+from unsloth_multigpu.step.step import InOrder, StepShape
+from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.wire.context import RunContext
 
 FACTS = {"max_steps": 10, "seed": 42}

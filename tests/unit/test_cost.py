@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from unsloth_multigpu.data.cost import (
+from unsloth_multigpu.step.cost import (
     ANY_COST,
     CostModel,
     attention_factor,

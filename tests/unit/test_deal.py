@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.data.deal import Piece, check_divisible, deal_step, equation
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.step.deal import Piece, check_divisible, deal_step, equation
 
 settings.register_profile("unit", deadline=None, max_examples=150, derandomize=True)
 settings.load_profile("unit")

@@ -14,8 +14,8 @@ import numpy
 import pytest
 import torch
 
-from unsloth_multigpu.hooks import effect
-from unsloth_multigpu.hooks.effect import state_digest
+from unsloth_multigpu.step import effect
+from unsloth_multigpu.step.effect import state_digest
 
 TOTAL = 0
 TABLE: dict[str, int] = {}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.data.generation import GenerationShape, divide_generation
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.step.generation import GenerationShape, divide_generation
 
 SMALL = st.integers(1, 12)
 

@@ -282,7 +282,7 @@ def test_module_respects_the_layers(path: Path) -> None:
         ("data.plan", "import torch"),
         ("core.manager", "def f():\n    from unsloth_multigpu.core.trainer import DDPTrainer"),
         ("core.manager", "import transformers"),
-        ("core.manager", "from unsloth_multigpu.data.sampler import StepLoader"),
+        ("core.manager", "from unsloth_multigpu.step.sampler import StepLoader"),
         ("core.trainer", "try:\n    from trl import SFTTrainer\nexcept ImportError: pass"),
         ("core.trainer", "from unsloth_multigpu import enable_multi_gpu"),
         ("hooks.trainer", "import unsloth_multigpu.core.trainer"),
@@ -316,7 +316,7 @@ def test_layer_check_catches_a_planted_violation(module: str, source: str) -> No
         ),
         ("cli.main", "def f():\n    from unsloth_multigpu.cli import doctor\n    from unsloth_multigpu import plugin"),
         ("plugin", "from unsloth_multigpu.session import Session"),
-        ("core.trainer", "from unsloth_multigpu.core.steps import StepFeed"),
+        ("core.trainer", "from unsloth_multigpu.step.feed import StepFeed"),
         ("fault.a_file_of_tomorrow", "import torch"),
     ],
 )

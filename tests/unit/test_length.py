@@ -9,10 +9,10 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Subset
 
-from unsloth_multigpu.data.length import read_lengths
-from unsloth_multigpu.data.sampler import StepLoader, step_loader
-from unsloth_multigpu.data.step import InOrder, StepShape
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.step.length import read_lengths
+from unsloth_multigpu.step.sampler import StepLoader, step_loader
+from unsloth_multigpu.step.step import InOrder, StepShape
 
 TOKENS = [[1, 2, 3], [1], [], [1, 2]]
 LENGTHS = [3, 1, 0, 2]

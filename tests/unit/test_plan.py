@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.data.cost import CostModel
-from unsloth_multigpu.data.deal import Balance, Piece, balance_step, deal_step
-from unsloth_multigpu.data.plan import plan_step, slowest_time
+from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.step.deal import Balance, Piece, balance_step, deal_step
+from unsloth_multigpu.step.plan import plan_step, slowest_time
 
 settings.register_profile("plan", deadline=None, max_examples=150, derandomize=True)
 settings.load_profile("plan")

@@ -67,7 +67,7 @@ ALLOWED = {
     "core/state.py": {"pickle.UnpicklingError"},
     "hooks/datasets.py": {"pickle.PicklingError"},
     # It only writes, into a digest.
-    "hooks/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
+    "step/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
     # What torch elastic has pickled in this process, or is about to unpickle in it.
     "launch/backend.py": {"pickle.dumps", "pickle.loads"},
     "launch/rendezvous.py": {"socket.create_server", "socket.create_connection"},

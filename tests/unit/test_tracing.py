@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from unsloth_multigpu.core.evaluation import _filled_up, _Rounds
-from unsloth_multigpu.core.tracing import NotThere, Trace, evaluate, is_guessed, merged, plain, source_of
-from unsloth_multigpu.data.deal import Piece, deal_step, with_groups
+from unsloth_multigpu.step.deal import Piece, deal_step, with_groups
+from unsloth_multigpu.step.tracing import NotThere, Trace, evaluate, is_guessed, merged, plain, source_of
 
 
 def both(values, gather):

@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from unsloth_multigpu.core.steps import StepFeed
-from unsloth_multigpu.data.deal import Piece
-from unsloth_multigpu.data.step import MicroBatch, Step
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import tensor_hashes
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.deal import Piece
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.step import MicroBatch, Step
 
 logger = get_logger(__name__)
 

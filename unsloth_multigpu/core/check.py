@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.fault.gradient import (
     SkippedSteps,
@@ -21,10 +20,11 @@ from unsloth_multigpu.fault.gradient import (
     not_finite_parameters,
     total_norm,
 )
-from unsloth_multigpu.fault.memory import advice, explain, is_out_of_memory, size_of
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.memory import advice, explain, is_out_of_memory, size_of
 
 logger = get_logger(__name__)
 

@@ -15,16 +15,16 @@ from typing import Any
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.resume import ORDER_FILE, Resume
 from unsloth_multigpu.core.seam import steered
-from unsloth_multigpu.core.steps import StepFeed
-from unsloth_multigpu.data.sampler import StepSampler
-from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, put_in_place, rotate, seal
-from unsloth_multigpu.fault.memory import is_out_of_memory
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.memory import is_out_of_memory
+from unsloth_multigpu.step.sampler import StepSampler
+from unsloth_multigpu.step.stream import StepStream
 
 logger = get_logger(__name__)
 

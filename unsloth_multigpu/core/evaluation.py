@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from unsloth_multigpu.core.metrics import STORES
 from unsloth_multigpu.core.seam import instance_attribute, steered
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.step.metrics import STORES
 
 
 class _Rounds(BatchSampler):

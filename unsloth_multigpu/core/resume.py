@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.core.steps import StepFeed
-from unsloth_multigpu.data.sampler import StepSampler
-from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import ResumeError
 from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
@@ -23,6 +20,9 @@ from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.sampler import StepSampler
+from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)

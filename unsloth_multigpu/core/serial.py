@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.loss import LossScale, find_loss_scale, has_router_loss
 from unsloth_multigpu.core.replica import (
     HINT,
     INDEXED,
@@ -26,14 +25,15 @@ from unsloth_multigpu.core.replica import (
     take_gradients,
 )
 from unsloth_multigpu.core.shard import count_rows, cut_rows, shard_factors
-from unsloth_multigpu.core.trial import Sample
-from unsloth_multigpu.core.weighing import weight_of
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
+from unsloth_multigpu.step.loss import LossScale, find_loss_scale, has_router_loss
+from unsloth_multigpu.step.trial import Sample
+from unsloth_multigpu.step.weighing import weight_of
 from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.loss import LossScale
 from unsloth_multigpu.core.replica import HINT
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.step.loss import LossScale
 
 
 def count_rows(inputs: Any) -> int:

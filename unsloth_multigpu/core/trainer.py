@@ -16,7 +16,6 @@ from unsloth_multigpu.core.guard import Guard
 from unsloth_multigpu.core.progress import Progress
 from unsloth_multigpu.core.resume import Resume
 from unsloth_multigpu.core.seam import verify_seams
-from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
 from unsloth_multigpu.core.trainable import TrainedParameters
 from unsloth_multigpu.core.view import CallbackView
@@ -31,6 +30,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.row import Scope
+from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP, LocalSGD
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.beat import BeatPage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.feed import StepFeed
 
 
 class CallbackView(Part):

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import RankTimeoutError
-from unsloth_multigpu.hooks.effect import state_digest
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.step.effect import state_digest
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager

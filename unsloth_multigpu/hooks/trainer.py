@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.data.generation import GenerationShape, divide_generation
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.step.generation import GenerationShape, divide_generation
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager

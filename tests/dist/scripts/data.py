@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from unsloth_multigpu.core import balance  # noqa: E402
+from unsloth_multigpu.step import balance  # noqa: E402
 
 rank = int(os.environ.get("RANK", "0"))
 out = Path(sys.argv[2])

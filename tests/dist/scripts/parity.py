@@ -49,7 +49,7 @@ from transformers import (  # noqa: E402
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
-from unsloth_multigpu.core.steps import StepFeed  # noqa: E402
+from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from tiny_model import topics  # noqa: E402

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from unsloth_multigpu.data.cost import CostModel
+from unsloth_multigpu.step.cost import CostModel
 
 MicroBatches = list[list[int]]
 # A plan that is so near to equal shares is not worth a search for a better one.

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.trial import ZERO_LOSS, Fit, LossTrial, Sample
-from unsloth_multigpu.core.weighing import ROWS, SUM, weight_of
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial, Sample
+from unsloth_multigpu.step.weighing import ROWS, SUM, weight_of
 
 logger = get_logger(__name__)
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from unsloth_multigpu.core.weighing import IGNORED
+from unsloth_multigpu.step.weighing import IGNORED
 
 _MOST_CLASSES = 10_000
 _DROPOUTS = {

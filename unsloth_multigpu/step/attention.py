@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.data.cost import attention_factor
+from unsloth_multigpu.step.cost import attention_factor
 
 
 def attention_of(model: nn.Module) -> float:
-    """The `q` of `data.cost.CostModel`, per token; 0 for a model whose config does not tell its shape."""
+    """The `q` of `step.cost.CostModel`, per token; 0 for a model whose config does not tell its shape."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
-from unsloth_multigpu.data.cost import CostModel
-from unsloth_multigpu.data.plan import MicroBatches, permute_step, plan_step, slowest_time
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.step.plan import MicroBatches, permute_step, plan_step, slowest_time
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.data.cost import CostModel
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.step.cost import CostModel
 
 # What tells a model where rows begin that lie end to end.
 _ROW_BOUNDS = ("position_ids", "seq_idx", "cu_seq_lens_q", "packed_seq_lengths")

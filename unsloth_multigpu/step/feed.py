@@ -12,9 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from unsloth_multigpu.core.balance import Balancer
-from unsloth_multigpu.core.collation import free_rows
-from unsloth_multigpu.core.loss import (
+from unsloth_multigpu.core.seam import steered
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.balance import Balancer
+from unsloth_multigpu.step.collation import free_rows
+from unsloth_multigpu.step.deal import check_divisible, equation
+from unsloth_multigpu.step.loss import (
     LossScale,
     LossWatch,
     Misfit,
@@ -22,18 +28,12 @@ from unsloth_multigpu.core.loss import (
     is_scripts_own,
     name_of,
 )
-from unsloth_multigpu.core.metrics import Metrics
-from unsloth_multigpu.core.seam import steered
-from unsloth_multigpu.core.trial import draw_samples
-from unsloth_multigpu.core.weighing import ROWS, SUM
-from unsloth_multigpu.data.deal import check_divisible, equation
-from unsloth_multigpu.data.sampler import StepLoader, step_loader
-from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, without_labels
-from unsloth_multigpu.data.stream import StepStream
-from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.metrics import Metrics
+from unsloth_multigpu.step.sampler import StepLoader, step_loader
+from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labels
+from unsloth_multigpu.step.stream import StepStream
+from unsloth_multigpu.step.trial import draw_samples
+from unsloth_multigpu.step.weighing import ROWS, SUM
 from unsloth_multigpu.wire.beat import BeatPage
 
 logger = get_logger(__name__)

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from unsloth_multigpu.core.attention import attention_of
-from unsloth_multigpu.core.collation import as_collated
-from unsloth_multigpu.core.loss import LossScale, has_router_loss
-from unsloth_multigpu.core.stopwatch import Lap, Stopwatch
-from unsloth_multigpu.data.cost import (
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.step.attention import attention_of
+from unsloth_multigpu.step.collation import as_collated
+from unsloth_multigpu.step.cost import (
     ANY_COST,
     CostModel,
     fit_cost,
@@ -25,14 +27,12 @@ from unsloth_multigpu.data.cost import (
     with_overhead,
     without_outliers,
 )
-from unsloth_multigpu.data.deal import Balance, Piece, balance_step
-from unsloth_multigpu.data.length import read_lengths
-from unsloth_multigpu.data.sampler import steps_ahead
-from unsloth_multigpu.data.step import Plan
-from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import kept_random_state
-from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.step.deal import Balance, Piece, balance_step
+from unsloth_multigpu.step.length import read_lengths
+from unsloth_multigpu.step.loss import LossScale, has_router_loss
+from unsloth_multigpu.step.sampler import steps_ahead
+from unsloth_multigpu.step.step import Plan
+from unsloth_multigpu.step.stopwatch import Lap, Stopwatch
 
 logger = get_logger(__name__)
 

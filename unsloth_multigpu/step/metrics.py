@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.tracing import (
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.step import MicroBatch
+from unsloth_multigpu.step.tracing import (
     Expression,
     NotThere,
     Parts,
@@ -23,10 +27,6 @@ from unsloth_multigpu.core.tracing import (
     plain,
     source_of,
 )
-from unsloth_multigpu.data.step import MicroBatch
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
 
 logger = get_logger(__name__)
 
@@ -82,7 +82,7 @@ class Metrics(Part):
     that one process would hold: one value for each of its micro-batches. Fillers count nothing. TRL averages these
     lists and clears them as ever.
 
-    What each value is made from is followed from the trainer's gathers, see `core.tracing`. A micro-batch that ranks
+    What each value is made from is followed from the trainer's gathers, see `step.tracing`. A micro-batch that ranks
     share has the value of its rows together: sums, quotients of sums, means over rows, minima, maxima and what is
     computed from them. Where rows were exchanged between the micro-batches of a step, those of one process no longer
     exist: the value is that of the rows of all of them together, and counts as often as there were. It is one process's

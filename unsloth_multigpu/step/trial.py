@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from unsloth_multigpu.core.observe import LossObserver, is_linear_in_means
-from unsloth_multigpu.core.snapshot import kept_training_state
-from unsloth_multigpu.core.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
-from unsloth_multigpu.fault.memory import is_out_of_memory
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.step.memory import is_out_of_memory
+from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
+from unsloth_multigpu.step.snapshot import kept_training_state
+from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
 
 logger = get_logger(__name__)
 

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from unsloth_multigpu.data.ahead import Ahead
-from unsloth_multigpu.data.deal import Piece
-from unsloth_multigpu.data.step import Collate, Rows, Step, StepShape, collate_step
-from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.draw import draw_seed, drawn_from, seeded_draws
+from unsloth_multigpu.step.ahead import Ahead
+from unsloth_multigpu.step.deal import Piece
+from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
+from unsloth_multigpu.step.stream import StepStream
 
 
 class BroadcastOrder(Protocol):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.group.random_state import kept_random_state
-from unsloth_multigpu.hooks.effect import is_library
+from unsloth_multigpu.step.effect import is_library
 
 # Numbers and texts, and containers of them: counters, lists of metrics, running sums.
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))

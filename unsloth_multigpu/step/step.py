@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from unsloth_multigpu.data.ahead import Ahead
-from unsloth_multigpu.data.deal import Piece, deal_step, with_groups
+from unsloth_multigpu.step.ahead import Ahead
+from unsloth_multigpu.step.deal import Piece, deal_step, with_groups
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]

@@ -1,0 +1,1 @@
+"""Which samples does each rank compute, and what does that cost?"""
