@@ -19,10 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.checkpoint import Checkpoints
-from unsloth_multigpu.core.resume import Resume
-from unsloth_multigpu.errors import DistributedError, ResumeError
-from unsloth_multigpu.fault.checkpoint import (
+from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
     Manifest,
@@ -35,7 +33,9 @@ from unsloth_multigpu.fault.checkpoint import (
     seal,
     superfluous,
 )
-from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.checkpoint.resume import Resume
+from unsloth_multigpu.checkpoint.save import Checkpoints
+from unsloth_multigpu.errors import DistributedError, ResumeError
 from unsloth_multigpu.group.draw import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
@@ -140,7 +140,7 @@ def test_added_files_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_another_format_is_not_guessed(tmp_path: Path) -> None:
-    from unsloth_multigpu.fault import checkpoint
+    from unsloth_multigpu.checkpoint import manifest as checkpoint
 
     folder = make(tmp_path, 1)
     body = {**json.loads((folder / MANIFEST).read_text())["manifest"], "format": 2}

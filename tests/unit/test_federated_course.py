@@ -27,8 +27,8 @@ from flwr.serverapp.strategy import (
     strategy_utils,
 )
 
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
-from unsloth_multigpu.fault.checkpoint import PART_FOLDER
 from unsloth_multigpu.federated import draw
 from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round, rounds_in
 from unsloth_multigpu.federated.course import Course, CoursePlan

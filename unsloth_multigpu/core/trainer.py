@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from unsloth_multigpu.checkpoint.resume import Resume
+from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.core.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
 from unsloth_multigpu.core.check import StepCheck
-from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.control import OneDecision
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.guard import Guard
 from unsloth_multigpu.core.progress import Progress
-from unsloth_multigpu.core.resume import Resume
 from unsloth_multigpu.core.seam import verify_seams
 from unsloth_multigpu.core.traffic import ddp_sent_bytes
 from unsloth_multigpu.core.trainable import TrainedParameters

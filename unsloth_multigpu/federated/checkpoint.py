@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
+from unsloth_multigpu.checkpoint.manifest import (
+    MANIFEST,
+    PART_FOLDER,
+    Manifest,
+    check,
+    put_in_place,
+    read_manifest,
+    seal,
+)
 from unsloth_multigpu.errors import ConfigError, ResumeError
-from unsloth_multigpu.fault.checkpoint import MANIFEST, PART_FOLDER, Manifest, check, put_in_place, read_manifest, seal
 from unsloth_multigpu.federated.record import pack, pack_strategy, restore_strategy, unpack
 from unsloth_multigpu.federated.report import RoundReport, round_from_json
 from unsloth_multigpu.logs import get_logger

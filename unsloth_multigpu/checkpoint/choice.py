@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, checkpoints_in, read_manifest
 from unsloth_multigpu.errors import ResumeError
-from unsloth_multigpu.fault.checkpoint import MANIFEST, Manifest, check, checkpoints_in, read_manifest
 
 _NO_OPTIMIZER = "it holds no optimizer (save_only_model=True)"
 
@@ -20,7 +20,7 @@ class Wanted:
     Args:
         world_size: Ranks of this run.
         grows_with_ranks: True where a step has as many samples more as there are ranks (global_batch="scale").
-        facts: What the training must be, see `core.checkpoint.training_facts`. None = whatever the script passes.
+        facts: What the training must be, see `checkpoint.save.training_facts`. None = whatever the script passes.
         run_id: The run that must have written it. None = any.
     """
 

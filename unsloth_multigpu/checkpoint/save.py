@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal
+from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.core.exchange import Exchange
-from unsloth_multigpu.core.resume import ORDER_FILE, Resume
 from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
-from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger

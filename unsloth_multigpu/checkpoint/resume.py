@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.errors import ResumeError
-from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
-from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.group.draw import draw_seed, seeded_draws
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
