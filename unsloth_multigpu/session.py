@@ -118,7 +118,7 @@ class Session:
 
     def run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
-        from unsloth_multigpu.core.search import trial_set_up
+        from unsloth_multigpu.train.search import trial_set_up
 
         self.num_running += 1
         try:
@@ -153,7 +153,7 @@ class Session:
         if self.identity.world_size == 1 and not isinstance(self.config.sync, DDP):
             logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
         if self._steers():
-            from unsloth_multigpu.core.trainer import DDPTrainer
+            from unsloth_multigpu.train.trainer import DDPTrainer
 
             # In a notebook the cell of a training that was cut off is run again: it is the same training.
             place = number if self.trainings is None else self.num_finished

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.core.buffer import Place, kept_buffers, place_of
 from unsloth_multigpu.step.deal import Piece, deal_step
+from unsloth_multigpu.train.buffer import Place, kept_buffers, place_of
 
 SIZES = st.builds(lambda size, count, last: [size] * count + [min(last, size)], *[st.integers(1, 6)] * 3)
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.wrapping import DDPWrapping
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.wrapping import DDPWrapping
 from unsloth_multigpu.wire.beat import BeatPage
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def adapted(model: nn.Module, names: tuple[str, ...] = ("default",), **options: 
 
 
 def is_sure(model: nn.Module) -> bool:
-    from unsloth_multigpu.sync.ddp import uses_every_parameter
+    from unsloth_multigpu.train.ddp import uses_every_parameter
 
     return uses_every_parameter(model)
 
@@ -360,7 +360,7 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
 @pytest.fixture
 def over(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the backend that moves gradients."""
-    return lambda backend: monkeypatch.setattr("unsloth_multigpu.core.wrapping.gradient_backend", lambda _: backend)
+    return lambda backend: monkeypatch.setattr("unsloth_multigpu.train.wrapping.gradient_backend", lambda _: backend)
 
 
 @pytest.mark.parametrize(("option", "hook"), [("bf16", "BF16"), ("fp16", "FP16"), ("powersgd", "POWER_SGD")])
@@ -413,7 +413,7 @@ def test_powersgd_beside_a_scaler_is_refused(over: Any) -> None:
 
 @pytest.mark.parametrize("option", [None, "fp16"])
 def test_compression_is_refused_where_another_parallelism_trains(option: str | None) -> None:
-    from unsloth_multigpu.core.trainer import DDPTrainer
+    from unsloth_multigpu.train.trainer import DDPTrainer
 
     trainer = SimpleNamespace(
         model=tiny(),

@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed import HashStore
 
-from unsloth_multigpu.core.control import Overruled
-from unsloth_multigpu.fault.decision import PASSED, WAIT, PageBoard, StoreBoard, wait_for_word
+from unsloth_multigpu.train.control import Overruled
+from unsloth_multigpu.train.decision import PASSED, WAIT, PageBoard, StoreBoard, wait_for_word
 
 
 @pytest.fixture(params=["page", "store"])

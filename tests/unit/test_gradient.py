@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.check import BatchCount, StepCheck
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
-from unsloth_multigpu.fault.gradient import (
+from unsloth_multigpu.strategy import read_strategy
+from unsloth_multigpu.train.check import BatchCount, StepCheck
+from unsloth_multigpu.train.gradient import (
     MAX_SKIPPED_IN_A_ROW,
     SkippedSteps,
     describe,
@@ -20,7 +21,6 @@ from unsloth_multigpu.fault.gradient import (
     not_finite_parameters,
     total_norm,
 )
-from unsloth_multigpu.strategy import read_strategy
 from unsloth_multigpu.train.loop import Loop
 
 

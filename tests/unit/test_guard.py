@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.guard import CompilerPhase, Guard
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.phases import CompilerPhase, Guard
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 

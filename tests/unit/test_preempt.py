@@ -15,10 +15,10 @@ from torch.distributed import HashStore, TCPStore
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.fault.agreement import PageAgreement, StoreAgreement
-from unsloth_multigpu.fault.preempt import Caught, Preemption
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.train.agreement import PageAgreement, StoreAgreement
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.preempt import Caught, Preemption
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -85,7 +85,7 @@ def test_point_is_said_and_looked_for_under_the_lock(tmp_path):
 def test_rank_ends_after_the_first_one_of_its_machine(tmp_path, monkeypatch):
     handlers = []
     at_exit = SimpleNamespace(register=lambda *call: handlers.append(call))
-    monkeypatch.setattr("unsloth_multigpu.fault.agreement.atexit", at_exit)
+    monkeypatch.setattr("unsloth_multigpu.train.agreement.atexit", at_exit)
     page = ControlPage(tmp_path, 2)
     with subprocess.Popen(["sleep", "100"]) as first:
         page.set_left(0, first.pid)

@@ -244,8 +244,8 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
 ) -> None:
     import torch
 
-    from unsloth_multigpu.core.progress import Progress
     from unsloth_multigpu.group.replicas import ReplicaProof
+    from unsloth_multigpu.train.progress import Progress
 
     manager = Manager(every, 0, Group(1))
     manager.identity.world_size = 2

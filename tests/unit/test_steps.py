@@ -8,8 +8,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.progress import Progress, exit_code
-from unsloth_multigpu.core.trainer import DDPTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
@@ -18,6 +16,8 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.progress import Progress, exit_code
+from unsloth_multigpu.train.trainer import DDPTrainer
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 

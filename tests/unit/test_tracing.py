@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from unsloth_multigpu.core.evaluation import _filled_up, _Rounds
 from unsloth_multigpu.step.deal import Piece, deal_step, with_groups
 from unsloth_multigpu.step.tracing import NotThere, Trace, evaluate, is_guessed, merged, plain, source_of
+from unsloth_multigpu.train.evaluation import _filled_up, _Rounds
 
 
 def both(values, gather):

@@ -166,7 +166,7 @@ def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any])
 def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def hyperparameter_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.core.search import run_search
+        from unsloth_multigpu.train.search import run_search
 
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
         search = functools.partial(original, self, *args, **kwargs)
@@ -178,7 +178,7 @@ def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., A
 def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.core.evaluation import evaluation_of
+        from unsloth_multigpu.train.evaluation import evaluation_of
 
         counts = self.args.average_tokens_across_devices
         # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also

@@ -15,7 +15,7 @@ from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupErro
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
+from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
 
 logger = get_logger(__name__)
 

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
-from unsloth_multigpu.fault.gradient import (
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.memory import advice, explain, is_out_of_memory, size_of
+from unsloth_multigpu.train.gradient import (
     SkippedSteps,
     describe,
     not_finite_losses,
     not_finite_parameters,
     total_norm,
 )
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.memory import advice, explain, is_out_of_memory, size_of
 
 logger = get_logger(__name__)
 

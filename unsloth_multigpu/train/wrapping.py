@@ -14,8 +14,8 @@ from unsloth_multigpu.group.manager import DDPManager, gradient_backend
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.sync.compression import check_compression, compression_settings
-from unsloth_multigpu.sync.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation, make_readable
+from unsloth_multigpu.train.compression import check_compression, compression_settings
+from unsloth_multigpu.train.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation, make_readable
 
 logger = get_logger(__name__)
 

@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
-from unsloth_multigpu.fault.decision import PASSED, WAIT, Board, PageBoard, StoreBoard, wait_for_word
 from unsloth_multigpu.group.manager import DDPManager, left_alone
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.train.decision import PASSED, WAIT, Board, PageBoard, StoreBoard, wait_for_word
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 logger = get_logger(__name__)

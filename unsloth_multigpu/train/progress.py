@@ -8,12 +8,12 @@ from typing import Any
 
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.seam import verify_calls
-from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
-from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import EventWriter
+from unsloth_multigpu.train.preempt import Preemption
+from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model
 
 
 class Progress(Part):

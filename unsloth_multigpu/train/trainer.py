@@ -9,19 +9,9 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
-from unsloth_multigpu.core.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
-from unsloth_multigpu.core.check import StepCheck
-from unsloth_multigpu.core.control import OneDecision
 from unsloth_multigpu.core.exchange import Exchange
-from unsloth_multigpu.core.guard import Guard
-from unsloth_multigpu.core.progress import Progress
 from unsloth_multigpu.core.seam import verify_seams
-from unsloth_multigpu.core.traffic import ddp_sent_bytes
-from unsloth_multigpu.core.trainable import TrainedParameters
-from unsloth_multigpu.core.view import CallbackView
-from unsloth_multigpu.core.wrapping import DDPWrapping
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.fault.preempt import Preemption
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
@@ -32,7 +22,17 @@ from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP, LocalSGD
+from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
+from unsloth_multigpu.train.check import StepCheck
+from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.phases import Guard
+from unsloth_multigpu.train.preempt import Preemption
+from unsloth_multigpu.train.progress import Progress
+from unsloth_multigpu.train.traffic import ddp_sent_bytes
+from unsloth_multigpu.train.trainable import TrainedParameters
+from unsloth_multigpu.train.view import CallbackView
+from unsloth_multigpu.train.wrapping import DDPWrapping
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 
