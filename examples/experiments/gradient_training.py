@@ -19,7 +19,7 @@ from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.bucket import flatten
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
-from unsloth_multigpu.sync.strategy import GradientSync
+from unsloth_multigpu.strategies.sync import GradientSync
 
 
 def run_task(name: str, options: argparse.Namespace, manager: DDPManager) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.group.bucket import flatten, unflatten_into
-from unsloth_multigpu.sync.allreduce import AllReduceSync
-from unsloth_multigpu.sync.asynchronous import AsyncParameterServerSync
-from unsloth_multigpu.sync.parameter_server import ParameterServerSync
-from unsloth_multigpu.sync.strategy import GradientSync
+from unsloth_multigpu.strategies.allreduce import AllReduceSync
+from unsloth_multigpu.strategies.asynchronous import AsyncParameterServerSync
+from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
+from unsloth_multigpu.strategies.sync import GradientSync
 
 NUM_RANKS = 4
 ROWS_PER_RANK = 16

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.errors import RankTimeoutError, SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.strategies.allreduce import AllReduceSync
+from unsloth_multigpu.strategies.choice import make_sync
+from unsloth_multigpu.strategies.exchange import Exchange
+from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
+from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
+from unsloth_multigpu.strategies.server import StepClock, WeightServer
 from unsloth_multigpu.strategy import AllReduce, DiLoCo, ParameterServer
-from unsloth_multigpu.sync.allreduce import AllReduceSync
-from unsloth_multigpu.sync.choice import make_sync
-from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.sync.parameter_server import ParameterServerSync
-from unsloth_multigpu.sync.server import StepClock, WeightServer
 from unsloth_multigpu.train.loop import Loop
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64]

@@ -14,7 +14,6 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
-from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.group.manager import DDPManager
@@ -25,6 +24,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
+from unsloth_multigpu.strategies.exchange import Exchange
 
 logger = get_logger(__name__)
 

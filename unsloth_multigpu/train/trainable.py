@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.strategies.exchange import Exchange
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
 
 logger = get_logger(__name__)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.sync.asynchronous import AsyncParameterServerSync
-from unsloth_multigpu.sync.server import StepClock
+from unsloth_multigpu.strategies.asynchronous import AsyncParameterServerSync
+from unsloth_multigpu.strategies.server import StepClock
 
 RANK, WORLD_SIZE, NUM_STEPS = int(os.environ["RANK"]), 3, 10
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"

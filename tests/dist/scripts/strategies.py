@@ -23,7 +23,7 @@ from tiny_llama import collate, tiny_llama  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from unsloth_multigpu.group.replicas import tensor_hashes  # noqa: E402
-from unsloth_multigpu.sync.strategy import GradientSync  # noqa: E402
+from unsloth_multigpu.strategies.sync import GradientSync  # noqa: E402
 
 rank = int(os.environ.get("RANK", "0"))
 

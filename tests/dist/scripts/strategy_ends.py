@@ -17,7 +17,7 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_llama import collate, tiny_llama  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from unsloth_multigpu.sync.server import WeightServer  # noqa: E402
+from unsloth_multigpu.strategies.server import WeightServer  # noqa: E402
 
 rank = int(os.environ["RANK"])
 DILOCO = {"sync": ump.DiLoCo(every_steps=4)}

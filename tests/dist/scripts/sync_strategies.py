@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.replicas import tensor_hashes
-from unsloth_multigpu.sync.allreduce import AllReduceSync
-from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.sync.parameter_server import ParameterServerSync
+from unsloth_multigpu.strategies.allreduce import AllReduceSync
+from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
+from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
 
 RANK, WORLD_SIZE = int(sys.argv[1]), int(sys.argv[2])
 NUM_STEPS, NUM_MICRO_BATCHES = 20, 2

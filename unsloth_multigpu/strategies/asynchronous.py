@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.sync.message import DONE, GRADIENTS, break_off, pack, receive_into, send
-from unsloth_multigpu.sync.server import StepClock, WeightServer
-from unsloth_multigpu.sync.strategy import GradientSync
+from unsloth_multigpu.strategies.message import DONE, GRADIENTS, break_off, pack, receive_into, send
+from unsloth_multigpu.strategies.server import StepClock, WeightServer
+from unsloth_multigpu.strategies.sync import GradientSync
 
 logger = get_logger(__name__)
 

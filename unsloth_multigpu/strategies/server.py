@@ -17,7 +17,7 @@ from torch import nn
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.sync.message import DONE, HINT, break_off, pack, receive, receive_into, send
+from unsloth_multigpu.strategies.message import DONE, HINT, break_off, pack, receive, receive_into, send
 
 logger = get_logger(__name__)
 

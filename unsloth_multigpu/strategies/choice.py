@@ -7,12 +7,12 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.strategies.allreduce import AllReduceSync
+from unsloth_multigpu.strategies.asynchronous import AsyncParameterServerSync
+from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
+from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
+from unsloth_multigpu.strategies.sync import GradientSync
 from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
-from unsloth_multigpu.sync.allreduce import AllReduceSync
-from unsloth_multigpu.sync.asynchronous import AsyncParameterServerSync
-from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
-from unsloth_multigpu.sync.parameter_server import ParameterServerSync
-from unsloth_multigpu.sync.strategy import GradientSync
 
 
 def make_sync(

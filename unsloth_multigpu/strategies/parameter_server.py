@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from unsloth_multigpu.sync.strategy import DEFAULT_BUCKET_MB, SERVER_RANK, GradientSync
+from unsloth_multigpu.strategies.sync import DEFAULT_BUCKET_MB, SERVER_RANK, GradientSync
 
 
 class ParameterServerSync(GradientSync):

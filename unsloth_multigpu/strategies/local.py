@@ -10,7 +10,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.sync.strategy import GradientSync
+from unsloth_multigpu.strategies.sync import GradientSync
 
 logger = get_logger(__name__)
 

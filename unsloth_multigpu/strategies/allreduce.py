@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unsloth_multigpu.sync.strategy import DEFAULT_BUCKET_MB, GradientSync
+from unsloth_multigpu.strategies.sync import DEFAULT_BUCKET_MB, GradientSync
 
 
 class AllReduceSync(GradientSync):

@@ -14,8 +14,8 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.sync.choice import make_sync
-from unsloth_multigpu.sync.strategy import GradientSync
+from unsloth_multigpu.strategies.choice import make_sync
+from unsloth_multigpu.strategies.sync import GradientSync
 
 logger = get_logger(__name__)
 

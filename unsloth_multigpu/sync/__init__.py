@@ -1,1 +1,0 @@
-"""How do gradients meet?"""
