@@ -185,7 +185,7 @@ class Session:
 
     def _run_serial(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""
-        from unsloth_multigpu.core.serial import SerialTrainer
+        from unsloth_multigpu.legacy.serial import SerialTrainer
 
         steered = SerialTrainer(trainer, self.config)
         result = steered.run(original_train)

@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.helpers.run import LIGHT, run_python
 from tests.helpers.tiny import build_tiny
-from unsloth_multigpu.core.replica import copy_of, find_devices
-from unsloth_multigpu.core.shard import count_rows, cut_rows, shard_factors
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.legacy.replica import copy_of, find_devices
+from unsloth_multigpu.legacy.shard import count_rows, cut_rows, shard_factors
 from unsloth_multigpu.step.loss import LossScale
 
 SCRIPT = Path(__file__).parent / "scripts" / "serial.py"

@@ -43,8 +43,8 @@ from transformers import (  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 from unsloth import FastLanguageModel  # noqa: E402
 
-from unsloth_multigpu.core import serial  # noqa: E402
 from unsloth_multigpu.errors import SetupError  # noqa: E402
+from unsloth_multigpu.legacy import serial  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from tiny_model import topics  # noqa: E402

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.replica import (
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.bucket import num_bytes
+from unsloth_multigpu.legacy.replica import (
     HINT,
     INDEXED,
     check_gradients,
@@ -24,9 +26,7 @@ from unsloth_multigpu.core.replica import (
     kept_buffers,
     take_gradients,
 )
-from unsloth_multigpu.core.shard import count_rows, cut_rows, shard_factors
-from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.bucket import num_bytes
+from unsloth_multigpu.legacy.shard import count_rows, cut_rows, shard_factors
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.replica import HINT
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.legacy.replica import HINT
 from unsloth_multigpu.step.loss import LossScale
 
 
