@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.core.state import load_state_dict
-    from unsloth_multigpu.core.wrap import unwrap_model
     from unsloth_multigpu.errors import (
         ConfigError,
         DistributedError,
@@ -26,7 +24,9 @@ if TYPE_CHECKING:
     )
     from unsloth_multigpu.federated.server import FederatedServer, create_multigpu_flower_server
     from unsloth_multigpu.options import MultiGPUConfig
-    from unsloth_multigpu.plain import distributed_loader, save_state_dict, wrap_model_multi_gpu
+    from unsloth_multigpu.plain.api import distributed_loader, save_state_dict, wrap_model_multi_gpu
+    from unsloth_multigpu.plain.state import load_state_dict
+    from unsloth_multigpu.plain.wrap import unwrap_model
     from unsloth_multigpu.plugin import (
         MultiGPUStatus,
         disable_multi_gpu,

@@ -16,8 +16,13 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import plain, plugin
-from unsloth_multigpu.core.wrap import (
+from unsloth_multigpu import plugin
+from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.plain.api import api as plain
+from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader, num_workers_per_rank
+from unsloth_multigpu.plain.wrap import (
     _leave_group,
     choose_strategy,
     current_identity,
@@ -25,10 +30,6 @@ from unsloth_multigpu.core.wrap import (
     warn_of_lone_steps,
     wrap_model,
 )
-from unsloth_multigpu.data.loader import EpochPlan, distributed_loader, num_workers_per_rank
-from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
-from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plugin import Session
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
@@ -139,7 +140,7 @@ def test_one_process_with_one_device_gets_the_model_itself():
 
 @pytest.mark.parametrize(("model", "kind", "num_warnings"), [(net(), DataParallel, 0), (unsloth_like(), nn.Module, 1)])
 def test_one_process_with_several_devices_warns_where_it_uses_one(model, kind, num_warnings, monkeypatch, caplog):
-    monkeypatch.setattr("unsloth_multigpu.core.wrap.num_single_process_devices", lambda *_: 2)
+    monkeypatch.setattr("unsloth_multigpu.plain.wrap.num_single_process_devices", lambda *_: 2)
     wrapped = wrap_model(model, DDPManager(SINGLE_PROCESS, MultiGPUConfig()))
     assert isinstance(wrapped, kind)
     assert ump.unwrap_model(wrapped) is model

@@ -64,7 +64,7 @@ NEVER_IMPORTED = {
     "zmq",
 }
 ALLOWED = {
-    "core/state.py": {"pickle.UnpicklingError"},
+    "plain/state.py": {"pickle.UnpicklingError"},
     "hooks/datasets.py": {"pickle.PicklingError"},
     # It only writes, into a digest.
     "step/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
@@ -200,7 +200,7 @@ def test_violation_is_found(source: str) -> None:
 
 
 def test_what_one_file_may_is_not_allowed_to_another() -> None:
-    assert violations("import pickle\npickle.loads(b'')", "core/state.py")
+    assert violations("import pickle\npickle.loads(b'')", "plain/state.py")
     assert violations("import socket\nsocket.socket()", "launch/rendezvous.py")
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.core.wrap import inner_name
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import replicated_tensors
 from unsloth_multigpu.legacy.replica import kept_buffers
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.state import send_state
+from unsloth_multigpu.plain.wrap import inner_name
 from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.core.wrap import inner_name
 from unsloth_multigpu.errors import ConfigError, DistributedError
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.plain.wrap import inner_name
 
 _MOST_NAMED = 5
 

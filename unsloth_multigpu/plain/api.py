@@ -17,8 +17,8 @@ from unsloth_multigpu.options import MultiGPUConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from unsloth_multigpu.data.loader import DistributedLoader
     from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.plain.loader import DistributedLoader
 
 
 def wrap_model_multi_gpu(
@@ -53,7 +53,7 @@ def wrap_model_multi_gpu(
         SetupError: The strategy is not possible here; the model cannot be moved, or has nothing to train; an option of
             `enable_multi_gpu` that only a Trainer can follow.
     """
-    from unsloth_multigpu.core.wrap import wrap_model
+    from unsloth_multigpu.plain.wrap import wrap_model
 
     wrapped = wrap_model(model, _manager(), strategy, find_unused_parameters=find_unused_parameters)
     if plugin._session is not None and plugin._session.trainings is not None:
@@ -75,7 +75,7 @@ def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
         DistributedError: Rank 0 failed (on the others).
         RankTimeoutError: Rank 0 did not write it within `timeout_s`.
     """
-    from unsloth_multigpu.core.state import save_state_dict as save
+    from unsloth_multigpu.plain.state import save_state_dict as save
 
     manager = _manager()
     if plugin._session is None:
@@ -122,7 +122,7 @@ def distributed_loader(
         ConfigError: A step or the data set has fewer samples than ranks, an argument that cannot be used, or "keep"
             beside `batch_size_per_gpu`.
     """
-    from unsloth_multigpu.data.loader import distributed_loader as make_loader
+    from unsloth_multigpu.plain.loader import distributed_loader as make_loader
 
     manager = _manager()
     global_batch, batch_size = _step_of(manager.config, global_batch, batch_size)
@@ -156,6 +156,6 @@ def _manager() -> DDPManager:
     """The session's, else one for the place that this process has without it."""
     if plugin._session is not None:
         return plugin._session.manager()
-    from unsloth_multigpu.core.wrap import GroupManager, current_identity
+    from unsloth_multigpu.plain.wrap import GroupManager, current_identity
 
     return GroupManager(current_identity(os.environ), MultiGPUConfig.resolve({}))
