@@ -34,7 +34,7 @@ ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
 ENV_TOOL = ENV_PREFIX + "TOOL"
 # What a worker of a notebook needs to know: a JSON object, see notebook.start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
-# Marks the processes of one check of `unsloth-multigpu doctor`, see cli.probe.
+# Marks the processes of one check of `unsloth-multigpu doctor`, see tools.doctor.probe.
 ENV_PROBE = ENV_PREFIX + "PROBE"
 INTERNAL_VARIABLES = frozenset(
     {

@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import start, versions
-from unsloth_multigpu.cli import allreduce, device, doctor, main, probe, script, seam, verdict, verify
+from unsloth_multigpu.cli import main, script, verify
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.tools.doctor import allreduce, device, probe, seam, verdict
+from unsloth_multigpu.tools.doctor import command as doctor
 from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).parents[2]
@@ -593,7 +595,7 @@ PROBES = {
     ],
 )
 def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
-    imports = "from unsloth_multigpu.cli.probe import leave_outcome as main\n"
+    imports = "from unsloth_multigpu.tools.doctor.probe import leave_outcome as main\n"
     imports += "from unsloth_multigpu.errors import SetupError\n"
     (tmp_path / f"probe_{name}.py").write_text(imports + PROBES[name])
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -9,8 +9,8 @@ import pytest
 from packaging.version import Version
 
 from tests.matrix.record import PAGE, RESULTS, known_rows, merged, outcome_of, page
-from unsloth_multigpu.cli import nearest
-from unsloth_multigpu.cli.nearest import nearest_row, read_rows
+from unsloth_multigpu.tools.doctor import nearest
+from unsloth_multigpu.tools.doctor.nearest import nearest_row, read_rows
 from unsloth_multigpu.versions import SUPPORTED
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,6 @@ import pytest
 
 import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
-from unsloth_multigpu.cli.options import options_markdown
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import Count, Row, Scope, flag, option, rows
@@ -29,6 +28,7 @@ from unsloth_multigpu.strategy import (
     read_strategy,
 )
 from unsloth_multigpu.table import EVERYDAY, OLDER, SECTIONS, SeldomOptions
+from unsloth_multigpu.tools.doctor.options import options_markdown
 
 ROOT = Path(__file__).parents[2]
 TABLE = rows(MultiGPUConfig)

@@ -18,8 +18,8 @@ from unsloth_multigpu.cli.bench_result import Spread
 from unsloth_multigpu.cli.bench_table import Table, render_table, spread_text
 from unsloth_multigpu.cli.federated_option import BASELINE, FederatedArm, FederatedOptions, parse_arms
 from unsloth_multigpu.cli.plain_json import json_text
-from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.errors import DivergenceError, SetupError
+from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.wire.process import find_marked
 
 _WORKER = "unsloth_multigpu.cli.federated_arm"

@@ -25,11 +25,11 @@ from unsloth_multigpu.cli.chaos_result import (
 )
 from unsloth_multigpu.cli.chaos_run import Ended, Scene
 from unsloth_multigpu.cli.plain_json import json_text
-from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.fault.chaos import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
 

@@ -211,9 +211,9 @@ def _add_options(parser: argparse.ArgumentParser, table: dict[str, tuple[type[An
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from unsloth_multigpu.cli.doctor import run_doctor
-    from unsloth_multigpu.cli.options import options_markdown
-    from unsloth_multigpu.cli.seam import seams_markdown
+    from unsloth_multigpu.tools.doctor.command import run_doctor
+    from unsloth_multigpu.tools.doctor.options import options_markdown
+    from unsloth_multigpu.tools.doctor.seam import seams_markdown
 
     if options.options:
         print(options_markdown(), end="")

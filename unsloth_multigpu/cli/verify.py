@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.plain_json import json_text
-from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.cli.receipt import COMPARED, render
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import end_command
@@ -99,8 +99,8 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
-    from unsloth_multigpu.cli.allreduce import DEFAULT_CPU_RANKS
     from unsloth_multigpu.start import ranks_to_start, visible_accelerators
+    from unsloth_multigpu.tools.doctor.allreduce import DEFAULT_CPU_RANKS
 
     if read_identity(os.environ) is not None:
         raise SetupError("verify starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")

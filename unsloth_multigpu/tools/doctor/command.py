@@ -11,12 +11,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.cli.verdict import CheckRow
+    from unsloth_multigpu.tools.doctor.verdict import CheckRow
 
 _HERE = "unsloth_multigpu.cli"
 
@@ -45,8 +45,15 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
 
 def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
     """Runs every check. Importing the libraries goes on beside the others, which have the GPUs one after the other."""
-    from unsloth_multigpu.cli.probe import Probe
-    from unsloth_multigpu.cli.verdict import copy_rows, device_rows, import_rows, reduce_rows, seam_rows, version_rows
+    from unsloth_multigpu.tools.doctor.probe import Probe
+    from unsloth_multigpu.tools.doctor.verdict import (
+        copy_rows,
+        device_rows,
+        import_rows,
+        reduce_rows,
+        seam_rows,
+        version_rows,
+    )
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))

@@ -131,8 +131,8 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
 
 
 def main() -> None:
-    """`python -m unsloth_multigpu.cli.seam OUTCOME.json`."""
-    from unsloth_multigpu.cli.probe import leave_outcome
+    """`python -m unsloth_multigpu.tools.doctor.seam OUTCOME.json`."""
+    from unsloth_multigpu.tools.doctor.probe import leave_outcome
 
     def try_all() -> dict[str, Any]:
         found = try_seams(all_patches())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unsloth_multigpu import versions
-from unsloth_multigpu.cli.nearest import installed_stack, nearest_row, read_rows
+from unsloth_multigpu.tools.doctor.nearest import installed_stack, nearest_row, read_rows
 
 State = Literal["ok", "note", "FAIL"]
 

@@ -129,8 +129,8 @@ def _measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    """`python -m unsloth_multigpu.cli.device OUTCOME.json`."""
-    from unsloth_multigpu.cli.probe import leave_outcome
+    """`python -m unsloth_multigpu.tools.doctor.device OUTCOME.json`."""
+    from unsloth_multigpu.tools.doctor.probe import leave_outcome
 
     leave_outcome(_measure)
 

@@ -1,0 +1,1 @@
+"""What has this machine, and does it work?"""
