@@ -78,7 +78,7 @@ ump.enable_multi_gpu({arguments})
             {
                 "UNSLOTH_MULTIGPU_TOOL": json.dumps(
                     [
-                        "unsloth_multigpu.proof.verify:Verify",
+                        "unsloth_multigpu.tools.verify.tool:Verify",
                         {"folder": "", "num_steps": 1, "num_gpus": 2, "dropout": True},
                     ]
                 )

@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import start, versions
-from unsloth_multigpu.cli import main, script, verify
+from unsloth_multigpu.cli import main, script
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.tools.doctor import allreduce, device, probe, seam, verdict
 from unsloth_multigpu.tools.doctor import command as doctor
+from unsloth_multigpu.tools.verify import command as verify
 from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).parents[2]

@@ -15,15 +15,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu import session
-from unsloth_multigpu.cli import receipt as table
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.proof import comparison, receipt, source
-from unsloth_multigpu.proof.verify import ReceiptRequest, Verify
 from unsloth_multigpu.tool import tool_of
+from unsloth_multigpu.tools.verify import comparison, source
+from unsloth_multigpu.tools.verify import page as table
+from unsloth_multigpu.tools.verify import recorder as receipt
+from unsloth_multigpu.tools.verify.tool import ReceiptRequest, Verify
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
             return run_bench(options)
         if options.command == "verify":
-            from unsloth_multigpu.cli.verify import run_verify
+            from unsloth_multigpu.tools.verify.command import run_verify
 
             _check_program(program, "verify")
             _check_behind(own, behind)
@@ -119,7 +119,7 @@ def _run_options() -> dict[str, tuple[type[Any], str]]:
 
 
 def _verify_options() -> dict[str, tuple[type[Any], str]]:
-    from unsloth_multigpu.cli.verify import OWN_OPTIONS
+    from unsloth_multigpu.tools.verify.command import OWN_OPTIONS
 
     return {**OWN_OPTIONS, **command_options("verify")}
 

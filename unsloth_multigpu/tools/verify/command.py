@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.plain_json import json_text
-from unsloth_multigpu.cli.receipt import COMPARED, render
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.verify.page import COMPARED, render
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
 from unsloth_multigpu.wire.process import end_command
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.proof.comparison import Comparison, RunRecord
+    from unsloth_multigpu.tools.verify.comparison import Comparison, RunRecord
 
 SCHEMA_VERSION = 1
 DEFAULT_STEPS = 5
@@ -59,7 +59,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
         RankTimeoutError: A run took longer than `options.timeout_s`.
     """
-    from unsloth_multigpu.proof.verify import ReceiptRequest
+    from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 
     num_steps = DEFAULT_STEPS if options.steps is None else options.steps
     limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
@@ -185,7 +185,7 @@ def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float,
 
 
 def _read(folder: Path, program: Sequence[str]) -> RunRecord:
-    from unsloth_multigpu.proof.comparison import read_run
+    from unsloth_multigpu.tools.verify.comparison import read_run
 
     record = read_run(folder)
     if record is None:
@@ -211,8 +211,8 @@ def _check_followed(asked: MultiGPUConfig, given: Mapping[str, Any], record: Run
 
 
 def _compare(folder: Path, one: RunRecord, many: RunRecord) -> Comparison:
-    from unsloth_multigpu.proof.comparison import bounds_for, compare, compare_updates
-    from unsloth_multigpu.proof.receipt import UPDATES_FILE
+    from unsloth_multigpu.tools.verify.comparison import bounds_for, compare, compare_updates
+    from unsloth_multigpu.tools.verify.recorder import UPDATES_FILE
 
     precision = max((one.facts["precision"], many.facts["precision"]), key=_PRECISIONS.index)
     bounds = bounds_for(precision, many.facts["optimizer"])

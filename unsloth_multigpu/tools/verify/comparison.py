@@ -47,7 +47,7 @@ class RunRecord:
     Args:
         steps: In their order.
         gradient_shares: For each trained tensor, its largest share of a step's gradient norm.
-        facts: Device, precision, versions and the like, see `proof.receipt`.
+        facts: Device, precision, versions and the like, see `tools.verify.recorder`.
     """
 
     steps: tuple[StepRecord, ...]

@@ -22,8 +22,8 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
-from unsloth_multigpu.proof.verify import ReceiptRequest
+from unsloth_multigpu.tools.verify.source import Source, find_precision, find_sources, turn_dropout_off
+from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.versions import installed_version
 
 UPDATES_FILE = "updates.safetensors"

@@ -13,7 +13,7 @@ from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.wire.context import ToolRequest
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.proof.receipt import Recorder
+    from unsloth_multigpu.tools.verify.recorder import Recorder
 
 # A comparison does not save when it is stopped.
 _NO_TIME_S = 1e-3
@@ -37,7 +37,7 @@ class ReceiptRequest:
 
     def variables(self) -> dict[str, str]:
         """The environment that carries this request."""
-        return ToolRequest("unsloth_multigpu.proof.verify:Verify", asdict(self)).variables()
+        return ToolRequest("unsloth_multigpu.tools.verify.tool:Verify", asdict(self)).variables()
 
 
 class Verify(Tool):
@@ -71,13 +71,13 @@ class Verify(Tool):
         args.push_to_hub = False  # The Trainer makes the repository before train().
 
     def part(self, trainer: Any, session: Any, steps: Any) -> Part:
-        from unsloth_multigpu.proof.receipt import Recorder
+        from unsloth_multigpu.tools.verify.recorder import Recorder
 
         self._recorder = Recorder(trainer, self.request, session.identity.rank, session.config, steps)
         return self._recorder
 
     def end_training(self) -> None:
-        from unsloth_multigpu.proof.receipt import leave_process
+        from unsloth_multigpu.tools.verify.recorder import leave_process
 
         assert self._recorder is not None
         self._recorder.write()

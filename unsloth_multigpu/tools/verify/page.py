@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.proof.comparison import Comparison, StepDifference, WeightDifference
+    from unsloth_multigpu.tools.verify.comparison import Comparison, StepDifference, WeightDifference
 
 COMPARED = "Compared: the beginning of the script's first train(). What comes after it was not run."
 _WIDTH = 12
@@ -20,7 +20,7 @@ def render(
     Args:
         comparison: What was found.
         sources: Reasons for legitimate differences: name, found, advice.
-        facts: Of the run on several ranks, see `proof.receipt`.
+        facts: Of the run on several ranks, see `tools.verify.recorder`.
         num_ranks: Its ranks.
     """
     bounds = comparison.bounds

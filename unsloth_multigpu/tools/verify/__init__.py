@@ -1,0 +1,1 @@
+"""Is it the same training as on one process?"""
