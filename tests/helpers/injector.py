@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unsloth_multigpu.core.inject import read_records
-from unsloth_multigpu.fault.chaos import ChaosRequest, Fault
+from unsloth_multigpu.tools.chaos.fault import ChaosRequest, Fault
+from unsloth_multigpu.tools.chaos.inject import read_records
 
 
 def fail_at(kind: str, rank: int, step: int, *, folder: Path, **details) -> dict[str, str]:
     """Environment of a run in which `rank` meets a fault in optimizer step `step`, counted from 1.
 
     Args:
-        kind: A key of `unsloth_multigpu.fault.chaos.KINDS`.
+        kind: A key of `unsloth_multigpu.tools.chaos.fault.KINDS`.
         folder: Where the ranks leave what `records` reads; it is there already.
         details: Other fields of `Fault`, such as `attempt=1` or `phase="save"`.
     """

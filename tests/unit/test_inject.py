@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.cli import chaos_run
-from unsloth_multigpu.cli.chaos import Chaos
-from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, torn_trial
-from unsloth_multigpu.cli.chaos_result import Row, Trace, compare_samples, compare_weights, markdown, text_table
-from unsloth_multigpu.cli.chaos_run import Ended, Scene
 from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.fault.chaos import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
-from unsloth_multigpu.fault.harm import ACTIONS, damage, newest_checkpoint
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
+from unsloth_multigpu.tools.chaos import run as chaos_run
+from unsloth_multigpu.tools.chaos.command import Chaos
+from unsloth_multigpu.tools.chaos.fault import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
+from unsloth_multigpu.tools.chaos.harm import ACTIONS, damage, newest_checkpoint
+from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
+from unsloth_multigpu.tools.chaos.result import Row, Trace, compare_samples, compare_weights, markdown, text_table
+from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
 from unsloth_multigpu.wire.process import is_alive

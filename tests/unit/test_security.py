@@ -75,7 +75,7 @@ ALLOWED = {
     "launch/membership.py": {"socket.socket"},
     "launch/nodes.py": {"socket.*"},
     # It shuts connections.
-    "fault/harm.py": {"socket.*"},
+    "tools/chaos/harm.py": {"socket.*"},
     # A pair of connected sockets without a name, and the connections that a group has made.
     "wire/frames.py": {"socket.socket"},
     "wire/child.py": {"socket.socketpair"},

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             _check_behind(own, behind)
             return run_verify(options, program)
         if options.command == "chaos":
-            from unsloth_multigpu.cli.chaos import run_chaos
+            from unsloth_multigpu.tools.chaos.command import run_chaos
 
             _check_program(program, "chaos")
             return run_chaos(options, program)
@@ -125,7 +125,7 @@ def _verify_options() -> dict[str, tuple[type[Any], str]]:
 
 
 def _chaos_options() -> dict[str, tuple[type[Any], str]]:
-    from unsloth_multigpu.cli.chaos import DEFAULTS, OWN_OPTIONS
+    from unsloth_multigpu.tools.chaos.command import DEFAULTS, OWN_OPTIONS
 
     return {**OWN_OPTIONS, **command_options("chaos", DEFAULTS)}
 

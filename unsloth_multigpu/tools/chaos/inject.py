@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.core.seam import instance_attribute
-from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
-from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
+from unsloth_multigpu.tools.chaos.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unsloth_multigpu.fault.chaos import CURABLE, DAMAGES, KINDS, End, Fault, parse_fault
+from unsloth_multigpu.tools.chaos.fault import CURABLE, DAMAGES, KINDS, End, Fault, parse_fault
 
 # Each kind, on the rank and in the phase where it differs; {last} is the highest rank, {step} one in the middle.
 _ALL = (

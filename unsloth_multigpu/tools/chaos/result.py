@@ -30,7 +30,7 @@ class Trace:
     @classmethod
     def read(cls, folder: Path) -> Trace:
         """Reads the files of all ranks."""
-        from unsloth_multigpu.core.inject import read_records
+        from unsloth_multigpu.tools.chaos.inject import read_records
 
         ranks = [int(path.stem.rpartition("_")[2]) for path in folder.glob("rank_*.jsonl")]
         found = [{**record, "rank": rank} for rank in ranks for record in read_records(folder, rank)]

@@ -135,4 +135,4 @@ class ChaosRequest:
     def variables(self) -> dict[str, str]:
         """The environment that carries this request."""
         values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults]}
-        return ToolRequest("unsloth_multigpu.core.inject:Chaos", values).variables()
+        return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()

@@ -13,8 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, torn_trial
-from unsloth_multigpu.cli.chaos_result import (
+from unsloth_multigpu.cli.plain_json import json_text
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
+from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.tools.chaos.fault import KINDS, End, limit_s, parse_fault
+from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
+from unsloth_multigpu.tools.chaos.result import (
     ROUNDING,
     Row,
     Trace,
@@ -23,12 +28,7 @@ from unsloth_multigpu.cli.chaos_result import (
     markdown,
     text_table,
 )
-from unsloth_multigpu.cli.chaos_run import Ended, Scene
-from unsloth_multigpu.cli.plain_json import json_text
-from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.fault.chaos import KINDS, End, limit_s, parse_fault
-from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
-from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
@@ -225,7 +225,7 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
 
 def _checkpoint_files(whole: Trace) -> list[str]:
     """Names of a checkpoint's files."""
-    from unsloth_multigpu.fault.harm import newest_checkpoint
+    from unsloth_multigpu.tools.chaos.harm import newest_checkpoint
 
     newest = newest_checkpoint(whole.of("begin")[0]["output_dir"])
     return [] if newest is None else sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file())

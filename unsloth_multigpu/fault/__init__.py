@@ -1,1 +1,0 @@
-"""What if a rank dies, hangs, or is told to stop?"""

@@ -1,0 +1,1 @@
+"""What does a fault do to a run?"""
