@@ -156,10 +156,10 @@ def micro_batch_with_checkpointing() -> dict[str, Any]:
 def _costs(*, has_checkpointing: bool) -> dict[str, Any]:
     import torch
 
-    from unsloth_multigpu.cli.bench_option import MODEL_SIZES, BenchOptions
-    from unsloth_multigpu.cli.bench_worker import make_model
     from unsloth_multigpu.step.attention import attention_of
     from unsloth_multigpu.step.cost import ANY_COST, CostModel, fit_cost
+    from unsloth_multigpu.tools.bench.option import MODEL_SIZES, BenchOptions
+    from unsloth_multigpu.tools.bench.worker import make_model
 
     hidden_size, num_layers, vocab_size = MODEL_SIZES["tiny" if IS_TINY else "1b"]
     dtype = "fp32" if IS_TINY else "bf16"

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from tests.gpu.step import PARTS
-from unsloth_multigpu.cli.bench_result import ArmResult, Spread
-from unsloth_multigpu.cli.bench_table import memory_text, norm_text, spread_text
+from unsloth_multigpu.tools.bench.result import ArmResult, Spread
+from unsloth_multigpu.tools.bench.table import memory_text, norm_text, spread_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- gpu: begin; written by python -m tests.gpu.page -->", "<!-- gpu: end -->"

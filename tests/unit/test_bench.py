@@ -23,8 +23,13 @@ from torch import nn
 
 from tests.helpers.run import orphans
 from unsloth_multigpu import start
-from unsloth_multigpu.cli import bench, bench_arm, bench_ddp, bench_worker, main
-from unsloth_multigpu.cli.bench_arm import (
+from unsloth_multigpu.cli import main
+from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.tools.bench import arm as bench_arm
+from unsloth_multigpu.tools.bench import command as bench
+from unsloth_multigpu.tools.bench import ddp as bench_ddp
+from unsloth_multigpu.tools.bench import worker as bench_worker
+from unsloth_multigpu.tools.bench.arm import (
     ARMS,
     Arm,
     arm_command,
@@ -33,12 +38,13 @@ from unsloth_multigpu.cli.bench_arm import (
     num_accumulated,
     speed_of,
 )
-from unsloth_multigpu.cli.bench_data import make_rows, make_test_rows
-from unsloth_multigpu.cli.bench_meter import Meter
-from unsloth_multigpu.cli.bench_option import BenchOptions
-from unsloth_multigpu.cli.bench_plot import draw_plots
-from unsloth_multigpu.cli.bench_report import render_page
-from unsloth_multigpu.cli.bench_result import (
+from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
+from unsloth_multigpu.tools.bench.meter import Meter
+from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.page import render_page
+from unsloth_multigpu.tools.bench.plain_json import json_text
+from unsloth_multigpu.tools.bench.plot import draw_plots
+from unsloth_multigpu.tools.bench.result import (
     EpochRecord,
     RankRecord,
     Spread,
@@ -49,14 +55,12 @@ from unsloth_multigpu.cli.bench_result import (
     summarize,
     waiting_share,
 )
-from unsloth_multigpu.cli.bench_run import run_arm
-from unsloth_multigpu.cli.bench_table import COLUMNS, conditions, render_table, result_table
-from unsloth_multigpu.cli.plain_json import json_text
-from unsloth_multigpu.cli.strategy_arm import STRATEGIES
-from unsloth_multigpu.cli.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
-from unsloth_multigpu.cli.strategy_plot import draw_curves
-from unsloth_multigpu.cli.strategy_result import strategy_tables, summarize_strategies
-from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.tools.bench.run import run_arm
+from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
+from unsloth_multigpu.tools.bench.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
+from unsloth_multigpu.tools.bench.strategy_plot import draw_curves
+from unsloth_multigpu.tools.bench.strategy_result import strategy_tables, summarize_strategies
+from unsloth_multigpu.tools.bench.table import COLUMNS, conditions, render_table, result_table
 
 
 def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), samples=(0, 1)) -> StepRecord:
@@ -549,7 +553,7 @@ def planted_rounds(monkeypatch, *, fails_in: str = "") -> list[str]:
         ranks = range(bench_arm.num_processes(arm, options))
         return [rank(r, *[step(wall_s=len(ran))] * 5, norms=[math.inf] * 5, num_threads=r + 1) for r in ranks]
 
-    monkeypatch.setattr("unsloth_multigpu.cli.bench_run.run_arm", run)
+    monkeypatch.setattr("unsloth_multigpu.tools.bench.run.run_arm", run)
     return ran
 
 

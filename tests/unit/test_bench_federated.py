@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unsloth_multigpu.cli import bench_federated, federated_arm, main
-from unsloth_multigpu.cli.bench_federated import COLUMNS, ArmRun
-from unsloth_multigpu.cli.federated_option import FederatedArm, parse_arms
+from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, DivergenceError, LaunchError, SetupError
+from unsloth_multigpu.tools.bench import federated as bench_federated
+from unsloth_multigpu.tools.bench import federated_arm
+from unsloth_multigpu.tools.bench.federated import COLUMNS, ArmRun
+from unsloth_multigpu.tools.bench.federated_option import FederatedArm, parse_arms
 
 BENCH = ["bench", "--device", "cpu", "--federated"]
 MIB = 2**20

@@ -12,9 +12,9 @@ import pytest
 
 from tests.helpers.run import orphans
 from unsloth_multigpu.cli import main
-from unsloth_multigpu.cli.bench_arm import ARMS, Arm
-from unsloth_multigpu.cli.bench_turn import Conductor, Turn, run_together
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.tools.bench.arm import ARMS, Arm
+from unsloth_multigpu.tools.bench.turn import Conductor, Turn, run_together
 
 NUM_STEPS = 3
 RANKS = {"one": 1, "two": 2}

@@ -24,7 +24,7 @@ from tests.gpu.step import (
     steps_of,
 )
 from unsloth_multigpu.cli import main
-from unsloth_multigpu.cli.bench_option import BenchOptions
+from unsloth_multigpu.tools.bench.option import BenchOptions
 
 STEPS = steps_of("cuda", is_tiny=False)
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unsloth_multigpu.cli.bench_parser import add_bench_options
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import flag
+from unsloth_multigpu.tools.bench.parser import add_bench_options
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.identity import read_identity
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         if options.command == "doctor":
             return _doctor(options)
         if options.command == "bench":
-            from unsloth_multigpu.cli.bench import run_bench
+            from unsloth_multigpu.tools.bench.command import run_bench
 
             return run_bench(options)
         if options.command == "verify":

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.tools.bench.plain_json import json_text
 from unsloth_multigpu.tools.chaos.fault import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import (

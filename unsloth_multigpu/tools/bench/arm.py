@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.bench_option import UNSLOTH, BenchOptions
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.strategy import ParameterServer
+from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
-WORKER = "unsloth_multigpu.cli.bench_worker"
+WORKER = "unsloth_multigpu.tools.bench.worker"
 REFERENCE = "one_process"
 BASELINE = "torchrun"
 UNGUARDED = "unguarded"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from unsloth_multigpu.cli.bench_plot import LINES, MARKS, house_style, new_figure, png_of
-from unsloth_multigpu.cli.bench_result import Spread
-from unsloth_multigpu.cli.strategy_result import StrategyResult
+from unsloth_multigpu.tools.bench.plot import LINES, MARKS, house_style, new_figure, png_of
+from unsloth_multigpu.tools.bench.result import Spread
+from unsloth_multigpu.tools.bench.strategy_result import StrategyResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

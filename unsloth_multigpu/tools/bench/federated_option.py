@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_multigpu.cli.bench_option import BenchOptions
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.tools.bench.option import BenchOptions
 
 DEFAULT_FEDERATED = "slots:2,slots:1,threads:2"
 # With which the others are compared.

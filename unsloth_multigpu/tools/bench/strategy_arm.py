@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, ONE_GPU, REFERENCE, Arm
 from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
+from unsloth_multigpu.tools.bench.arm import ARMS, ONE_GPU, REFERENCE, Arm
 
 DDP = "ddp"
 # How the names of arms begin that are what this package does by default.

@@ -1,7 +1,7 @@
 """Unsloth in a benchmark: `--library unsloth` trains with FastLanguageModel and SFTTrainer, as its users do.
 
 Unsloth loads models from a folder. The benchmark makes one before the arms run, in a process of its own:
-`python -m unsloth_multigpu.cli.bench_unsloth settings.json` writes the model beside the file of settings.
+`python -m unsloth_multigpu.tools.bench.unsloth settings.json` writes the model beside the file of settings.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_option import UNSLOTH, BenchOptions
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.cli.bench_arm import Arm
+    from unsloth_multigpu.tools.bench.arm import Arm
 
 _RESULT = "model.json"
 _MODEL = "model"
@@ -47,14 +47,14 @@ def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
         raise SetupError(
             "--padding-free, but Unsloth's CPU backend pads all rows.", hint="Leave --padding-free out, or use a GPU."
         )
-    from unsloth_multigpu.cli.bench_arm import arm_environment
-    from unsloth_multigpu.cli.bench_run import run_worker, told
+    from unsloth_multigpu.tools.bench.arm import arm_environment
+    from unsloth_multigpu.tools.bench.run import run_worker, told
 
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
         with told("model", UNSLOTH):
             run_worker(
                 "that makes the model",
-                [sys.executable, "-m", "unsloth_multigpu.cli.bench_unsloth"],
+                [sys.executable, "-m", "unsloth_multigpu.tools.bench.unsloth"],
                 {"options": dataclasses.asdict(options)},
                 Path(root),
                 arm_environment(arm, options, Path(root), os.environ),
@@ -67,7 +67,7 @@ def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
 
 def main(settings_file: str) -> None:
     """Writes the model and its tokenizer."""
-    from unsloth_multigpu.cli.bench_data import make_rows
+    from unsloth_multigpu.tools.bench.data import make_rows
 
     file = Path(settings_file)
     options = BenchOptions.from_json(json.loads(file.read_text(encoding="utf-8"))["options"])
@@ -79,7 +79,7 @@ def write_model(options: BenchOptions, max_length: int, folder: Path) -> None:
     """Writes the model of `bench_worker.make_model`, without an adapter, and a tokenizer of as many tokens."""
     import torch
 
-    from unsloth_multigpu.cli.bench_worker import make_model
+    from unsloth_multigpu.tools.bench.worker import make_model
 
     model = make_model(dataclasses.replace(options, train="full"), max_length)
     is_frozen_bf16 = options.train == "lora" and options.dtype == "bf16"

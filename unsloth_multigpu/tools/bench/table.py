@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE, UNGUARDED
-from unsloth_multigpu.cli.bench_option import DEFAULT_OPTIMIZER, LEARNING_RATE, UNSLOTH, BenchOptions
-from unsloth_multigpu.cli.bench_result import ArmResult, Spread
-from unsloth_multigpu.cli.strategy_arm import find_arm
+from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE, UNGUARDED
+from unsloth_multigpu.tools.bench.option import DEFAULT_OPTIMIZER, LEARNING_RATE, UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.result import ArmResult, Spread
+from unsloth_multigpu.tools.bench.strategy_arm import find_arm
 
 
 @dataclass(frozen=True)

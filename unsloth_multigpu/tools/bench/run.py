@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unsloth_multigpu.cli.bench_arm import Arm, arm_command, arm_environment, num_processes
-from unsloth_multigpu.cli.bench_option import BenchOptions
-from unsloth_multigpu.cli.bench_result import RankRecord
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.tools.bench.arm import Arm, arm_command, arm_environment, num_processes
+from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.result import RankRecord
 from unsloth_multigpu.wire.process import end_command
 
 _LOG_LINES = 30

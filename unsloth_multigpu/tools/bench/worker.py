@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import Arm, num_accumulated, num_devices, speed_of
-from unsloth_multigpu.cli.bench_data import NUM_ID_TOKENS, make_rows, make_test_rows
-from unsloth_multigpu.cli.bench_option import HEAD_SIZE, UNSLOTH, BenchOptions
-from unsloth_multigpu.cli.bench_turn import Turn
-from unsloth_multigpu.cli.bench_unsloth import load_model, make_trainer
-from unsloth_multigpu.cli.strategy_arm import find_arm
-from unsloth_multigpu.cli.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
+from unsloth_multigpu.tools.bench.arm import Arm, num_accumulated, num_devices, speed_of
+from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
+from unsloth_multigpu.tools.bench.option import HEAD_SIZE, UNSLOTH, BenchOptions
+from unsloth_multigpu.tools.bench.strategy_arm import find_arm
+from unsloth_multigpu.tools.bench.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
+from unsloth_multigpu.tools.bench.turn import Turn
+from unsloth_multigpu.tools.bench.unsloth import load_model, make_trainer
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.cli.bench_meter import Meter
+    from unsloth_multigpu.tools.bench.meter import Meter
 
 # What transformers' BatchRebalanceSampler draws its order from, whatever it is told: with it all arms see the same.
 _ORDER_SEED = 42
@@ -65,7 +65,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
     import torch
     from transformers import TrainerCallback
 
-    from unsloth_multigpu.cli.bench_meter import Meter, is_expandable, num_compiled, peak_bytes, reserved_bytes
+    from unsloth_multigpu.tools.bench.meter import Meter, is_expandable, num_compiled, peak_bytes, reserved_bytes
 
     is_cuda = options.device == "cuda"
     rows, test_rows = make_rows(options), make_test_rows(options)

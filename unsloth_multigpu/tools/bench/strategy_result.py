@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unsloth_multigpu.cli.bench_arm import REFERENCE
-from unsloth_multigpu.cli.bench_option import BenchOptions
-from unsloth_multigpu.cli.bench_result import ArmResult, EpochRecord, RankRecord, Runs, Spread, measure_run, ratios
-from unsloth_multigpu.cli.bench_table import Table, memory_text, norm_text, spread_text
-from unsloth_multigpu.cli.strategy_arm import DDP, STRATEGIES
+from unsloth_multigpu.tools.bench.arm import REFERENCE
+from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.result import ArmResult, EpochRecord, RankRecord, Runs, Spread, measure_run, ratios
+from unsloth_multigpu.tools.bench.strategy_arm import DDP, STRATEGIES
+from unsloth_multigpu.tools.bench.table import Table, memory_text, norm_text, spread_text
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures what DDP's settings cost and save, interleaved: `python -m unsloth_multigpu.cli.bench_ddp --help`.
+"""Measures what DDP's settings cost and save, interleaved: `python -m unsloth_multigpu.tools.bench.ddp --help`.
 
 Full training and LoRA of a small random Llama in a plain torch loop, so that nothing but the settings differs. "uneven"
 has two micro-batches a step of which the ranks have the long one at different places. Round by round every setting is
@@ -57,7 +57,7 @@ def main() -> int:
         _run_rank(options)
         return 0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "unsloth_multigpu.cli.bench_ddp", *sys.argv[1:]]
+        command = [sys.executable, "-m", "unsloth_multigpu.tools.bench.ddp", *sys.argv[1:]]
         ranks = []
         for number in range(options.num_ranks):
             ranks.append(subprocess.Popen([*command, "--rank", str(number), "--meeting-file", f"{folder}/meeting"]))

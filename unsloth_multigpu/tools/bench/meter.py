@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unsloth_multigpu.cli.bench_data import NUM_ID_TOKENS
+from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS
 
 if TYPE_CHECKING:
     import torch

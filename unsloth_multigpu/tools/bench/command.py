@@ -12,21 +12,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, num_processes, part_available
-from unsloth_multigpu.cli.bench_option import NUM_WARMUP_ON_DEVICE, BenchOptions
-from unsloth_multigpu.cli.bench_run import tell
-from unsloth_multigpu.cli.bench_unsloth import made_model
-from unsloth_multigpu.cli.federated_option import check_not_federated
-from unsloth_multigpu.cli.plain_json import json_text
-from unsloth_multigpu.cli.strategy_arm import STRATEGIES
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.tools.bench.arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, num_processes, part_available
+from unsloth_multigpu.tools.bench.federated_option import check_not_federated
+from unsloth_multigpu.tools.bench.option import NUM_WARMUP_ON_DEVICE, BenchOptions
+from unsloth_multigpu.tools.bench.plain_json import json_text
+from unsloth_multigpu.tools.bench.run import tell
+from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
+from unsloth_multigpu.tools.bench.unsloth import made_model
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.cli.bench_result import ArmResult, RankRecord
-    from unsloth_multigpu.cli.strategy_result import StrategyResult
+    from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord
+    from unsloth_multigpu.tools.bench.strategy_result import StrategyResult
 
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
 
@@ -41,10 +41,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
         ConfigError: An option has a value that cannot be used.
         SetupError: This machine lacks what was asked for.
     """
-    from unsloth_multigpu.cli.bench_data import make_rows
+    from unsloth_multigpu.tools.bench.data import make_rows
 
     if arguments.federated is not None:
-        from unsloth_multigpu.cli.bench_federated import run_federated
+        from unsloth_multigpu.tools.bench.federated import run_federated
 
         return run_federated(arguments)
     check_not_federated(arguments)
@@ -84,8 +84,8 @@ def _run_rounds(
     arms: Sequence[Arm], options: BenchOptions
 ) -> tuple[dict[str, list[list[RankRecord]]], LaunchError | None]:
     """`runs[arm][round]` of the rounds in which every arm ran to its end, and what ended the last one early."""
-    from unsloth_multigpu.cli import bench_run
-    from unsloth_multigpu.cli.bench_turn import run_together
+    from unsloth_multigpu.tools.bench import run as bench_run
+    from unsloth_multigpu.tools.bench.turn import run_together
 
     by_name = {arm.name: arm for arm in arms}
 
@@ -117,9 +117,9 @@ def _publish(
     runs: dict[str, list[list[RankRecord]]],
 ) -> None:
     """Prints the table, and writes the files that were asked for."""
-    from unsloth_multigpu.cli.bench_result import summarize
-    from unsloth_multigpu.cli.bench_table import conditions, render_table, result_table
-    from unsloth_multigpu.cli.strategy_result import strategy_tables, summarize_strategies
+    from unsloth_multigpu.tools.bench.result import summarize
+    from unsloth_multigpu.tools.bench.strategy_result import strategy_tables, summarize_strategies
+    from unsloth_multigpu.tools.bench.table import conditions, render_table, result_table
 
     ranks = [rank for rounds in runs.values() for ranks in rounds for rank in ranks]
     devices = ", ".join(sorted({rank.device for rank in ranks}))
@@ -136,9 +136,9 @@ def _publish(
     if arguments.json:
         Path(arguments.json).write_text(outcome, encoding="utf-8")
     if arguments.report:
-        from unsloth_multigpu.cli.bench_plot import draw_plots
-        from unsloth_multigpu.cli.bench_report import write_report
-        from unsloth_multigpu.cli.strategy_plot import draw_curves
+        from unsloth_multigpu.tools.bench.page import write_report
+        from unsloth_multigpu.tools.bench.plot import draw_plots
+        from unsloth_multigpu.tools.bench.strategy_plot import draw_curves
 
         plots = draw_plots(results, runs, options.num_warmup)
         page = write_report(Path(arguments.report), lines, tables, draw_curves(learned) | plots if learned else plots)

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_multigpu.cli.federated_model import build_model, train_client
-from unsloth_multigpu.cli.federated_option import FederatedArm, FederatedOptions
+from unsloth_multigpu.tools.bench.federated_model import build_model, train_client
+from unsloth_multigpu.tools.bench.federated_option import FederatedArm, FederatedOptions
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_data import make_rows
-from unsloth_multigpu.cli.bench_worker import collate, make_model
-from unsloth_multigpu.cli.federated_option import FederatedOptions
+from unsloth_multigpu.tools.bench.data import make_rows
+from unsloth_multigpu.tools.bench.federated_option import FederatedOptions
+from unsloth_multigpu.tools.bench.worker import collate, make_model
 
 if TYPE_CHECKING:
     from unsloth_multigpu.federated.client import FederatedClient

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE
-from unsloth_multigpu.cli.bench_result import ArmResult, RankRecord, Runs, measure_run
-from unsloth_multigpu.cli.strategy_arm import OURS
+from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE
+from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord, Runs, measure_run
+from unsloth_multigpu.tools.bench.strategy_arm import OURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

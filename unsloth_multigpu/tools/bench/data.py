@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.cli.bench_option import MAX_TEST_ROWS, TEXT_KINDS, BenchOptions
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.tools.bench.option import MAX_TEST_ROWS, TEXT_KINDS, BenchOptions
 
 # So many standard deviations lie between median and maximum. With lognormal:150:1024, 60 % of what random batches of
 # 8 compute is padding, as in instruction data.

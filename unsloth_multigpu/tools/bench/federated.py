@@ -13,16 +13,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from unsloth_multigpu.cli.bench_arm import Arm, arm_environment
-from unsloth_multigpu.cli.bench_result import Spread
-from unsloth_multigpu.cli.bench_table import Table, render_table, spread_text
-from unsloth_multigpu.cli.federated_option import BASELINE, FederatedArm, FederatedOptions, parse_arms
-from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.errors import DivergenceError, SetupError
+from unsloth_multigpu.tools.bench.arm import Arm, arm_environment
+from unsloth_multigpu.tools.bench.federated_option import BASELINE, FederatedArm, FederatedOptions, parse_arms
+from unsloth_multigpu.tools.bench.plain_json import json_text
+from unsloth_multigpu.tools.bench.result import Spread
+from unsloth_multigpu.tools.bench.table import Table, render_table, spread_text
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.wire.process import find_marked
 
-_WORKER = "unsloth_multigpu.cli.federated_arm"
+_WORKER = "unsloth_multigpu.tools.bench.federated_arm"
 # Of a trained value. Elsewhere sums of the same numbers come out differently each time.
 _MAX_DIFFERENCE = {("cpu", "fp32"): 1e-6}
 _MAX_DIFFERENCE_ELSEWHERE = 1e-3
@@ -81,8 +81,8 @@ def run_federated(arguments: argparse.Namespace) -> int:
         SetupError: This machine lacks what was asked for.
         DivergenceError: Two arms trained other weights.
     """
-    from unsloth_multigpu.cli.bench import check_outputs
-    from unsloth_multigpu.cli.bench_run import one_by_one, run_rounds, tell
+    from unsloth_multigpu.tools.bench.command import check_outputs
+    from unsloth_multigpu.tools.bench.run import one_by_one, run_rounds, tell
 
     arms = parse_arms(arguments.federated)
     options = FederatedOptions.from_arguments(arguments)
@@ -127,8 +127,8 @@ def _device(given: str) -> str:
 def _run_arm(arm: FederatedArm, options: FederatedOptions, folder: Path) -> ArmRun:
     from safetensors.torch import load_file
 
-    from unsloth_multigpu.cli.bench_run import run_worker
-    from unsloth_multigpu.cli.federated_arm import RECORD, WEIGHTS
+    from unsloth_multigpu.tools.bench.federated_arm import RECORD, WEIGHTS
+    from unsloth_multigpu.tools.bench.run import run_worker
 
     most: list[int] = []
 
@@ -194,7 +194,7 @@ def _check_equal(runs: Mapping[str, Sequence[ArmRun]], options: FederatedOptions
 
 
 def _publish(file: str | None, options: FederatedOptions, runs: Mapping[str, Sequence[ArmRun]]) -> None:
-    from unsloth_multigpu.cli.bench import machine_lines, variable_lines
+    from unsloth_multigpu.tools.bench.command import machine_lines, variable_lines
 
     lines = [*machine_lines(), *_conditions(options, runs), *variable_lines()]
     rows = _figures(runs)

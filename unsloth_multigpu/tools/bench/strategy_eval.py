@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.cli.bench_arm import Arm
-from unsloth_multigpu.cli.bench_option import LEARNING_RATE
+from unsloth_multigpu.tools.bench.arm import Arm
+from unsloth_multigpu.tools.bench.option import LEARNING_RATE
 
 if TYPE_CHECKING:
     import torch

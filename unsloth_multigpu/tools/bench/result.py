@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
-from unsloth_multigpu.cli.bench_arm import BASELINE, REFERENCE, UNGUARDED
+from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE, UNGUARDED
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from unsloth_multigpu.cli.bench_table import Table
-from unsloth_multigpu.cli.strategy_arm import OURS, find_arm
+from unsloth_multigpu.tools.bench.strategy_arm import OURS, find_arm
+from unsloth_multigpu.tools.bench.table import Table
 
 _CAPTIONS = {
     "accuracy_curves.png": "Accuracy and loss after each epoch of each strategy",

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from unsloth_multigpu.cli.bench_arm import ARMS, DEFAULT_ARMS, UNGUARDED
-from unsloth_multigpu.cli.bench_option import (
+from unsloth_multigpu.tools.bench.arm import ARMS, DEFAULT_ARMS, UNGUARDED
+from unsloth_multigpu.tools.bench.federated_option import (
+    DEFAULT_FEDERATED,
+    NUM_CLIENTS,
+    NUM_ROUNDS,
+    NUM_STEPS_OF_CLIENT,
+)
+from unsloth_multigpu.tools.bench.option import (
     DEFAULT_LENGTHS,
     LIBRARIES,
     MODEL_SIZES,
@@ -18,8 +24,7 @@ from unsloth_multigpu.cli.bench_option import (
     TEXT_LENGTHS,
     BenchOptions,
 )
-from unsloth_multigpu.cli.federated_option import DEFAULT_FEDERATED, NUM_CLIENTS, NUM_ROUNDS, NUM_STEPS_OF_CLIENT
-from unsloth_multigpu.cli.strategy_arm import STRATEGIES
+from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
 
 _DEFAULTS = BenchOptions(arms=())
 
