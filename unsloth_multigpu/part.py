@@ -26,7 +26,7 @@ class Part:
     keeps: ClassVar[tuple[str, ...]] = ()
 
     def overrides(self) -> Mapping[str, Override]:
-        """What stands in the place of which method, by names of `core.seam.SEAMS`. Asked inside of `around`."""
+        """What stands in the place of which method, by names of `seam.SEAMS`. Asked inside of `around`."""
         return {}
 
     def is_needed(self, seam: str) -> bool:

@@ -56,7 +56,7 @@ def made(kind: str, model_folder: Path, folder: Path) -> Any:
 def test_methods_are_there_and_are_called_in_each_step_and_for_each_checkpoint(
     kind: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unsloth_multigpu.core.seam import SEAMS, steered, verify_calls, verify_seams
+    from unsloth_multigpu.seam import SEAMS, steered, verify_calls, verify_seams
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", LogProbs)
@@ -102,7 +102,7 @@ def test_fake_trainer_has_what_the_real_one_has(model_folder: Path, tmp_path: Pa
 
 
 def test_every_method_that_stands_on_a_trainer_is_in_the_table() -> None:
-    from unsloth_multigpu.core.seam import SEAMS
+    from unsloth_multigpu.seam import SEAMS
 
     frozen = json.loads((ROOT / "tests" / "dist" / "onion.json").read_text())
     found = {name for training in frozen.values() for name in training["seams"]}

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.core.seam import Steered
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
@@ -26,6 +25,7 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
+from unsloth_multigpu.seam import Steered
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.identity import RankIdentity

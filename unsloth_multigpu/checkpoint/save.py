@@ -14,12 +14,12 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.collation import free_rows
 from unsloth_multigpu.step.deal import check_divisible, equation

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from unsloth_multigpu.core.seam import instance_attribute, steered
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.metrics import STORES
 
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
 
-from unsloth_multigpu.core.seam import SEAMS, Steered, owner_of
 from unsloth_multigpu.part import EVENTS, Override, Part
+from unsloth_multigpu.seam import SEAMS, Steered, owner_of
 
 _MISSING: Any = object()
 

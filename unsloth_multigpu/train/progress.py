@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unsloth_multigpu.core.seam import verify_calls
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import EventWriter
+from unsloth_multigpu.seam import verify_calls
 from unsloth_multigpu.strategies.exchange import Exchange
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.seam import steered
 
 # Rank 0's word before a trial; another text is the end.
 _TRIAL = "trial"

@@ -9,7 +9,6 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
-from unsloth_multigpu.core.seam import verify_seams
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
@@ -19,6 +18,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import EventWriter, RankReport, RunReport
 from unsloth_multigpu.row import Scope
+from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategies.exchange import Exchange
 from unsloth_multigpu.strategy import DDP, LocalSGD

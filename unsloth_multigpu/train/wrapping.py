@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, gradient_backend
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.train.compression import check_compression, compression_settings
 from unsloth_multigpu.train.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation, make_readable
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault

@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.tools.verify.source import Source, find_precision, find_sources, turn_dropout_off
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.versions import installed_version

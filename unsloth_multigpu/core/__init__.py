@@ -1,1 +1,0 @@
-"""Who holds the group, and who steers the user's Trainer?"""
