@@ -64,9 +64,9 @@ _HOMES = {
     ),
     "report": ("RankReport", "RunReport"),
     "strategy": ("DDP", "AllReduce", "DiLoCo", "LocalSGD", "ParameterServer"),
-    "plain": ("distributed_loader", "save_state_dict", "wrap_model_multi_gpu"),
-    "core.state": ("load_state_dict",),
-    "core.wrap": ("unwrap_model",),
+    "plain.api": ("distributed_loader", "save_state_dict", "wrap_model_multi_gpu"),
+    "plain.state": ("load_state_dict",),
+    "plain.wrap": ("unwrap_model",),
     "federated.server": ("FederatedServer", "create_multigpu_flower_server"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -17,13 +17,14 @@ from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
-from unsloth_multigpu.report import EventWriter, RunReport
+from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.tool import Tool, attached
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.identity import RankIdentity
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# The older plugin's path.
+_SERIAL = "unsloth_multigpu.legacy.serial:SerialTrainer"
 _OTHER_PARALLELISM = ("UNSLOTH_FSDP2", "UNSLOTH_TP_SIZE")
 
 
@@ -185,9 +188,7 @@ class Session:
 
     def _run_serial(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""
-        from unsloth_multigpu.legacy.serial import SerialTrainer
-
-        steered = SerialTrainer(trainer, self.config)
+        steered = attached(_SERIAL)(trainer, self.config)
         result = steered.run(original_train)
         self.report = steered.report
         return result

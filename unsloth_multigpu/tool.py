@@ -58,6 +58,11 @@ def tool_of(context: RunContext) -> Tool:
     """The tool that takes part in the run; one that does nothing where there is none."""
     if context.tool is None:
         return Tool()
-    module, _, name = context.tool.name.partition(":")
-    tool: Tool = getattr(importlib.import_module(module), name)(**context.tool.values)
+    tool: Tool = attached(context.tool.name)(**context.tool.values)
     return tool
+
+
+def attached(name: str) -> Any:
+    """What a folder offers that nothing imports, by its name: "module:attribute"."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.launch.cause import Memory, find_cause, find_early_exit
-from unsloth_multigpu.report import Event
 from unsloth_multigpu.wire.beat import Beat
+from unsloth_multigpu.wire.event import Event
 
 CONNECTION_ERRORS = [
     "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41234",

@@ -19,8 +19,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.hooks.notebook import notebook_patches
 from unsloth_multigpu.notebook.magic import prefix_output, visible_memory
+from unsloth_multigpu.notebook.patches import notebook_patches
 from unsloth_multigpu.notebook.share import _keep_quiet, _wait_for_rank_0
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables

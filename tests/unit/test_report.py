@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from unsloth_multigpu.report import EventWriter, RankReport, RunReport, read_events
+from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.event import EventWriter, read_events
 
 
 def test_events_of_all_ranks_are_read_in_order_of_time(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.launcher import rank_environment
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.report import EventWriter
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.child import Child
+from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 
 PACKAGE = Path(__file__).parents[2] / "unsloth_multigpu"

@@ -20,8 +20,8 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
 from unsloth_multigpu.launch.cause import find_cause
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.report import Event
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
+from unsloth_multigpu.wire.event import Event
 
 SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"}
 

@@ -11,9 +11,9 @@ import pytest
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
-from unsloth_multigpu.report import Event, EventWriter
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.event import Event, EventWriter
 from unsloth_multigpu.wire.process import is_alive
 
 

@@ -18,15 +18,15 @@ from unsloth_multigpu.launch import watch as module
 from unsloth_multigpu.launch import watchdog
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.report import Event, EventWriter
 from unsloth_multigpu.wire.beat import Beat, BeatPage, Node, Phase
+from unsloth_multigpu.wire.event import Event, EventWriter
 from unsloth_multigpu.wire.process import read_state
 
 RANK = """
 import os, signal, sys, time
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.launch.pulse import start_pulse
-from unsloth_multigpu.report import EventWriter
+from unsloth_multigpu.wire.event import EventWriter
 folder, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 page = BeatPage(folder, rank)
 start_pulse(page, folder, rank, 1.0)

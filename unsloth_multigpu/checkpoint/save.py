@@ -15,6 +15,7 @@ from typing import Any
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
+from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
@@ -24,7 +25,6 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
-from unsloth_multigpu.strategies.exchange import Exchange
 
 logger = get_logger(__name__)
 
@@ -47,7 +47,7 @@ class Checkpoints(Part):
     place = "checkpoints"
 
     def __init__(
-        self, trainer: Any, manager: DDPManager, steps: StepFeed, exchange: Exchange | None, resume: Resume
+        self, trainer: Any, manager: DDPManager, steps: StepFeed, exchange: GradientExchange | None, resume: Resume
     ) -> None:
         self._trainer = trainer
         self._manager = manager

@@ -208,3 +208,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Those that a checkpoint keeps; others are what each replica computes for itself, such as tables of positions."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer

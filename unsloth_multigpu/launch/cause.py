@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
-from unsloth_multigpu.report import Event
 from unsloth_multigpu.wire.beat import Beat
+from unsloth_multigpu.wire.event import Event
 
 # The text that gloo, NCCL and the store give when *another* rank went away: a consequence, never the cause.
 _COMMUNICATION_ERROR = re.compile(

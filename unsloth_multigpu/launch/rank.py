@@ -16,9 +16,9 @@ from types import TracebackType
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.logs import tell
-from unsloth_multigpu.report import EventWriter
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.identity import RankIdentity
 
 _PR_SET_PDEATHSIG = 1

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, VersionError
 from unsloth_multigpu.logs import tell
-from unsloth_multigpu.report import Event, read_events
 from unsloth_multigpu.wire.beat import Phase, read_beats
 from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.process import kill_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

@@ -14,8 +14,8 @@ from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.report import Event, read_events
 from unsloth_multigpu.wire.beat import Beat, Node, read_beats
+from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.process import (
     count_memory_kills,
     is_alive,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -90,14 +90,6 @@ def _rebound(value: Any, copies: dict[int, Any], seen: set[int]) -> Any:
     function.__kwdefaults__ = value.__kwdefaults__
     vars(function).update(vars(value))
     return function
-
-
-def kept_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Those that a checkpoint keeps; others are what each replica computes for itself, such as tables of positions."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield buffer
 
 
 def take_gradients(model: nn.Module) -> list[torch.Tensor | None]:

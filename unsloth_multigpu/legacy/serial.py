@@ -17,13 +17,13 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
+from unsloth_multigpu.group.replicas import persistent_buffers
 from unsloth_multigpu.legacy.replica import (
     HINT,
     INDEXED,
     check_gradients,
     copy_of,
     find_devices,
-    kept_buffers,
     take_gradients,
 )
 from unsloth_multigpu.legacy.shard import count_rows, cut_rows, shard_factors
@@ -148,7 +148,7 @@ class SerialTrainer(Part):
                 if source.requires_grad or target.requires_grad:
                     self._send(source, target)
                     target.requires_grad_(source.requires_grad)
-            for buffer, its in zip(kept_buffers(self._replicas[0]), kept_buffers(replica), strict=True):
+            for buffer, its in zip(persistent_buffers(self._replicas[0]), persistent_buffers(replica), strict=True):
                 self._send(buffer, its)
 
     def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:

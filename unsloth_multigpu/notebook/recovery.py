@@ -13,11 +13,10 @@ from torch import nn
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.replicas import replicated_tensors
-from unsloth_multigpu.legacy.replica import kept_buffers
+from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
+from unsloth_multigpu.group.wrapper import inner_name
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.state import send_state
-from unsloth_multigpu.plain.wrap import inner_name
 from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)
@@ -214,7 +213,7 @@ def _send_trainer(manager: DDPManager, trainer: Any) -> None:
     """Collective."""
     optimizer, model = _optimizer_of(trainer), trainer.model
     weights = [t for _, t in replicated_tensors(model)]
-    send_state(manager, {"weights": weights, "buffers": list(kept_buffers(model))})
+    send_state(manager, {"weights": weights, "buffers": list(persistent_buffers(model))})
     states = None if optimizer is None else [optimizer.state.get(p) for p in _parameters_of(optimizer)]
     states, kept = send_state(manager, states)
     if kept:

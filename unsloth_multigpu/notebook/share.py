@@ -116,7 +116,7 @@ def prepare_worker(worker: Worker, variables: RankVariables, kernel_shell: Mappi
         variables: Kept from programs that a cell of `%%rank N` starts here.
         kernel_shell: What `describe_shell` gave.
     """
-    from unsloth_multigpu.hooks.notebook import VALUE_KINDS, notebook_patches
+    from unsloth_multigpu.notebook.patches import VALUE_KINDS, notebook_patches
     from unsloth_multigpu.notebook.profile import make_shell, start_alike
 
     # Plots are drawn and shown by rank 0; of a log of one run there is one.

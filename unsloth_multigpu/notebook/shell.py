@@ -66,7 +66,7 @@ class KernelShell:
 
     def open(self) -> None:
         """Begins to steer the shell."""
-        from unsloth_multigpu.hooks.notebook import notebook_patches
+        from unsloth_multigpu.notebook.patches import notebook_patches
 
         shell = self._shell
         self._num_counted_early = shell.execution_count - (len(shell.history_manager.input_hist_parsed) - 1)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
+from unsloth_multigpu.group.wrapper import inner_name
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.row import Scope
@@ -156,15 +157,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     """The model itself, below DistributedDataParallel, DataParallel and `torch.compile` in any order and number."""
     *_, innermost = _chain(model)
     return innermost
-
-
-def inner_name(module: nn.Module) -> str | None:
-    """Under which name a wrapper holds its model; None for a module that is no wrapper."""
-    if isinstance(module, (DistributedDataParallel, DataParallel)):
-        return "module"
-    # Importing the compiler takes a second; where nobody has, nothing is compiled.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
 
 
 def _chain(model: nn.Module) -> Iterator[nn.Module]:

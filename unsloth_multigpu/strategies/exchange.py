@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import Override
 from unsloth_multigpu.strategies.choice import make_sync
 from unsloth_multigpu.strategies.sync import GradientSync
+from unsloth_multigpu.strategy import LocalSGD
 
 logger = get_logger(__name__)
 
@@ -23,7 +25,7 @@ logger = get_logger(__name__)
 STATE_FILE = "unsloth_multigpu_sync.pt"
 
 
-class Exchange(Part):
+class Exchange(GradientExchange):
     """Makes the calls of a `GradientSync` from methods and callbacks of one trainer object.
 
     Args:
@@ -34,7 +36,6 @@ class Exchange(Part):
         sync: The strategy, once the training has begun.
     """
 
-    place = "exchange"
     keeps = ("args.average_tokens_across_devices",)
 
     def __init__(self, trainer: Any, manager: DDPManager) -> None:
@@ -104,6 +105,27 @@ class Exchange(Part):
         """Makes the ranks' weights equal where something is about to read them. Collective."""
         if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
             self.sync.meet()
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Of the strategy."""
+        assert self.sync is not None
+        return self.sync.parameters
+
+    @property
+    def are_replicas_equal(self) -> bool:
+        """True before the training as well."""
+        return self.sync is None or self.sync.are_replicas_equal
+
+    @property
+    def may_stop(self) -> bool:
+        """Ranks that meet now and then stop where they meet."""
+        return not isinstance(self._config.sync, LocalSGD) or self.are_replicas_equal
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Of the strategy."""
+        return None if self.sync is None else self.sync.sent_bytes
 
     def save_state(self, folder: Path) -> None:
         """Adds the strategy's state to a checkpoint; nothing for a strategy that has none."""

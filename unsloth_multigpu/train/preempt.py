@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.report import EventWriter
 from unsloth_multigpu.train.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.event import EventWriter
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager

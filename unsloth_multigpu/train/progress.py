@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.report import EventWriter
 from unsloth_multigpu.seam import verify_calls
-from unsloth_multigpu.strategies.exchange import Exchange
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model
+from unsloth_multigpu.wire.event import EventWriter
 
 
 class Progress(Part):
@@ -40,7 +40,7 @@ class Progress(Part):
         manager: DDPManager,
         events: EventWriter | None,
         replicas: ReplicaProof,
-        exchange: Exchange | None,
+        exchange: GradientExchange | None,
         trained: TrainedParameters | None,
         preemption: Preemption,
     ) -> None:
@@ -109,7 +109,7 @@ class Progress(Part):
             self._is_proof_due = self._manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self._replicas.is_due(step)
         # Ranks that step by themselves are equal when they have met, and not before.
-        is_equal = self._exchange is None or self._exchange.sync is None or self._exchange.sync.are_replicas_equal
+        is_equal = self._exchange is None or self._exchange.are_replicas_equal
         if self._is_proof_due and is_equal:
             self._replicas.check(self._trainer.model, step, self._beside_the_model())
             self._is_proof_due = False

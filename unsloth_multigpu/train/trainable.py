@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
+from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.strategies.exchange import Exchange
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
 
 logger = get_logger(__name__)
@@ -45,7 +45,7 @@ class TrainedParameters(Part):
 
     place = "trained"
 
-    def __init__(self, trainer: Any, manager: DDPManager, exchange: Exchange | None, training: int) -> None:
+    def __init__(self, trainer: Any, manager: DDPManager, exchange: GradientExchange | None, training: int) -> None:
         self._trainer = trainer
         self._manager = manager
         self._exchange = exchange
@@ -77,8 +77,7 @@ class TrainedParameters(Part):
         """Makes sure that the gradients of all that is trained will meet."""
         ids = set(map(id, trained))
         if self._exchange is not None:
-            assert self._exchange.sync is not None
-            more = ids - set(map(id, self._exchange.sync.parameters))
+            more = ids - set(map(id, self._exchange.parameters))
             if more:
                 raise SetupError(
                     f"{self._names(more)} became trainable after step {self._step}, but sync="

@@ -10,18 +10,19 @@ from typing import Any
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.report import EventWriter, RankReport, RunReport
+from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.strategies.exchange import Exchange
-from unsloth_multigpu.strategy import DDP, LocalSGD
+from unsloth_multigpu.strategy import DDP
+from unsloth_multigpu.tool import attached
 from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
@@ -35,8 +36,12 @@ from unsloth_multigpu.train.view import CallbackView
 from unsloth_multigpu.train.wrapping import DDPWrapping
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.event import EventWriter
 
 logger = get_logger(__name__)
+
+# What makes gradients meet in another way than DDP.
+_EXCHANGE = "unsloth_multigpu.strategies.exchange:Exchange"
 
 
 class DDPTrainer:
@@ -76,9 +81,9 @@ class DDPTrainer:
         context = RunContext() if context is None else context
         run_dir, is_one_of_several = context.run_dir, manager.identity.world_size > 1
         self.steps = StepFeed(trainer, manager, beat)
-        self.exchange: Exchange | None = None
+        self.exchange: GradientExchange | None = None
         if is_one_of_several and not isinstance(self.config.sync, DDP):
-            self.exchange = Exchange(trainer, manager)
+            self.exchange = attached(_EXCHANGE)(trainer, manager)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
         self.preemption = Preemption(trainer, manager, events, run_dir, beat, self._may_stop)
         replicas = ReplicaProof(manager, self.steps.balancer.state)
@@ -194,16 +199,14 @@ class DDPTrainer:
         return True
 
     def _may_stop(self) -> bool:
-        """Ranks that meet now and then stop where they meet: one more meeting would be another training."""
-        sync = self.exchange and self.exchange.sync
-        return not sync or not isinstance(self.config.sync, LocalSGD) or sync.are_replicas_equal
+        return self.exchange is None or self.exchange.may_stop
 
     def _report(self, train_s: float) -> None:
         counts = [self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches]
         if self.exchange is None:
             sent_bytes = ddp_sent_bytes(self.trainer.model, self.manager, self.progress.num_steps)
         else:
-            sent_bytes = None if self.exchange.sync is None else self.exchange.sync.sent_bytes
+            sent_bytes = self.exchange.sent_bytes
         rows = self.manager.gather_floats([*counts, train_s, -1 if sent_bytes is None else sent_bytes])
         self.report = RunReport(
             tuple(

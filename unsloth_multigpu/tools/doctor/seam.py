@@ -45,11 +45,11 @@ def all_patches() -> list[Patch]:
     """Every patch of a rank on a GPU, under `verify`, whatever this machine has; they are to land, not to be called."""
     from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
-    from unsloth_multigpu.hooks.notebook import notebook_patches
     from unsloth_multigpu.hooks.removal import removal_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
     from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
+    from unsloth_multigpu.notebook.patches import notebook_patches
 
     gate = SaveGate(0, lambda: None)  # What is imported may remove files.
     return [
