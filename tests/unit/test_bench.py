@@ -267,7 +267,7 @@ def test_help_names_every_arm_and_option(capsys) -> None:
 
 def test_slow_rank_gives_the_planner_time_to_notice() -> None:
     def options(*arguments: str) -> BenchOptions:
-        return BenchOptions.from_arguments(main._parser().parse_args(["bench", *arguments]), [])
+        return BenchOptions.from_arguments(main._parser(main.find_commands()).parse_args(["bench", *arguments]), [])
 
     # The check of replicas after the first step is counted in the second.
     assert options().num_warmup == 2
@@ -482,8 +482,9 @@ def test_what_the_training_is_told_of_memory_and_rows(monkeypatch, tmp_path) -> 
     said = "\n".join(conditions(options, 0, "cpu", "1"))
     assert "full training, gradient checkpointing\n" in said
     assert "in each step, rows end to end\n" in said
+    parsed = main._parser(main.find_commands()).parse_args(["bench", "--strategies", "all", "--padding-free"])
     with pytest.raises(ConfigError, match="--padding-free is for --arms"):
-        BenchOptions.from_arguments(main._parser().parse_args(["bench", "--strategies", "all", "--padding-free"]), [])
+        BenchOptions.from_arguments(parsed, [])
 
 
 def test_reserved_memory_is_shown_where_there_is_any() -> None:

@@ -504,7 +504,8 @@ def test_page_of_seams_is_up_to_date():
 
 def test_page_of_seams_names_every_target_in_the_hooks():
     texts = set()
-    for path in (ROOT / "unsloth_multigpu" / "hooks").glob("*.py"):
+    package = ROOT / "unsloth_multigpu"
+    for path in [*(package / "hooks").glob("*.py"), package / "notebook" / "patches.py"]:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         texts |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     targets = {text for text in texts if re.fullmatch(r"[a-z_0-9.]+:[A-Za-z_0-9.]+", text)}

@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import pkgutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unsloth_multigpu.cli.command import Command, OptionTable
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import flag
-from unsloth_multigpu.tools.bench.parser import add_bench_options
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.identity import read_identity
 
 RANK_MODULE = "unsloth_multigpu.cli.script"
-_USAGES = {
-    command: f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
-       unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""
-    for command in ("run", "verify", "chaos")
-}
+# Their order in the list of commands; others that are found come behind.
+_TOOLS = ("verify", "doctor", "bench", "chaos")
+
+
+class RunCommand(Command):
+    """`unsloth-multigpu run`."""
+
+    name = "run"
+    help = "run a script that has no line of its own on every GPU"
+    description = (
+        "Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable "
+        "UNSLOTH_MULTIGPU_<NAME>; `unsloth-multigpu doctor --options` says all about each."
+    )
+    runs_program = True
+
+    def table(self) -> OptionTable:
+        return command_options("run")
+
+    def run(self, options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
+        _run({name: getattr(options, name) for name in self.table()}, program)
+
+
+def find_commands() -> dict[str, Command]:
+    """`run`, and the command of each tool that is installed."""
+    folder = importlib.util.find_spec("unsloth_multigpu.tools")
+    places = [] if folder is None else list(folder.submodule_search_locations or [])
+    found = [module.name for module in pkgutil.iter_modules(places) if module.ispkg]
+    names = [*(n for n in _TOOLS if n in found), *(n for n in found if n not in _TOOLS)]
+    tools = [importlib.import_module(f"unsloth_multigpu.tools.{name}").COMMAND for name in names]
+    return {command.name: command for command in (RunCommand(), *tools)}
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -32,31 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         argv: Arguments without the program's name; None = `sys.argv[1:]`.
     """
     own, behind, program = split_program(list(sys.argv[1:] if argv is None else argv))
-    parser = _parser()
-    options, unknown = parser.parse_known_args([*own, *behind])
+    commands = find_commands()
+    options, unknown = _parser(commands).parse_known_args([*own, *behind])
+    command = commands[options.command]
     try:
         if unknown:
-            hint = f"unsloth-multigpu {options.command} --help lists what there is."
-            raise ConfigError(f"{options.command}: unrecognized arguments: {' '.join(unknown)}", hint=hint)
-        if options.command == "doctor":
-            return _doctor(options)
-        if options.command == "bench":
-            from unsloth_multigpu.tools.bench.command import run_bench
-
-            return run_bench(options)
-        if options.command == "verify":
-            from unsloth_multigpu.tools.verify.command import run_verify
-
-            _check_program(program, "verify")
+            hint = f"unsloth-multigpu {command.name} --help lists what there is."
+            raise ConfigError(f"{command.name}: unrecognized arguments: {' '.join(unknown)}", hint=hint)
+        if command.runs_program:
+            _check_program(program, command.name)
             _check_behind(own, behind)
-            return run_verify(options, program)
-        if options.command == "chaos":
-            from unsloth_multigpu.tools.chaos.command import run_chaos
-
-            _check_program(program, "chaos")
-            return run_chaos(options, program)
-        _check_program(program, "run")
-        _run(options, program)
+        return command.run(options, program)
     except MultiGPUError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -69,14 +82,14 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
 
     Returns options that stand before it, options that stand directly behind its name, and the program.
 
-    `verify` also takes options of its own directly after the name, up to the first that it does not know, unless `--`
+    Some also take options of its own directly after the name, up to the first that it does not know, unless `--`
     stands before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
     versions of Python.
     """
-    tables = {"run": _run_options, "verify": _verify_options, "chaos": _chaos_options}
-    if not arguments or arguments[0] not in tables:
+    command = find_commands().get(arguments[0]) if arguments else None
+    if command is None or not command.runs_program:
         return list(arguments), [], []
-    is_verify, table = arguments[0] == "verify", tables[arguments[0]]()
+    table = command.table()
     take_value = {flag(name) for name, (kind, _) in table.items() if kind is not bool}
     i = 1
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
@@ -84,7 +97,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
     own, program = list(arguments[:i]), list(arguments[i:])
     if program[:1] == ["--"]:
         return own, [], program[1:]
-    if not is_verify:
+    if not command.takes_options_behind:
         return own, [], program
     switches = {switch for name, (kind, _) in table.items() if kind is bool for switch in _switches(name)}
     start = end = 2 if program[:1] == ["-m"] else 1
@@ -114,22 +127,6 @@ def _switches(name: str) -> list[str]:
     return [flag(name)] if name.startswith("no_") else [flag(name), flag(f"no_{name}")]
 
 
-def _run_options() -> dict[str, tuple[type[Any], str]]:
-    return command_options("run")
-
-
-def _verify_options() -> dict[str, tuple[type[Any], str]]:
-    from unsloth_multigpu.tools.verify.command import OWN_OPTIONS
-
-    return {**OWN_OPTIONS, **command_options("verify")}
-
-
-def _chaos_options() -> dict[str, tuple[type[Any], str]]:
-    from unsloth_multigpu.tools.chaos.command import DEFAULTS, OWN_OPTIONS
-
-    return {**OWN_OPTIONS, **command_options("chaos", DEFAULTS)}
-
-
 class _Parser(argparse.ArgumentParser):
     """Ends a wrong command line as this package ends a wrong argument: with the exit code of ConfigError."""
 
@@ -138,99 +135,28 @@ class _Parser(argparse.ArgumentParser):
         self.exit(ConfigError.exit_code, f"error: {message}\nHint: {self.prog} --help lists what there is.\n")
 
 
-def _parser() -> _Parser:
+def _parser(commands: Mapping[str, Command]) -> _Parser:
     parser = _Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.", allow_abbrev=False)
     version = installed_version("unsloth-multigpu") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,doctor,verify,bench,chaos}")
-    run = commands.add_parser(
-        "run",
-        help="run a script that has no line of its own on every GPU",
-        usage=_USAGES["run"],
-        description="Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable "
-        "UNSLOTH_MULTIGPU_<NAME>; `unsloth-multigpu doctor --options` says all about each.",
-        allow_abbrev=False,
-    )
-    _add_options(run, _run_options())
-    verify = commands.add_parser(
-        "verify",
-        help="compare the first steps of a script on one process and on several ranks",
-        usage=_USAGES["verify"],
-        description="Runs the script up to the first steps of its first train(), on one process and on several ranks, "
-        "and compares samples, loss, gradient norm and what was added to the weights. The training saves nothing, what "
-        "comes after it is not run; what the script does before it, it does twice. Exit code 0 = both agree, 77 = they "
-        "do not, or too little could be compared; a script that fails ends it with the script's own code. Options may "
-        "also stand right after the script, up to the first that is not one of these; after `--` all that follows the "
-        "script is its own.",
-        allow_abbrev=False,
-    )
-    _add_options(verify, _verify_options())
-    doctor = commands.add_parser(
-        "doctor",
-        help="check versions, devices, copies between GPUs, an all-reduce and the patches",
-        description="Checks this machine; exit code 0 = ready to train, 1 = something failed.",
-        allow_abbrev=False,
-    )
-    output = doctor.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--seams", action="store_true", help="print only the table of patches, as Markdown")
-    output.add_argument("--options", action="store_true", help="print only the table of options, as Markdown")
-    doctor.add_argument("--num-gpus", type=int, metavar="INT", help="ranks of the all-reduce [all; 2 without a GPU]")
-    doctor.add_argument("--timeout-s", type=float, metavar="FLOAT", default=120.0, help="limit of each check [120]")
-    bench = commands.add_parser(
-        "bench",
-        help="measure one process, this package, torchrun and others side by side",
-        description="Trains a random Llama in several ways, in turns, and compares speed, waiting, memory and "
-        "gradients. With --strategies it compares ways in which gradients meet, on a text that the model learns; with "
-        "--federated processes and threads that train federated clients. Exit code 0 = measured, 1 = an arm failed, "
-        "77 = arms trained other weights.",
-        allow_abbrev=False,
-    )
-    add_bench_options(bench)
-    chaos = commands.add_parser(
-        "chaos",
-        help="kill, stop and starve ranks of a script, and see whether its training ends or goes on as it should",
-        usage=_USAGES["chaos"],
-        description="Runs the script once without faults and then with each, in a new folder, and compares what it "
-        "says, how soon it ends, what it leaves behind, samples and weights. Exit code 0 = every run ended or went on "
-        "as it should.",
-        allow_abbrev=False,
-    )
-    _add_options(chaos, _chaos_options())
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(commands) + "}")
+    for name, command in commands.items():
+        own = subparsers.add_parser(
+            name, help=command.help, description=command.description, allow_abbrev=False, usage=_usage(name) if command.runs_program else None
+        )
+        command.add_options(own)
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, table: dict[str, tuple[type[Any], str]]) -> None:
-    for name, (kind, text) in table.items():
-        text = text.replace("%", "%%")
-        if kind is bool:
-            action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
-            parser.add_argument(flag(name), action=action, help=text)
-        else:
-            parser.add_argument(flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+def _usage(command: str) -> str:
+    return f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
+       unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    from unsloth_multigpu.tools.doctor.command import run_doctor
-    from unsloth_multigpu.tools.doctor.options import options_markdown
-    from unsloth_multigpu.tools.doctor.seam import seams_markdown
-
-    if options.options:
-        print(options_markdown(), end="")
-        return 0
-    if options.seams:
-        print(seams_markdown(), end="")
-        return 0
-    # The same rules as for the options of a run.
-    MultiGPUConfig.resolve({"num_gpus": options.num_gpus, "timeout_s": options.timeout_s}, {})
-    return run_doctor(options.num_gpus, as_json=options.json, limit_s=options.timeout_s)
-
-
-def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
+def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
     from unsloth_multigpu.logs import Console
     from unsloth_multigpu.start import needs_supervisor, ranks_to_start, supervise
 
-    given: dict[str, Any] = {name: getattr(options, name) for name in _run_options()}
     config = MultiGPUConfig.resolve(given)
     # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
     os.environ.update({variable(name): str(value) for name, value in given.items() if value is not None})
@@ -248,7 +174,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
 
 
 def _check_program(program: Sequence[str], command: str) -> None:
-    usage = f"usage: {_USAGES[command]}"
+    usage = f"usage: {_usage(command)}"
     if not program or (program[0] == "-m" and len(program) == 1):
         what = "module" if program else "script"
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")

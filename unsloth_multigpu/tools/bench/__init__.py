@@ -1,1 +1,35 @@
 """How fast is it?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from unsloth_multigpu.cli.command import Command
+
+
+class BenchCommand(Command):
+    """`unsloth-multigpu bench`."""
+
+    name = "bench"
+    help = "measure one process, this package, torchrun and others side by side"
+    description = (
+        "Trains a random Llama in several ways, in turns, and compares speed, waiting, memory and gradients. With "
+        "--strategies it compares ways in which gradients meet, on a text that the model learns; with --federated "
+        "processes and threads that train federated clients. Exit code 0 = measured, 1 = an arm failed, 77 = arms "
+        "trained other weights."
+    )
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Adds its options to its parser."""
+        from unsloth_multigpu.tools.bench.parser import add_bench_options
+
+        add_bench_options(parser)
+
+    def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
+        from unsloth_multigpu.tools.bench.command import run_bench
+
+        return run_bench(options)
+
+
+COMMAND = BenchCommand()

@@ -1,1 +1,34 @@
 """What does a fault do to a run?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from unsloth_multigpu.cli.command import Command, OptionTable
+from unsloth_multigpu.options import command_options
+
+
+class ChaosCommand(Command):
+    """`unsloth-multigpu chaos`."""
+
+    name = "chaos"
+    help = "kill, stop and starve ranks of a script, and see whether its training ends or goes on as it should"
+    description = (
+        "Runs the script once without faults and then with each, in a new folder, and compares what it says, how soon "
+        "it ends, what it leaves behind, samples and weights. Exit code 0 = every run ended or went on as it should."
+    )
+    runs_program = True
+
+    def table(self) -> OptionTable:
+        from unsloth_multigpu.tools.chaos.command import DEFAULTS, OWN_OPTIONS
+
+        return {**OWN_OPTIONS, **command_options("chaos", DEFAULTS)}
+
+    def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
+        from unsloth_multigpu.tools.chaos.command import run_chaos
+
+        return run_chaos(options, program)
+
+
+COMMAND = ChaosCommand()

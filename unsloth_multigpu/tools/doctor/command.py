@@ -18,7 +18,7 @@ from unsloth_multigpu.versions import installed_version
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.verdict import CheckRow
 
-_HERE = "unsloth_multigpu.cli"
+_HERE = "unsloth_multigpu.tools.doctor"
 
 
 def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:

@@ -1,0 +1,54 @@
+"""The contract of a command: `unsloth-multigpu NAME`. `run` is one of ours, tools bring the others."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unsloth_multigpu.row import flag
+
+# Name -> type of the value, bool for a switch, and what it means.
+OptionTable = Mapping[str, tuple[type[Any], str]]
+
+
+class Command:
+    """One command. A tool is found by the attribute `COMMAND` of its package in `unsloth_multigpu.tools`.
+
+    Attributes:
+        name: On the command line.
+        help: One line, in the list of commands.
+        description: In its own `--help`.
+        runs_program: A script or a module follows its options.
+        takes_options_behind: Options directly behind the script's name are its own, up to the first that it does not
+            know.
+    """
+
+    name: str
+    help: str
+    description: str
+    runs_program = False
+    takes_options_behind = False
+
+    def table(self) -> OptionTable:
+        """Its options, where they are given as a table."""
+        return {}
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Adds its options to its parser."""
+        for name, (kind, text) in self.table().items():
+            text = text.replace("%", "%%")
+            if kind is bool:
+                action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
+                parser.add_argument(flag(name), action=action, help=text)
+            else:
+                parser.add_argument(flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+
+    def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
+        """Runs it and returns its exit code.
+
+        Args:
+            options: What the command line gave; None = not given.
+            program: The script and its arguments, or `-m`, a module and its arguments.
+        """
+        raise NotImplementedError
