@@ -244,7 +244,7 @@ def open_session(
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
-            from unsloth_multigpu.plain.wrap import warn_of_lone_steps
+            from unsloth_multigpu.group.lone import warn_of_lone_steps
 
             session.on_close.callback(warn_of_lone_steps().remove)
     if session.tool.draws_alike:

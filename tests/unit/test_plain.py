@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import unsloth_multigpu as ump
 from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.group.lone import warn_of_lone_steps
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plain.api import api as plain
@@ -27,7 +28,6 @@ from unsloth_multigpu.plain.wrap import (
     choose_strategy,
     current_identity,
     one_device_reason,
-    warn_of_lone_steps,
     wrap_model,
 )
 from unsloth_multigpu.plugin import Session

@@ -141,8 +141,13 @@ def _parser(commands: Mapping[str, Command]) -> _Parser:
     parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(commands) + "}")
     for name, command in commands.items():
+        usage = _usage(name) if command.runs_program else None
         own = subparsers.add_parser(
-            name, help=command.help, description=command.description, allow_abbrev=False, usage=_usage(name) if command.runs_program else None
+            name,
+            help=command.help,
+            description=command.description,
+            allow_abbrev=False,
+            usage=usage,
         )
         command.add_options(own)
     return parser

@@ -1,4 +1,7 @@
-"""What rank 0 has saved and removed in this run, in order: kept by rank 0, read by the others from its store."""
+"""What rank 0 has saved and removed in this run, in order: kept by rank 0, read by the others from its store.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 

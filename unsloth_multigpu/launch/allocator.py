@@ -3,6 +3,8 @@
 `import unsloth` sets them before it imports torch. In a rank the line stands before that import, and choosing the
 rank's device builds the allocator, which reads its settings once: what Unsloth sets later would have no effect, and a
 script that just fits on one GPU could run out of memory on two.
+
+Needs no torch.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Data loaders and `Dataset.map` start helpers, which may import the script and must do nothing there.
 `torch.multiprocessing.spawn`, accelerate's `notebook_launcher` and Lightning start ranks in the same way.
+
+Needs no torch.
 """
 
 from __future__ import annotations

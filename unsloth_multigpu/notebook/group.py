@@ -1,4 +1,7 @@
-"""The process group of a notebook's ranks: made anew after a cell that failed, and aborted from another thread."""
+"""The process group of a notebook's ranks: made anew after a cell that failed, and aborted from another thread.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 

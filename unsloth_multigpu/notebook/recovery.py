@@ -1,4 +1,7 @@
-"""Makes the ranks of a notebook equal again after a cell that did not end well on all of them."""
+"""Makes the ranks of a notebook equal again after a cell that did not end well on all of them.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a training keeps between its steps, sent from rank 0 to the others: plain values as JSON, tensors bit by bit."""
+"""What a training keeps between its steps, sent from rank 0 to the others: plain values as JSON, tensors bit by bit.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A data loader for plain PyTorch loops: each sample of an epoch once over all ranks, in steps of one process."""
+"""A data loader for plain PyTorch loops: each sample of an epoch once over all ranks, in steps of one process.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 

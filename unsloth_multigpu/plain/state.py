@@ -1,4 +1,7 @@
-"""Writes and reads the weights of a model by the names that it has without any wrapper."""
+"""Writes and reads the weights of a model by the names that it has without any wrapper.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 

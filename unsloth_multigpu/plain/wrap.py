@@ -1,4 +1,7 @@
-"""Puts the model of a plain PyTorch loop on the devices of this process, and takes wrappers off again."""
+"""Puts the model of a plain PyTorch loop on the devices of this process, and takes wrappers off again.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
@@ -246,25 +247,6 @@ def _with_ddp(
         # The gradients are the buckets, and not a copy of them.
         gradient_as_bucket_view=True,
     )
-
-
-def warn_of_lone_steps() -> Any:
-    """Says so if an optimizer makes its first step before there is a process group: each rank trains by itself.
-
-    Returns:
-        The handle of torch's hook; `remove()` ends the watch.
-    """
-
-    def look(*_: Any) -> None:
-        handle.remove()
-        if not dist.is_initialized():
-            logger.warning(
-                "an optimizer makes a step, and there is no process group: every rank trains by itself and nothing is "
-                "shared. Use a Trainer, or wrap_model_multi_gpu"
-            )
-
-    handle = register_optimizer_step_pre_hook(look)
-    return handle
 
 
 def _leave_group() -> None:

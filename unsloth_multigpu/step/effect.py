@@ -2,6 +2,8 @@
 
 A mapped function may count words or number labels beside what it returns. The ranks that read the first one's result
 from its cache would have none of that.
+
+Needs no torch.
 """
 
 from __future__ import annotations
