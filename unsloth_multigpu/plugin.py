@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_NOTEBOOK, ENV_RECEIPT, MultiGPUConfig, translate_legacy
+from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, ENV_RECEIPT, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
 from unsloth_multigpu.launch.spawned import is_helper
@@ -44,6 +43,7 @@ class MultiGPUStatus:
     report: RunReport | None = None
 
 
+# The session that is open, or the last one that was.
 _session: Session | None = None
 
 
@@ -140,8 +140,8 @@ def enable_multi_gpu(
     arguments = {name: value for name, value in locals().items() if name not in ("legacy", "replay")}
     arguments.update(translate_legacy(legacy))
     config = _as_verified(MultiGPUConfig.resolve(_in_config_types(arguments)))
-    if _session is not None:
-        _check_same_call(_session.config, config)
+    if (active := active_session()) is not None:
+        _check_same_call(active.config, config)
         return
     if is_helper():
         _refuse_unsteered_training()
@@ -161,12 +161,11 @@ def enable_multi_gpu(
 
 def _refuse_replay() -> None:
     """Raises in a worker of a notebook that runs a cell from before the line again, in which an earlier call failed."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None or ENV_NOTEBOOK not in os.environ else ipython.get_ipython()
-    if getattr(shell, "is_replay", lambda: False)():
-        from unsloth_multigpu.notebook.worker import ReplayedLineError
+    from unsloth_multigpu.notebook.start import find_program
 
-        raise ReplayedLineError("This call was made again since.", hint="Go on there.")
+    program = find_program()
+    if program is not None:
+        program.refuse_replay()
 
 
 def _refuse_unsteered_training() -> None:
@@ -184,8 +183,9 @@ def _refuse_unsteered_training() -> None:
 
 def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: bool) -> Session:
     """Opens the session of this process: a rank, a notebook's kernel, or alone. A supervisor does not return."""
-    from unsloth_multigpu.notebook.start import open_notebook, wait_for_kernel_at_close
+    from unsloth_multigpu.notebook.start import Opening, find_program, open_notebook
 
+    had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ)
     if identity is None:
         if shell is None and needs_supervisor(config, config.num_gpus or 1):
@@ -193,44 +193,44 @@ def _open_here(config: MultiGPUConfig, console: Console, shell: Any, *, replay: 
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             if shell is not None:
-                return open_notebook(config, num_ranks, console, shell, replay=replay)
+                opening = Opening(open_session, disable_multi_gpu, replay=replay, had_workers=had_workers)
+                return open_notebook(config, num_ranks, console, shell, opening)
             start_this_command(config, num_ranks)
         identity = SINGLE_PROCESS
+    program = find_program()
+    if program is not None:
+        return program.open_session(open_session, config, identity, console)
     session = open_session(config, identity, console)
-    if identity.launcher == "notebook":
-        wait_for_kernel_at_close(session)
+    session.had_workers = had_workers
     return session
 
 
 def disable_multi_gpu() -> None:
     """Takes every patch out again. The process stays the rank that it is; without a session nothing happens."""
-    global _session
-    if _session is None:
-        return
-    session, _session = _session, None
-    session.close()
+    if (session := active_session()) is not None:
+        session.close()
 
 
 def active_session() -> Session | None:
     """What `enable_multi_gpu` has opened in this process."""
-    return _session
+    return None if _session is None or _session.is_closed else _session
 
 
 def is_multi_gpu_enabled() -> bool:
     """True between `enable_multi_gpu` and `disable_multi_gpu`."""
-    return _session is not None
+    return active_session() is not None
 
 
 def get_active_config() -> MultiGPUConfig | None:
     """The options in effect, or None if not enabled."""
-    return None if _session is None else _session.config
+    return None if (session := active_session()) is None else session.config
 
 
 def get_multi_gpu_status() -> MultiGPUStatus:
     """Where this process stands; see `MultiGPUStatus`."""
-    if _session is None:
+    if (session := active_session()) is None:
         return MultiGPUStatus(is_enabled=False)
-    identity = _session.identity
+    identity = session.identity
     return MultiGPUStatus(
         is_enabled=True,
         rank=identity.rank,
@@ -238,9 +238,9 @@ def get_multi_gpu_status() -> MultiGPUStatus:
         world_size=identity.world_size,
         launcher=identity.launcher,
         log_dir=os.environ.get(ENV_LOG_DIR_OF_RUN),
-        config=_session.config,
-        patches=tuple(_session.registry.rows()),
-        report=_session.report,
+        config=session.config,
+        patches=tuple(session.registry.rows()),
+        report=session.report,
     )
 
 

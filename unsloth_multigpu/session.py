@@ -5,27 +5,26 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, ENV_RUN_DRAWS, ENV_RUN_SEED, MultiGPUConfig
+from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.patching import Patch, PatchRegistry
+from unsloth_multigpu.program import Program, ScriptProgram
 from unsloth_multigpu.report import EventWriter, RunReport
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
     from unsloth_multigpu.core.trainer import DDPTrainer
-    from unsloth_multigpu.notebook.recovery import Trainings
 
 logger = get_logger(__name__)
 
@@ -44,20 +43,15 @@ class Session:
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
-    # Raises where a training cannot begin.
-    before_training: Callable[[], None] = lambda: None
-    # In a notebook: True on a rank above 0 once rank 0 has ended its part of the cell; and the trainers to be healed.
-    has_rank_0_left: Callable[[], bool] = lambda: False
-    # In a notebook: this rank, or these, run a cell without the others.
-    is_apart: Callable[[], bool] = lambda: False
-    trainings: Trainings | None = None
-    num_trainings: int = 0
-    num_finished: int = 0
+    # What this process runs: a script, or the cells of a notebook.
+    program: Program = field(default_factory=ScriptProgram)
+    # True once this process was the kernel of a notebook's ranks, which it cannot start a second time.
+    had_workers: bool = False
     is_closed: bool = False
     # Calls of `run_training` that have not returned.
     num_running: int = 0
     # Counts the sessions of this process.
-    number: int = field(default_factory=itertools.count().__next__)
+    index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
 
     def manager(self) -> DDPManager:
@@ -65,44 +59,19 @@ class Session:
         if self._manager is None:
             from unsloth_multigpu.core.manager import DDPManager
 
-            # A notebook's store is new with each group, and calls that failed before count on some ranks only.
-            number = 0 if self.identity.launcher == "notebook" else self.number
-            self._manager = DDPManager(self.identity, self.config, number)
-            self._manager.has_rank_0_left = lambda: self.has_rank_0_left()
+            self._manager = DDPManager(self.identity, self.config, self.index)
+            self.program.prepare(self._manager)
         return self._manager
 
     def open_manager(self) -> DDPManager | None:
-        """The same; None once this session is closed, and in a notebook's cell that not all ranks run."""
-        if self.is_closed or self.is_apart():
-            return None
-        if self.identity.launcher == "notebook":
-            import torch.distributed as dist
+        """The same; None once this session is closed, and where this rank runs something without the others."""
+        return None if self.is_closed or not self.program.can_exchange() else self.manager()
 
-            if not dist.is_initialized():
-                return None  # Between two groups there is no store.
-        return self.manager()
-
-    def leave_group(self) -> None:
-        """In a notebook: the process group is about to be closed, and a new one opened."""
-        if self.trainings is not None:
-            self.trainings.unwrap()
-
-    def enter_group(self, num_trainings: int, *, heals: bool) -> None:
-        """In a notebook: a new process group was opened. Collective.
-
-        Args:
-            num_trainings: How many trainings rank 0 has begun.
-            heals: Rank 0 knows trainers, which are to be made equal on all ranks.
-
-        Raises:
-            DivergenceError: A trainer is another one on another rank.
-        """
+    def renew_manager(self) -> None:
+        """Makes a new manager, because a new process group was opened: what the old one exchanged is gone."""
         lengths = {} if self._manager is None else self._manager.lengths_of
-        self._manager = None  # What was exchanged by the old group is gone.
+        self._manager = None
         self.manager().lengths_of = lengths
-        self.num_trainings = num_trainings
-        if heals and self.trainings is not None:
-            self.num_finished = self.trainings.make_equal(self.manager(), self.num_finished)
 
     def close(self) -> None:
         """Takes every patch out again, and closes what was opened for the run."""
@@ -138,8 +107,7 @@ class Session:
 
     def _run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
-        self.before_training()
-        number, self.num_trainings = self.num_trainings, self.num_trainings + 1
+        train_index = self.program.begin_training()
         if not self.config.enable_ddp:
             return self._run_serial(trainer, original_train)
         steered = None
@@ -154,17 +122,14 @@ class Session:
             from unsloth_multigpu.core.trainer import DDPTrainer
 
             steered = DDPTrainer(trainer, self.manager(), self.events, self.beat)
-            if self.trainings is not None:
-                steered.on_agreed = functools.partial(self.trainings.note, trainer, number)
+            steered.on_agreed = functools.partial(self.program.note_training, trainer)
         train = original_train
         if steered is not None:
-            # In a notebook the cell of a training that was cut off is run again: it is the same training.
-            place = number if self.trainings is None else self.num_finished
-            train = functools.partial(steered.run, original_train, arguments, place)
+            train = functools.partial(steered.run, original_train, arguments, train_index)
         if ENV_RECEIPT in os.environ:
             self._record(trainer, train, steered)
         result = train()
-        self.num_finished += 1
+        self.program.end_training()
         if steered is not None:
             self.report = steered.report
         return result
@@ -202,14 +167,22 @@ def _inexact_loss(steered: DDPTrainer | None) -> str:
     return "" if steered is None else steered.steps.inexact
 
 
-def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Console) -> Session:
+def open_session(
+    config: MultiGPUConfig, identity: RankIdentity, console: Console, program: Program | None = None
+) -> Session:
     """Makes this process the rank that `identity` says, and applies the patches.
+
+    Args:
+        config: The run's options.
+        identity: Place of this rank.
+        console: Where logs go.
+        program: What this process runs; None = a script.
 
     Raises:
         SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
         VersionError: A library outside the supported range.
     """
-    session = Session(config, identity, console)
+    session = Session(config, identity, console, program=program or ScriptProgram())
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "
@@ -221,27 +194,7 @@ def open_session(config: MultiGPUConfig, identity: RankIdentity, console: Consol
             f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
             hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
         )
-    if identity.launcher == "notebook":
-        from unsloth_multigpu.launch.rank import enter_notebook
-        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
-        from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
-
-        session.trainings = Trainings()
-        session.on_close.callback(become_one_process)
-        session.on_close.callback(session.trainings.end, keeps_global_batch=config.keeps_global_batch)
-        before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
-        session.on_close.enter_context(RankVariables({}, before).in_effect())
-        session.beat, end_pulse = enter_notebook(identity, config.hang_timeout_s)
-        session.on_close.callback(end_pulse)
-    elif identity.launcher != "none":
-        from unsloth_multigpu.launch.rank import enter_rank
-
-        session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
-        _draw_alike(session)
-        if identity.rank == 0 and identity.world_size > 1 and ENV_RECEIPT not in os.environ:
-            from unsloth_multigpu.core.wrap import warn_of_lone_steps
-
-            session.on_close.callback(warn_of_lone_steps().remove)
+    session.program.enter(session)
     if ENV_RECEIPT in os.environ or ENV_CHAOS in os.environ:
         from unsloth_multigpu.proof.receipt import same_random_choices
 
@@ -268,20 +221,6 @@ def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
         ", ".join(f"{row.name} {row.installed} (tested {row.supported})" for row in newer),
         compared,
     )
-
-
-def _draw_alike(session: Session) -> None:
-    """Lets what the script draws without a seed be the same on all ranks. A seed that it has set by now stays."""
-    if session.number:
-        return  # The ranks were made alike when this process enabled the first time.
-    if session.identity.world_size > 1:
-        import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
-    if ENV_RUN_SEED in os.environ:
-        from unsloth_multigpu.launch.draw import seed_unseeded
-
-        seed_unseeded(int(os.environ[ENV_RUN_SEED]), json.loads(os.environ.get(ENV_RUN_DRAWS, "{}")))
-    elif session.identity.world_size > 1:
-        session.manager().agree_on_draws()
 
 
 def _patches(session: Session) -> list[Patch]:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -65,12 +65,10 @@ LAYERS = {
     "federated.strategy": 2,
     "federated.server": 5,
     "federated.*": 3,
-    "notebook.channel": 1,
     "notebook.judge": 1,
     "notebook.cell": 1,
     "notebook.group": 2,
     "notebook.recovery": 3,
-    "notebook.state": 3,
     "notebook.*": 5,
     "core.random_state": 2,
     "core.manager": 2,
@@ -128,6 +126,7 @@ LAYERS = {
     "launch.script": 4,
     "launch.draw": 2,
     "plugin": 5,
+    "program": 5,
     "plain": 5,
     "session": 5,
     "start": 5,
@@ -213,6 +212,40 @@ def third_party_is_allowed(root: str, layer: int, where: str) -> bool:
     if root in LIGHT:
         return where == "inside" or 1 <= layer <= 5
     return layer in (2, 3) and root in ("torch", "flwr") if where == "top" else layer >= 2
+
+
+def reach_back_violations(source: str, module: str) -> list[str]:
+    """A notebook is given its session and what opens and closes it: it looks for neither, also inside functions."""
+    if folder(module) != "notebook":
+        return []
+    found = imports(ast.parse(source), module)
+    return [
+        f"{module}:{line}: imports {name} ({where})"
+        for name, where, line in found
+        if where != "typing" and name.startswith("unsloth_multigpu") and own_module(name) in ("plugin", "session")
+    ]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports, at the top or inside a function."""
+    return {
+        module_name(path): {
+            own_module(name)
+            for name, where, _ in imports(ast.parse(path.read_text(encoding="utf-8")), module_name(path))
+            if where != "typing" and name.startswith("unsloth_multigpu")
+        }
+        for path in MODULES
+    }
+
+
+def is_on_a_circle(graph: Mapping[str, set[str]], module: str) -> bool:
+    """True if a module imports itself, over whichever others."""
+    seen: set[str] = set()
+    new = set(graph.get(module, ()))
+    while new:
+        seen |= new
+        new = {target for one in new for target in graph.get(one, ())} - seen
+    return module in seen
 
 
 def style_violations(source: str, module: str) -> list[str]:
@@ -314,6 +347,38 @@ def test_layer_check_catches_a_planted_violation(module: str, source: str) -> No
 )
 def test_layer_check_lets_the_allowed_pass(module: str, source: str) -> None:
     assert layer_violations(source, module) == []
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "notebook").glob("*.py")), ids=module_name)
+def test_notebook_looks_for_no_session(path: Path) -> None:
+    assert reach_back_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    from unsloth_multigpu import plugin",
+        "def f():\n    from unsloth_multigpu.session import open_session",
+        "import importlib\nimportlib.import_module('unsloth_multigpu.plugin')",
+        "def f():\n    from .. import plugin",
+    ],
+)
+def test_notebook_check_catches_a_planted_violation(source: str) -> None:
+    assert len(reach_back_violations(source, "notebook.start")) == 1
+    allowed = "if TYPE_CHECKING:\n    from unsloth_multigpu.session import Session"
+    assert reach_back_violations(allowed, "notebook.start") == reach_back_violations(source, "cli.doctor") == []
+
+
+def test_no_module_of_a_notebook_imports_itself_over_others() -> None:
+    graph = import_graph()
+    assert [module for module in graph if folder(module) == "notebook" and is_on_a_circle(graph, module)] == []
+
+
+def test_circle_check_catches_a_planted_violation() -> None:
+    graph = import_graph()
+    graph["notebook.process"] = {*graph["notebook.process"], "notebook.start"}
+    assert is_on_a_circle(graph, "notebook.process")
+    assert is_on_a_circle(graph, "notebook.kernel")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

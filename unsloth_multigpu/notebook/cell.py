@@ -67,9 +67,9 @@ def names_broken_group(error: BaseException) -> bool:
     return any(text in f"{type(error).__name__} {error}" for text in _BROKEN)
 
 
-def log_header(number: int, source: str) -> str:
+def log_header(cell_number: int, source: str) -> str:
     """What a worker writes into its log before the output of a cell."""
-    return f"---- cell {number}\n{source}\n----\n"
+    return f"---- cell {cell_number}\n{source}\n----\n"
 
 
 def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:

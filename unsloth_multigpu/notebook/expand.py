@@ -38,17 +38,28 @@ def expands_in(frame: FrameType) -> Iterator[None]:
         _user_frame.reset(token)
 
 
+def depth_of_user(depth: int) -> int:
+    """For the caller, which stands in for `var_expand` of a shell: the `depth` that it gives to IPython's.
+
+    IPython counts frames up to the code of the user, and functions of ours are in between.
+
+    Args:
+        depth: What the caller was given.
+    """
+    frame, above = _user_frame.get(), sys._getframe(1)
+    if frame is None:
+        return depth + 1
+    depth = 0
+    while above is not frame and above.f_back is not None:
+        depth, above = depth + 1, above.f_back
+    return depth
+
+
 def expander(shell: Any) -> Callable[..., Any]:
-    """What stands in for `var_expand` of a shell: IPython counts frames, and ours are between."""
+    """What stands in for `var_expand` of a shell."""
     expand = type(shell).var_expand
 
     def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
-        frame, above = _user_frame.get(), sys._getframe()
-        if frame is None:
-            return expand(shell, cmd, depth + 1, *args, **kwargs)
-        depth = 0
-        while above is not frame and above.f_back is not None:
-            depth, above = depth + 1, above.f_back
-        return expand(shell, cmd, depth, *args, **kwargs)
+        return expand(shell, cmd, depth_of_user(depth), *args, **kwargs)
 
     return var_expand

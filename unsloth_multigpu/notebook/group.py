@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from torch.distributed import FileStore, Store
 
 from unsloth_multigpu.errors import RankTimeoutError
 
@@ -62,6 +62,11 @@ def _meet(store: FileStore, rank: int, world_size: int, limit_s: float) -> None:
                 hint="Restart the kernel.",
             )
         time.sleep(_POLL_S)
+
+
+def store_of_group() -> Store:
+    """Keys and values that the ranks of the default process group share. A new group brings an empty store."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def close_group() -> None:

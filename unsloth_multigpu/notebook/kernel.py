@@ -15,7 +15,7 @@ from typing import Any
 from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
 from unsloth_multigpu.notebook.cell import error_text, names_broken_group
 from unsloth_multigpu.notebook.judge import Action, Kind, Main
-from unsloth_multigpu.notebook.process import Worker, died
+from unsloth_multigpu.notebook.process import WorkerProcess, died
 
 _WAIT_S = 0.05
 
@@ -89,7 +89,7 @@ class Kernel:
         is_common: It ended alike on all ranks, with or without an error, and nobody was interrupted.
     """
 
-    def __init__(self, workers: Sequence[Worker], last_collective: Callable[[], int]) -> None:
+    def __init__(self, workers: Sequence[WorkerProcess], last_collective: Callable[[], int]) -> None:
         self.workers = workers
         self.last_collective = last_collective
         self.cell: Cell | None = None
@@ -131,7 +131,7 @@ class Kernel:
             self.is_undisturbed = False
             signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
-    def _note_stop(self, _number: int, _frame: object) -> None:
+    def _note_stop(self, _signal_number: int, _frame: object) -> None:
         if self.cell is not None and self.cell.main == "runs":
             self.cell.is_stop_missed = True
 
@@ -144,7 +144,7 @@ class Kernel:
         """
         self._wait_for(lambda worker: worker.is_ready, "starting the workers", limit_s)
 
-    def _wait_for(self, condition: Callable[[Worker], bool], what: str, limit_s: float) -> None:
+    def _wait_for(self, condition: Callable[[WorkerProcess], bool], what: str, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
         with self.changed:
             while not all(condition(worker) for worker in self.workers):
@@ -170,11 +170,11 @@ class Kernel:
         Raises:
             DistributedError: It failed there.
         """
-        number = self._next_number()
-        self.send("cell", number=number, source=source, execution_count=execution_count)
-        self._wait_for(lambda worker: number in worker.ended, "running an earlier cell again", limit_s)
+        cell_number = self._next_cell_number()
+        self.send("cell", cell_number=cell_number, source=source, execution_count=execution_count)
+        self._wait_for(lambda worker: cell_number in worker.ended, "running an earlier cell again", limit_s)
         for worker in self.workers:
-            message = worker.ended[number]
+            message = worker.ended[cell_number]
             if message["error"]:
                 raise DistributedError(
                     f"Code from before enable_multi_gpu() failed on rank {worker.rank}: {message['error']}\n"
@@ -199,11 +199,11 @@ class Kernel:
             execution_count: The cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
-        return self._begin(Cell(self._next_number(), task), "cell", {**message, "folder": _folder()})
+        return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})
 
     def begin_healing(self, order: Mapping[str, Any]) -> Cell:
         """Lets the workers make a new process group, as `order` says; `finish` ends it."""
-        return self._begin(Cell(self._next_number(), is_healing=True), "open", order)
+        return self._begin(Cell(self._next_cell_number(), is_healing=True), "open", order)
 
     def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
         with self.undisturbed():
@@ -213,7 +213,7 @@ class Kernel:
                 if worker.exit_code is not None:  # It has ended between two cells.
                     cell.fail("died", died(worker))
             self.cell = cell
-            self.send(kind, number=cell.number, **fields)
+            self.send(kind, cell_number=cell.number, **fields)
             self.attend()
         return cell
 
@@ -228,15 +228,15 @@ class Kernel:
         with self.undisturbed():
             cell.error = error
             cell.enter("left")
-            self.send("left", number=cell.number)
+            self.send("left", cell_number=cell.number)
             self.attend()
             with self.changed:
                 while self.pending():
                     self.changed.wait(_WAIT_S)
             self.cell = None
         told, messages = self._outcome(cell), self._messages(cell)
-        numbers = {message.get("collective") for message in messages} | {self.last_collective()}
-        is_cut = any((cell.done, cell.stop_s, len(numbers) > 1, error is not None and names_broken_group(error)))
+        collectives = {message.get("collective") for message in messages} | {self.last_collective()}
+        is_cut = any((cell.done, cell.stop_s, len(collectives) > 1, error is not None and names_broken_group(error)))
         self.is_common = not is_cut and [m["error"] for m in messages] == [error_text(error)] * len(self.workers)
         self.is_broken = is_cut or (cell.failure is not None and not self.is_common)
         return told
@@ -282,13 +282,13 @@ class Kernel:
             why = alone[0].partition(": ")[2].partition("\nHint:")[0]
             text = f"Another rank has come to something that rank 0 makes for all, and rank 0 has not: {why}"
             return DivergenceError(text, hint=hint)
-        numbers = {self.last_collective(), *(message["collective"] for message in messages)}
-        if len(numbers) == 1:
+        collectives = {self.last_collective(), *(message["collective"] for message in messages)}
+        if len(collectives) == 1:
             return None
-        text = f"The ranks have made different numbers of collectives in this cell: {sorted(numbers)}."
+        text = f"The ranks have made different numbers of collectives in this cell: {sorted(collectives)}."
         return DivergenceError(text, hint=hint)
 
-    def _next_number(self) -> int:
+    def _next_cell_number(self) -> int:
         self._num_cells += 1
         return self._num_cells
 

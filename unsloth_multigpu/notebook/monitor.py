@@ -22,7 +22,7 @@ from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, View, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.process import Worker, died
+from unsloth_multigpu.notebook.process import WorkerProcess, died
 
 logger = get_logger(__name__)
 
@@ -115,7 +115,7 @@ class Monitor:
         with suppress(BlockingIOError):  # Full of what wakes it as well.
             os.write(self._write_end, b"\0")
 
-    def _raise_pending(self, _number: int, _frame: object) -> None:
+    def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         cell = self._kernel.cell
         is_healing = cell is not None and cell.is_healing
         if self._pending_error is None or (self._kernel.is_undisturbed and not is_healing):
@@ -158,16 +158,16 @@ class Monitor:
                 self._look(cell)
                 self._step(cell)
 
-    def _take_signals(self, numbers: bytes) -> None:
-        others = numbers.replace(b"\0", b"")
+    def _take_signals(self, signal_numbers: bytes) -> None:
+        others = signal_numbers.replace(b"\0", b"")
         if self._wakeup_before >= 0 and others:
             with suppress(OSError):  # It is full, or closed by now.
                 os.write(self._wakeup_before, others)
         cell = self._kernel.cell
-        if signal.SIGINT in numbers and cell is not None and cell.stop_s is None:
+        if signal.SIGINT in signal_numbers and cell is not None and cell.stop_s is None:
             cell.stop_s = time.monotonic()
 
-    def _is_heard(self, worker: Worker, descriptor: int) -> bool:
+    def _is_heard(self, worker: WorkerProcess, descriptor: int) -> bool:
         """Takes what has come; False when nothing more will."""
         kernel = self._kernel
         messages = worker.channel.receive() if descriptor == worker.channel.fileno() else None
@@ -181,19 +181,19 @@ class Monitor:
             kernel.changed.notify_all()
         return messages is not None
 
-    def _take(self, worker: Worker, message: Mapping[str, Any]) -> None:
+    def _take(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         kind, cell = message["kind"], self._kernel.cell
         if kind == "ready":
             worker.start_failures, worker.is_ready = message["failures"], True
         elif kind == "waits":
-            if cell is not None and cell.number == message["number"]:
+            if cell is not None and cell.number == message["cell_number"]:
                 worker.waits = message["collective"]
         elif kind == "ended":
             worker.waits = None
             is_own = message["error"] and not message["is_asked"] and not message["is_left_alone"]
-            if cell is not None and cell.number == message["number"] and is_own and cell.stop_s is None:
+            if cell is not None and cell.number == message["cell_number"] and is_own and cell.stop_s is None:
                 cell.fail("raised", _raised(worker, message))
-            worker.ended[message["number"]] = dict(message)
+            worker.ended[message["cell_number"]] = dict(message)
 
     def _step(self, cell: Cell) -> None:
         """Does what is due."""
@@ -223,11 +223,11 @@ class Monitor:
     def _act(self, cell: Cell, action: Action) -> None:
         kernel = self._kernel
         if action == Action.PASS_STOP:
-            kernel.send("interrupt", number=cell.number, is_stop=True)
+            kernel.send("interrupt", cell_number=cell.number, is_stop=True)
         elif action == Action.ASK:
-            kernel.send("interrupt", number=cell.number, is_stop=False)
+            kernel.send("interrupt", cell_number=cell.number, is_stop=False)
         elif action == Action.ASK_ABORT:
-            kernel.send("abort", number=cell.number, pids=kernel.pids)
+            kernel.send("abort", cell_number=cell.number, pids=kernel.pids)
         elif action == Action.KILL:
             for worker in kernel.workers:
                 if worker.rank in kernel.pending():
@@ -285,7 +285,7 @@ class Monitor:
         return place_of(main_frames(path.read_text(encoding="utf-8", errors="replace")))
 
 
-def _raised(worker: Worker, message: Mapping[str, Any]) -> DistributedError:
+def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedError:
     is_name = message["error"].startswith("NameError")
     why = "If rank 0 has that name, it was made where only rank 0 runs: make it in a cell. " if is_name else ""
     return DistributedError(

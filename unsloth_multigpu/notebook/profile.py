@@ -116,13 +116,12 @@ def _early_modules() -> Collection[str]:
     return {*itertools.takewhile(lambda name: name != "unsloth", list(sys.modules))} - {"__main__"}
 
 
-def make_shell(told: Mapping[str, Any]) -> Any:
-    """Makes a worker's shell, with the configuration and the profile of the kernel's.
+def shell_options(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by which a worker's shell gets the configuration and the profile of the kernel's.
 
     Args:
         told: What `describe_shell` gave.
     """
-    from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.profiledir import ProfileDir
     from traitlets.config import Config
 
@@ -130,21 +129,21 @@ def make_shell(told: Mapping[str, Any]) -> Any:
     settings.HistoryManager.enabled = False
     # IPython keeps each traceback as text; other modes take seconds for one.
     settings.InteractiveShell.xmode = "Minimal"
-    # Its log file is rank 0's, and nobody sits before a worker to debug.
+    # Its log file is rank 0's, and nobody can use a debugger in a worker.
     settings.InteractiveShell.update(logstart=False, logfile="", logappend="", pdb=False)
-    return InteractiveShell.instance(
-        config=settings,
-        ipython_dir=told["ipython_dir"],
-        profile_dir=ProfileDir.find_profile_dir(told["profile_dir"]),
-        user_module=sys.modules["__main__"],
-    )
+    return {
+        "config": settings,
+        "ipython_dir": told["ipython_dir"],
+        "profile_dir": ProfileDir.find_profile_dir(told["profile_dir"]),
+        "user_module": sys.modules["__main__"],
+    }
 
 
 def start_alike(shell: Any, told: Mapping[str, Any]) -> list[str]:
     """Does in a worker's shell what the kernel did before its first cell.
 
     Args:
-        shell: What `make_shell` gave.
+        shell: The worker's shell.
         told: What `describe_shell` gave.
 
     Returns:

@@ -35,6 +35,7 @@ class KernelShell:
         after_cell: Called between two cells, with what the cell that has just ended is to be told to have failed by.
         variables: Kept from programs that cells start.
         run_dir: The run's private folder.
+        device_of: Names the device of a rank.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class KernelShell:
         after_cell: Callable[[BaseException | None], None],
         variables: RankVariables,
         run_dir: Path,
+        device_of: Callable[[int], str],
     ) -> None:
         self._shell = shell
         self._kernel = kernel
@@ -51,7 +53,7 @@ class KernelShell:
         self._variables = variables
         self._publisher = Publisher(kernel)
         self._input = SharedInput(self._publisher)
-        self._magics = RankMagics(shell, kernel, self._publisher, run_dir)
+        self._magics = RankMagics(shell, kernel, self._publisher, run_dir, device_of)
         self._stack = ExitStack()
         # Of a front end: Colab adds what to do about an ImportError.
         self._earlier_handler: tuple[tuple[type[BaseException], ...], Callable[..., Any]] = (), shell.showtraceback
@@ -102,8 +104,8 @@ class KernelShell:
         """Begins a cell on the other ranks; the enabling one is running already."""
         self._depth, self._inner_error = 1, None
         self._magics.begin(source)
-        number = self._shell.execution_count - self._num_counted_early
-        self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=number)
+        execution_count = self._shell.execution_count - self._num_counted_early
+        self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=execution_count)
         self._input.open()
 
     def _task_of(self, source: str) -> asyncio.Task[Any] | None:
