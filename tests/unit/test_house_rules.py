@@ -138,7 +138,7 @@ LAYERS = {
 AT_TOP = {0: {0}, 1: {0}, 2: {0, 1}, 3: {0, 1, 2}, 4: {0, 1}, 5: {0, 1}, 6: set()}
 INSIDE = {0: {0}, 1: {0}, 2: {0, 1}, 3: {0, 1, 2}, 4: {0, 1, 2, 3, 4}, 5: {0, 1, 2, 3, 4, 5}, 6: {0, 1, 2, 3, 4, 5}}
 EDGES = 4
-LIGHT = {"packaging", "wrapt"}
+LIGHT = {"packaging", "psutil", "wrapt"}
 HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
 

@@ -31,7 +31,7 @@ from unsloth_multigpu.errors import (
 )
 from unsloth_multigpu.launch.stack import place_of
 from unsloth_multigpu.notebook import process
-from unsloth_multigpu.notebook.group import _meet, _shut
+from unsloth_multigpu.notebook.group import _connections, _meet, _shut
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.process import Channel
@@ -385,18 +385,31 @@ def test_ranks_meet_in_python_with_a_limit(tmp_path):
 
 
 def test_connection_that_is_closed_meanwhile_is_passed_over():
-    """gloo closes its end while this process lists it; another file may have the number by then."""
-    one, other = socket.socketpair()
-    inode = os.readlink(f"/proc/self/fd/{one.fileno()}")[len("socket:[") : -1]
+    """gloo closes its end while this process lists it; another file may have the descriptor by then."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        one, _ = server.accept()
+    here, there = one.getsockname(), one.getpeername()
     descriptor = one.detach()
-    _shut(descriptor, "1")  # The number is another socket's: that one stays open.
+    listed = _connections(os.getpid())
+    assert {(descriptor, here, there), (other.fileno(), there, here)} <= set(listed)
+    _shut(descriptor, here, ("127.0.0.1", 1))  # The descriptor is another connection's: that one stays open.
     other.sendall(b"x")
     assert os.read(descriptor, 1) == b"x"
-    _shut(descriptor, inode)
+    _shut(descriptor, here, there)
     assert other.recv(1) == b""
     os.close(descriptor)
-    _shut(descriptor, inode)  # Nothing has the number any more.
+    _shut(descriptor, here, there)  # Nothing has the descriptor any more.
+    with Path(os.devnull).open() as file:
+        _shut(file.fileno(), here, there)  # A file has it.
+        assert file.read() == ""
     other.close()
+
+
+def test_connections_of_a_process_that_has_ended_are_none():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert _connections(ended.pid) == []
 
 
 def test_worker_that_cannot_listen_ends():

@@ -164,15 +164,17 @@ def prefix_output(text: str, header: str, rank: int) -> str:
 
 
 def _rss(pid: int) -> str:
+    """Memory of this machine that a process holds; "-" if it has ended."""
+    import psutil
+
     try:
-        num_pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
+        return f"{psutil.Process(pid).memory_info().rss / 2**30:.2f} GiB"
+    except psutil.NoSuchProcess:
         return "-"
-    return f"{num_pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB"
 
 
 def _device_memory() -> list[str]:
-    """What is in use on each visible NVIDIA card, by all processes. CUDA could tell, but would open each card here."""
+    """Memory in use on each visible NVIDIA card, by all processes. To ask CUDA would open each card here."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -23,7 +23,7 @@ from unsloth_multigpu.patching import PatchRegistry
 _IPythonShell: Any = object
 
 
-class WorkerShell(_IPythonShell):
+class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
     """IPython's shell with other methods. `make_worker_shell` adds IPython's class behind this one.
 
     It is a class of ours, so nothing has to be put on a shell that belongs to somebody else.
@@ -35,14 +35,20 @@ class WorkerShell(_IPythonShell):
         options: Arguments of IPython's class.
 
     Attributes:
+        multi_gpu_program: `program`.
         shown_error: The error that the shell has shown last in a cell whose result does not have it.
     """
+
+    multi_gpu_program: WorkerProgram
+    shown_error: BaseException | None
+    _receiver: Receiver
+    _variables: RankVariables
 
     def __init__(self, receiver: Receiver, variables: RankVariables, program: WorkerProgram, **options: Any) -> None:
         self._receiver = receiver
         self._variables = variables
         self.multi_gpu_program = program
-        self.shown_error: BaseException | None = None
+        self.shown_error = None
         super().__init__(**options)
         self.set_hook("show_in_pager", _print_page)
         self.events.register("post_execute", _close_figures)
