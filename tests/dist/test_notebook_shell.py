@@ -47,6 +47,13 @@ def total(value):
     dist.all_reduce(tensor)
     return tensor.item()
 """
+# Attributes of the shell that its classes do not name, beside those that IPython is known to have.
+UNKNOWN = """
+def unknown(known=names_before[0]):
+    shell = get_ipython()
+    named = {name for kind in type(shell).__mro__ for name in vars(kind).get("__annotations__", ())}
+    return sorted(set(vars(shell)) - set(dir(type(shell))) - named - set(known))
+"""
 
 
 # As images of Kaggle start Python: with a finder before all others. Behind what each Python of these tests begins with.
@@ -106,7 +113,7 @@ def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with NotebookRun(folder, front_end(folder, packages)) as started:
         errors = [started.hidden(source).error for source in HIDDEN]
         assert errors == ["ModuleNotFoundError", *[""] * (len(HIDDEN) - 1)]
-        for source in (EARLIER, MISTAKE, LINE, TOTAL):
+        for source in (EARLIER, MISTAKE, LINE, TOTAL + UNKNOWN):
             result = started.run(source, 120)
             assert result.error == ("ConfigError" if source is MISTAKE else ""), result
             if source is LINE:
@@ -410,13 +417,7 @@ def test_a_breakpoint_stops_rank_0_and_the_others_wait(notebook: NotebookRun) ->
     assert well(notebook.run("total(1)")) == "2.0"
 
 
-# Attributes of the shell that its classes do not name, beside those that IPython is known to have.
-UNKNOWN = """
-def unknown(known=names_before[0]):
-    shell = get_ipython()
-    named = {name for kind in type(shell).__mro__ for name in vars(kind).get("__annotations__", ())}
-    return sorted(set(vars(shell)) - set(dir(type(shell))) - named - set(known))
-"""
+# The attributes of a shell of IPython itself.
 PLAIN = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell()
@@ -427,7 +428,6 @@ print(sorted([*vars(shell), "_sys_modules_keys"]))
 
 
 def test_the_shell_of_the_user_has_no_attribute_of_ours(notebook: NotebookRun) -> None:
-    well(notebook.run(UNKNOWN))
     assert well(notebook.run("unknown(), total(len(unknown()))")) == "([], 0.0)"
     assert well(notebook.run("total(set(dir(type(get_ipython()))) == names_before[1])")) == "2.0"
     # A worker's shell was made before its first cell: it is compared with one of IPython's own.
@@ -436,6 +436,16 @@ def test_the_shell_of_the_user_has_no_attribute_of_ours(notebook: NotebookRun) -
     # Where a debugger was attached to the kernel it writes a warning first.
     known = well(notebook.run(f"import sys\n!{{sys.executable}} {program}")).splitlines()[-1]
     assert well(notebook.run(f"%%rank 1\nprint(unknown({known}))")) == "[rank1] []"
+
+
+def test_a_process_that_a_worker_starts_is_no_rank(notebook: NotebookRun) -> None:
+    source = """
+import subprocess, sys
+code = "import unsloth_multigpu as ump; ump.enable_multi_gpu()"
+done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+print(done.stderr)
+"""
+    assert "was called in a process that a rank started" in notebook.run(f"%%rank 1\n{source}").text
 
 
 def test_a_reset_of_the_names_leaves_the_ranks_together(notebook: NotebookRun) -> None:
@@ -465,5 +475,8 @@ print(unknown())
         "[]",
     ]
     assert notebook.run("%ranks").error == "UsageError"
+    again = notebook.run("ump.enable_multi_gpu(num_gpus=1)\nump.disable_multi_gpu()\nump.enable_multi_gpu(num_gpus=2)")
+    assert again.error == "SetupError"
+    assert "enable_multi_gpu() was in effect in this kernel before" in again.value
     assert notebook.run("1/0").error == "ZeroDivisionError"
     assert notebook.children() == []
