@@ -1,4 +1,4 @@
-"""Makes the ranks of a notebook equal again after a cell that did not end well on all of them."""
+"""Makes the ranks of a notebook equal again, after a cell that failed or was stopped on some of them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Trainings:
         facts = {number: _facts_of(trainer) for number, trainer in live.items()}
         texts = [json.loads(text) for text in manager.gather_texts(json.dumps([facts, num_finished]))]
         ranks = [text[0] for text in texts]
-        # A trainer that one rank has let go of can be trained by none.
+        # A trainer that one rank does not have any more cannot be trained again.
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
             _check_same_facts(number, [rank[str(number)] for rank in ranks])
             _send_trainer(manager, live[number])
@@ -124,13 +124,13 @@ class Trainings:
 
 
 def become_one_process() -> None:
-    """Lets accelerate see a process without ranks: what was made for several goes on alone."""
+    """Makes accelerate forget the other ranks, also in objects that were made for several processes."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.PartialState._shared_state:
         return
     kept = dict(state.AcceleratorState._shared_state)
-    # As transformers does for every TrainingArguments. All objects of these classes share one state: those that
-    # trainers hold are told as well. The precision and the like stay.
+    # As transformers does for every TrainingArguments. All objects of these classes share one state, so this changes
+    # those that trainers hold as well. Settings such as the precision stay.
     is_cpu = state.PartialState._shared_state["_cpu"]
     state.AcceleratorState._reset_state(reset_partial_state=True)
     alone = vars(state.PartialState(cpu=is_cpu))
@@ -175,22 +175,22 @@ def _is_ours(made: Any) -> bool:
 
 
 def _take_ddp_off(trainer: Any) -> None:
-    """The wrapper's group is gone, and its buckets may be in the middle of a step."""
+    """Removes the wrapper: its group has ended, and its buckets may be in the middle of a step."""
     accelerator = trainer.accelerator
     for model in (trainer.model_wrapped, *accelerator._models):
         if (ddp := _ddp_in(model)) is not None:
             ddp._remove_autograd_hooks()
     accelerator._models = [model for model in accelerator._models if _ddp_in(model) is None]
     trainer.model_wrapped = trainer.model
-    # Gradients are parts of the buckets.
+    # The gradients lie in the buckets.
     trainer.model.zero_grad(set_to_none=True)
     if getattr(trainer, "_buffered_inputs", None) is not None:
-        # TRL's generated samples, of which ranks may have used up different numbers.
+        # TRL's generated samples. Ranks may have used different numbers of them.
         trainer._buffered_inputs = None
 
 
 def _retire(wrapper: Any) -> None:
-    """Its optimizer is the script's, and may be a step apart from other ranks': nothing here can make it equal."""
+    """Makes a plain loop's wrapper raise: its optimizer may be a step apart from other ranks', and is not known."""
 
     def forward(*_args: Any, **_kwargs: Any) -> Any:
         raise DistributedError(
@@ -212,7 +212,7 @@ def _ddp_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
 
 
 def _optimizer_of(trainer: Any) -> Any:
-    """torch's own, within accelerate's; None before the first training."""
+    """torch's optimizer, inside accelerate's; None before the first training."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
@@ -221,7 +221,7 @@ def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
 
 
 def _facts_of(trainer: Any) -> dict[str, Any]:
-    """What must be equal for one rank to take over another's state."""
+    """What must be equal on two ranks before one can take the state of the other."""
     optimizer = _optimizer_of(trainer)
     weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in replicated_tensors(trainer.model)]
     shapes = optimizer and [tuple(p.shape) for p in _parameters_of(optimizer)]
@@ -284,7 +284,7 @@ def _send_trainer(manager: DDPManager, trainer: Any) -> None:
 
 
 def _take_optimizer_states(trainer: Any, states: list[Any] | None) -> None:
-    """Puts rank 0's states in place of this rank's; on rank 0 they are what is there."""
+    """Puts rank 0's states in place of this rank's. On rank 0 they are the same objects."""
     if states is None:
         if trainer.optimizer is not None:
             _optimizer_of(trainer).state.clear()
@@ -302,13 +302,13 @@ def _take_optimizer_states(trainer: Any, states: list[Any] | None) -> None:
 def send_state(manager: DDPManager, mine: Any) -> tuple[Any, list[str]]:
     """Gives every rank rank 0's state. Collective.
 
-    Tensors that a rank has in the same place, shape and type are written in place; others are made anew.
+    Tensors of the same shape and type are overwritten in place; for others new ones are made.
 
     Args:
         mine: This rank's state: dicts, lists, tuples, tensors, numbers and texts.
 
     Returns:
-        Rank 0's state; and the type names of what can be no part of a message, in which each rank keeps its own.
+        Rank 0's state; and the type names of values that cannot be sent, of which each rank keeps its own.
     """
     sent: list[torch.Tensor] = []
     kept: list[str] = []
@@ -324,9 +324,9 @@ def send_state(manager: DDPManager, mine: Any) -> tuple[Any, list[str]]:
 
 
 def _to_plain(value: Any, tensors: list[torch.Tensor], kept: list[str]) -> Any:
-    """`[kind, ...]`, with the tensors put into `tensors` in their order."""
+    """A value as `[kind, ...]`. Its tensors are appended to `tensors`, in order."""
     if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
-        # Those of torchao, say: only its own class can make one.
+        # For example torchao's: only the class itself can make one.
         names, _ = value.__tensor_flatten__()
         return ["wrapper", [[name, _to_plain(getattr(value, name), tensors, kept)] for name in names]]
     if isinstance(value, torch.Tensor):
@@ -343,7 +343,7 @@ def _to_plain(value: Any, tensors: list[torch.Tensor], kept: list[str]) -> Any:
 
 
 def _from_plain(plain: Any, mine: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    """Builds what `_to_plain` was given, of `mine` where it fits; `tensors` are to be filled, in this order."""
+    """Builds the value, with the parts of `mine` that fit. The tensors to be filled are appended to `tensors`."""
     kind, *rest = plain
     if kind == "wrapper":
         for name, part in rest[0]:

@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
-# A group that ends by an error must not end the process, which is the kernel (PyTorch's ProcessGroupNCCL).
+# Settings of PyTorch's ProcessGroupNCCL: an error of the group must not end this process, which is the kernel.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
@@ -104,7 +104,7 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
 
 
 class Notebook:
-    """The ranks of one kernel, from `enable_multi_gpu` to `disable_multi_gpu` or to the death of a worker.
+    """The ranks of one kernel, until `disable_multi_gpu` or until a worker dies.
 
     Args:
         config: The run's options.
@@ -203,7 +203,7 @@ class Notebook:
             try:
                 self._open_group()
             except DivergenceError as divergence:
-                told = divergence  # The group is there.
+                told = divergence  # The group itself was made.
             except (RuntimeError, OSError, MultiGPUError, KeyboardInterrupt) as failed:
                 told = self._give_up(failed)
         if self._dead():
@@ -262,7 +262,7 @@ class Notebook:
         close_group()
 
     def _leave(self) -> None:
-        """The kernel ends."""
+        """The kernel ends: the workers must not outlive it."""
         if os.getpid() == self._pid:
             for worker in self.kernel.workers:
                 worker.kill()
@@ -288,7 +288,7 @@ def _identity(rank: int, num_ranks: int) -> RankIdentity:
 
 @contextmanager
 def _shared_threads(num_ranks: int) -> Iterator[None]:
-    """This process was started with threads for all cores."""
+    """Gives this rank its part of the cores: the process was started with threads for all of them."""
     import torch
 
     before = torch.get_num_threads()
