@@ -85,7 +85,7 @@ def test_a_worker_knows_where_rank_0_is(worker: WorkerProgram, receiver: Receive
     assert worker.is_abandoned()
     receiver.cell_number = 0
     assert not worker.is_abandoned(), "no cell runs"
-    with receiver.alone(is_apart=True):
+    with receiver.detached(is_apart=True):
         assert worker.is_apart()
         assert not worker.can_exchange()
     assert not worker.is_apart()

@@ -398,7 +398,7 @@ class Waits:
     """Stands for `Receiver`: writes down what is waited for."""
 
     def __init__(self) -> None:
-        self.is_alone = False
+        self.is_detached = False
         self.kinds: list[str] = []
 
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
@@ -444,7 +444,7 @@ breakpoint()
 
 
 def test_a_worker_that_is_alone_does_it_itself(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    worker.waits.is_alone = True
+    worker.waits.is_detached = True
     assert worker.shell.run_cell("x = !echo [$RANK]\n%timeit -n1 -r1 x = 1").success
     assert worker.shell.user_ns["x"] == ["[]"]
     assert worker.waits.kinds == []

@@ -70,7 +70,7 @@ def test_a_value_of_an_earlier_cell_is_none_of_this_one(pair: Pair) -> None:
 def test_only_the_outermost_of_two_values_is_sent(pair: Pair) -> None:
     assert pair.publisher.make("%pip", lambda: pair.publisher.make("!", lambda: 5)) == 5
     assert pair.sent == ["%pip/0"]
-    with pair.publisher.alone():
+    with pair.publisher.detached():
         pair.publisher.make("!", lambda: 6)
     assert pair.sent == ["%pip/0"]
 
@@ -152,7 +152,7 @@ def test_a_stop_that_the_program_swallowed_ends_the_cell(pair: Pair) -> None:
 
 
 def test_a_cell_does_not_inherit_what_an_earlier_one_was_in(pair: Pair) -> None:
-    alone = pair.publisher.alone()
+    alone = pair.publisher.detached()
     alone.__enter__()  # Left by force.
     pair.begin(2)
     pair.publisher.make("a", lambda: 1)

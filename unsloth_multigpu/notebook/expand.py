@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
-
-# Each thread has its own: subshells run commands as well.
-_user_frame: ContextVar[FrameType | None] = ContextVar("user_frame", default=None)
 
 
 @contextmanager
@@ -28,38 +25,34 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             object.__delattr__(owner, name)
 
 
-@contextmanager
-def expands_in(frame: FrameType) -> Iterator[None]:
-    """For a time `{name}` and `$name` of commands are looked up in a frame of the user's code."""
-    token = _user_frame.set(frame)
-    try:
-        yield
-    finally:
-        _user_frame.reset(token)
+class UserFrame:
+    """The frame of the user's code that runs a command. IPython counts frames up to it, and ours are in between.
 
-
-def depth_of_user(depth: int) -> int:
-    """For the caller, which stands in for `var_expand` of a shell: the `depth` that it gives to IPython's.
-
-    IPython counts frames up to the code of the user, and functions of ours are in between.
-
-    Args:
-        depth: What the caller was given.
+    Each thread has its own: subshells run commands as well.
     """
-    frame, above = _user_frame.get(), sys._getframe(1)
-    if frame is None:
-        return depth + 1
-    depth = 0
-    while above is not frame and above.f_back is not None:
-        depth, above = depth + 1, above.f_back
-    return depth
 
+    def __init__(self) -> None:
+        self._frame: ContextVar[FrameType | None] = ContextVar("user_frame", default=None)
 
-def expander(shell: Any) -> Callable[..., Any]:
-    """What stands in for `var_expand` of a shell."""
-    expand = type(shell).var_expand
+    @contextmanager
+    def at(self, frame: FrameType) -> Iterator[None]:
+        """Meanwhile `{name}` and `$name` of commands are looked up in this frame."""
+        token = self._frame.set(frame)
+        try:
+            yield
+        finally:
+            self._frame.reset(token)
 
-    def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
-        return expand(shell, cmd, depth_of_user(depth), *args, **kwargs)
+    def depth(self, depth: int) -> int:
+        """The `depth` for `var_expand` of IPython, for the function that stands in for it and calls this.
 
-    return var_expand
+        Args:
+            depth: What that function was given.
+        """
+        frame, above = self._frame.get(), sys._getframe(1)
+        if frame is None:
+            return depth + 1
+        depth = 0
+        while above is not frame and above.f_back is not None:
+            depth, above = depth + 1, above.f_back
+        return depth

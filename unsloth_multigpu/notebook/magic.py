@@ -83,7 +83,7 @@ class RankMagics:
         if 0 in ranks:
             self.is_apart = ranks == {0}
             try:
-                with self._publisher.alone():
+                with self._publisher.detached():
                     result = self._shell.run_cell(cell)
             finally:
                 self.is_apart = False

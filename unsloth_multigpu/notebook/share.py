@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, is_rank_0_magic, parse_ranks
-from unsloth_multigpu.notebook.expand import attribute, expander, expands_in
+from unsloth_multigpu.notebook.expand import UserFrame, attribute
 from unsloth_multigpu.notebook.value import Publisher, plain_output
 from unsloth_multigpu.notebook.variables import RankVariables
 
@@ -27,23 +27,26 @@ def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -
         publisher: Sends the results.
         variables: Kept from the programs that are started.
     """
-    make = publisher.make
-    system, getoutput = shell.system, shell.getoutput
+    make, user = publisher.make, UserFrame()
+    expand, system, getoutput = type(shell).var_expand, shell.system, shell.getoutput
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
 
+    def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
+        return expand(shell, cmd, user.depth(depth), *args, **kwargs)
+
     def shared_system(command: str) -> Any:
-        with expands_in(sys._getframe(1)), variables.without() as begin:
+        with user.at(sys._getframe(1)), variables.without() as begin:
             return make(f"!{command}", lambda: system(begin + command), lambda _: shell.user_ns.get("_exit_code"))
 
     def shared_getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
-        with expands_in(sys._getframe(depth + 1)), variables.without() as begin:
+        with user.at(sys._getframe(depth + 1)), variables.without() as begin:
             return make(f"x = !{command}", lambda: getoutput(begin + command, split=split), plain_output)
 
     def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
         refuse_history(name)
         if not is_rank_0_magic("line", name, line, module_of(shell.find_line_magic(name))):
             return line_magic(name, line, _stack_depth=_stack_depth + 1)
-        with expands_in(sys._getframe(_stack_depth)), _environment(name, variables):
+        with user.at(sys._getframe(_stack_depth)), _environment(name, variables):
             # The magic looks for the user's variables as many frames up.
             return make(
                 magic_text("%", name, line), lambda: line_magic(name, line, _stack_depth=_stack_depth + 4), plain_output
@@ -52,11 +55,11 @@ def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -
     def shared_cell_magic(name: str, line: str, cell: str) -> Any:
         if not is_rank_0_magic("cell", name, line, module_of(shell.find_cell_magic(name))):
             return cell_magic(name, line, cell)
-        with expands_in(sys._getframe(1)), _environment(name, variables):
+        with user.at(sys._getframe(1)), _environment(name, variables):
             return make(magic_text("%%", name, line), lambda: cell_magic(name, line, cell), plain_output)
 
     with ExitStack() as stack:
-        stack.enter_context(attribute(shell, "var_expand", expander(shell)))
+        stack.enter_context(attribute(shell, "var_expand", var_expand))
         stack.enter_context(attribute(shell, "system", shared_system))
         stack.enter_context(attribute(shell, "getoutput", shared_getoutput))
         stack.enter_context(attribute(shell, "run_line_magic", shared_line_magic))

@@ -58,7 +58,7 @@ class Publisher:
         self._counts[kind] += 1
         # KeyboardInterrupt is not sent as the value's error: Stop asks each rank to leave the cell.
         try:
-            with self.alone():
+            with self.detached():
                 value = _stoppable(cell, make)
             plain = to_plain(value)
         except Exception as error:
@@ -68,7 +68,7 @@ class Publisher:
         return value
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def detached(self) -> Iterator[None]:
         """Sends nothing meanwhile: the other ranks do not run this code."""
         if self._kernel.current is not None:
             self._know(self._kernel.current)
@@ -95,8 +95,8 @@ class Receiver:
     Attributes:
         cell_number: Number of the cell that runs; 0 = none.
         is_replay: The cell is one that rank 0 ran before it had other ranks. So is what the shell began with.
-        is_alone: See `alone`.
-        is_apart: See `alone`.
+        is_detached: See `detached`.
+        is_apart: See `detached`.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
@@ -109,7 +109,7 @@ class Receiver:
         self._counted_cell = 0
         self.cell_number = 0
         self.is_replay = True
-        self.is_alone = False
+        self.is_detached = False
         self.is_apart = False
 
     @property
@@ -130,17 +130,17 @@ class Receiver:
             self._has_news.notify_all()
 
     @contextmanager
-    def alone(self, *, is_apart: bool) -> Iterator[None]:
+    def detached(self, *, is_apart: bool) -> Iterator[None]:
         """Meanwhile this rank does by itself what it would otherwise wait for.
 
         Args:
             is_apart: Rank 0 does not run this code.
         """
-        self.is_alone, self.is_apart = True, is_apart
+        self.is_detached, self.is_apart = True, is_apart
         try:
             yield
         finally:
-            self.is_alone = self.is_apart = False
+            self.is_detached = self.is_apart = False
 
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
         """Waits until rank 0 has made the value, as long as it takes.

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from unsloth_multigpu.notebook.cell import is_rank_0_magic
-from unsloth_multigpu.notebook.expand import depth_of_user, expands_in
+from unsloth_multigpu.notebook.expand import UserFrame
 from unsloth_multigpu.notebook.profile import shell_options
 from unsloth_multigpu.notebook.program import ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.share import magic_text, module_of, question_text, read_ranks, refuse_history
@@ -43,10 +43,12 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
     shown_error: BaseException | None
     _receiver: Receiver
     _variables: RankVariables
+    _user: UserFrame
 
     def __init__(self, receiver: Receiver, variables: RankVariables, program: WorkerProgram, **options: Any) -> None:
         self._receiver = receiver
         self._variables = variables
+        self._user = UserFrame()
         self.multi_gpu_program = program
         self.shown_error = None
         super().__init__(**options)
@@ -58,12 +60,12 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
 
     def var_expand(self, cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
         """Looks up variables in the code of the user: functions of ours are in between."""
-        return super().var_expand(cmd, depth_of_user(depth), *args, **kwargs)
+        return super().var_expand(cmd, self._user.depth(depth), *args, **kwargs)
 
     def system(self, command: str) -> None:
         """`!command`: rank 0 runs it."""
-        if self._receiver.is_alone:
-            with expands_in(sys._getframe(1)), self._variables.without():
+        if self._receiver.is_detached:
+            with self._user.at(sys._getframe(1)), self._variables.without():
                 super().system(command)
             return
         exit_code = self._receiver.wait_for(f"!{command}", is_value=False)
@@ -72,31 +74,31 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
 
     def getoutput(self, command: str, split: bool = True, depth: int = 0) -> Any:
         """`x = !command`: rank 0 runs it."""
-        if self._receiver.is_alone:
-            with expands_in(sys._getframe(depth + 1)), self._variables.without():
+        if self._receiver.is_detached:
+            with self._user.at(sys._getframe(depth + 1)), self._variables.without():
                 return super().getoutput(command, split=split)
         return like_ipython(self._receiver.wait_for(f"x = !{command}"))
 
     def run_line_magic(self, name: str, line: str, _stack_depth: int = 1) -> Any:
         """Waits for a magic that rank 0 runs alone; runs any other."""
         refuse_history(name)
-        is_alone = self._receiver.is_alone
-        if is_rank_0_magic("line", name, line, module_of(self.find_line_magic(name))) and not is_alone:
+        is_detached = self._receiver.is_detached
+        if is_rank_0_magic("line", name, line, module_of(self.find_line_magic(name))) and not is_detached:
             return like_ipython(self._receiver.wait_for(magic_text("%", name, line), is_value=False))
         return super().run_line_magic(name, line, _stack_depth=_stack_depth + 1)
 
     def run_cell_magic(self, name: str, line: str, cell: str) -> Any:
         """Waits for a magic that rank 0 runs alone; runs any other."""
-        is_alone = self._receiver.is_alone
-        if is_rank_0_magic("cell", name, line, module_of(self.find_cell_magic(name))) and not is_alone:
+        is_detached = self._receiver.is_detached
+        if is_rank_0_magic("cell", name, line, module_of(self.find_cell_magic(name))) and not is_detached:
             return like_ipython(self._receiver.wait_for(magic_text("%%", name, line), is_value=False))
-        with self._variables.without() if is_alone else nullcontext():
+        with self._variables.without() if is_detached else nullcontext():
             return super().run_cell_magic(name, line, cell)
 
     def _rank(self, line: str, cell: str) -> None:
         ranks = read_ranks(line, int(os.environ["WORLD_SIZE"]))
         if int(os.environ["RANK"]) in ranks:
-            with self._receiver.alone(is_apart=0 not in ranks):
+            with self._receiver.detached(is_apart=0 not in ranks):
                 self.run_cell(cell)  # `showtraceback` notes what it raises.
 
     def showtraceback(self, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
@@ -155,7 +157,7 @@ def share_calls(receiver: Receiver) -> None:
     from unsloth_multigpu.hooks.notebook import VALUE_KINDS, notebook_patches
 
     def share(kind: str, call: Callable[[], Any]) -> Any:
-        return call() if receiver.is_alone else receiver.wait_for(kind, is_value=kind.startswith(VALUE_KINDS))
+        return call() if receiver.is_detached else receiver.wait_for(kind, is_value=kind.startswith(VALUE_KINDS))
 
     PatchRegistry(notebook_patches(share)).apply()
 
@@ -169,10 +171,10 @@ def share_questions(receiver: Receiver) -> None:
     ask, ask_secret = builtins.input, getpass.getpass
 
     def shared_input(*args: Any) -> Any:
-        return ask(*args) if receiver.is_alone else receiver.wait_for(question_text("input", args))
+        return ask(*args) if receiver.is_detached else receiver.wait_for(question_text("input", args))
 
     def shared_getpass(*args: Any, **kwargs: Any) -> Any:
-        if receiver.is_alone:
+        if receiver.is_detached:
             return ask_secret(*args, **kwargs)
         return receiver.wait_for(question_text("getpass", args))
 
