@@ -389,6 +389,36 @@ total(1)
     assert "login of 1" not in result
 
 
+# The attributes of a shell of IPython itself.
+PLAIN = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+shell.run_cell("x = 1")
+# Its application, which a worker starts as well, adds one.
+print(sorted([*vars(shell), "_sys_modules_keys"]))
+"""
+
+
+def test_the_shell_of_the_user_has_no_attribute_of_ours(notebook: NotebookRun) -> None:
+    assert well(notebook.run("unknown(), total(len(unknown()))")) == "([], 0.0)"
+    assert well(notebook.run("total(set(dir(type(get_ipython()))) == names_before[1])")) == "2.0"
+    # A worker's shell was made before its first cell: it is compared with one of IPython's own.
+    program = notebook.folder / "plain.py"
+    program.write_text(PLAIN)
+    known = well(notebook.run(f"import sys\n!{{sys.executable}} {program}"))
+    assert well(notebook.run(f"%%rank 1\nprint(unknown({known}))")) == "[rank1] []"
+
+
+def test_a_process_that_a_worker_starts_is_no_rank(notebook: NotebookRun) -> None:
+    source = """
+import subprocess, sys
+code = "import unsloth_multigpu as ump; ump.enable_multi_gpu()"
+done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+print(done.stderr)
+"""
+    assert "was called in a process that a rank started" in notebook.run(f"%%rank 1\n{source}").text
+
+
 def test_a_cell_needs_no_folder_of_logs(notebook: NotebookRun) -> None:
     well(notebook.run(f"!rm -rf {notebook.folder}/own_logs"))
     assert well(notebook.run("%ranks on\ntotal(1)")) == "2.0"
@@ -415,37 +445,6 @@ def test_a_breakpoint_stops_rank_0_and_the_others_wait(notebook: NotebookRun) ->
         assert well(notebook.finish(message)) == "2.0"
     debug("disconnect", {"restart": False, "terminateDebuggee": False})
     assert well(notebook.run("total(1)")) == "2.0"
-
-
-# The attributes of a shell of IPython itself.
-PLAIN = """
-from IPython.core.interactiveshell import InteractiveShell
-shell = InteractiveShell()
-shell.run_cell("x = 1")
-# Its application, which a worker starts as well, adds one.
-print(sorted([*vars(shell), "_sys_modules_keys"]))
-"""
-
-
-def test_the_shell_of_the_user_has_no_attribute_of_ours(notebook: NotebookRun) -> None:
-    assert well(notebook.run("unknown(), total(len(unknown()))")) == "([], 0.0)"
-    assert well(notebook.run("total(set(dir(type(get_ipython()))) == names_before[1])")) == "2.0"
-    # A worker's shell was made before its first cell: it is compared with one of IPython's own.
-    program = notebook.folder / "plain.py"
-    program.write_text(PLAIN)
-    # Where a debugger was attached to the kernel it writes a warning first.
-    known = well(notebook.run(f"import sys\n!{{sys.executable}} {program}")).splitlines()[-1]
-    assert well(notebook.run(f"%%rank 1\nprint(unknown({known}))")) == "[rank1] []"
-
-
-def test_a_process_that_a_worker_starts_is_no_rank(notebook: NotebookRun) -> None:
-    source = """
-import subprocess, sys
-code = "import unsloth_multigpu as ump; ump.enable_multi_gpu()"
-done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-print(done.stderr)
-"""
-    assert "was called in a process that a rank started" in notebook.run(f"%%rank 1\n{source}").text
 
 
 def test_a_reset_of_the_names_leaves_the_ranks_together(notebook: NotebookRun) -> None:
