@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.config import MultiGPUConfig
     from unsloth_multigpu.core.state import load_state_dict
     from unsloth_multigpu.core.wrap import unwrap_model
     from unsloth_multigpu.errors import (
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         VersionError,
     )
     from unsloth_multigpu.federated.server import FederatedServer, create_multigpu_flower_server
+    from unsloth_multigpu.options import MultiGPUConfig
     from unsloth_multigpu.plain import distributed_loader, save_state_dict, wrap_model_multi_gpu
     from unsloth_multigpu.plugin import (
         MultiGPUStatus,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         is_multi_gpu_enabled,
     )
     from unsloth_multigpu.report import RankReport, RunReport
+    from unsloth_multigpu.strategy import DDP, AllReduce, DiLoCo, LocalSGD, ParameterServer
 
 _HOMES = {
     "plugin": (
@@ -46,7 +47,7 @@ _HOMES = {
         "get_multi_gpu_status",
         "is_multi_gpu_enabled",
     ),
-    "config": ("MultiGPUConfig",),
+    "options": ("MultiGPUConfig",),
     "errors": (
         "ConfigError",
         "DistributedError",
@@ -62,6 +63,7 @@ _HOMES = {
         "VersionError",
     ),
     "report": ("RankReport", "RunReport"),
+    "strategy": ("DDP", "AllReduce", "DiLoCo", "LocalSGD", "ParameterServer"),
     "plain": ("distributed_loader", "save_state_dict", "wrap_model_multi_gpu"),
     "core.state": ("load_state_dict",),
     "core.wrap": ("unwrap_model",),
@@ -70,16 +72,21 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "DDP",
+    "AllReduce",
     "ConfigError",
+    "DiLoCo",
     "DistributedError",
     "DivergenceError",
     "FederatedError",
     "FederatedServer",
     "LaunchError",
+    "LocalSGD",
     "MultiGPUConfig",
     "MultiGPUError",
     "MultiGPUStatus",
     "NonFiniteGradientError",
+    "ParameterServer",
     "PatchError",
     "RankReport",
     "RankTimeoutError",

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu import plugin
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.options import MultiGPUConfig
 
 if TYPE_CHECKING:
     from torch import nn

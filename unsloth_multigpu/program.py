@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-from typing import TYPE_CHECKING, Any, Protocol
-
-from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_DRAWS, ENV_RUN_SEED
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import nn
 
     from unsloth_multigpu.core.manager import DDPManager
     from unsloth_multigpu.session import Session
+    from unsloth_multigpu.train.loop import Loop
 
 
 class Program(Protocol):
@@ -40,8 +37,8 @@ class Program(Protocol):
     def end_training(self) -> None:
         """The call of `train()` has returned."""
 
-    def note_training(self, trainer: Any) -> None:
-        """All ranks are about to train this trainer."""
+    def note_training(self, loop: Loop) -> None:
+        """All ranks are about to train the Trainer that this loop steers."""
 
     def note_wrapper(self, model: nn.Module) -> None:
         """A loop without a Trainer is about to train this wrapper."""
@@ -60,9 +57,9 @@ class ScriptProgram:
             return
         from unsloth_multigpu.launch.rank import enter_rank
 
-        session.events, session.beat = enter_rank(identity, config.hang_timeout_s)
+        session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
-        if identity.rank == 0 and identity.world_size > 1 and ENV_RECEIPT not in os.environ:
+        if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
             from unsloth_multigpu.core.wrap import warn_of_lone_steps
 
             session.on_close.callback(warn_of_lone_steps().remove)
@@ -82,7 +79,7 @@ class ScriptProgram:
     def end_training(self) -> None:
         """Nothing to do: a training that fails ends the script."""
 
-    def note_training(self, trainer: Any) -> None:
+    def note_training(self, loop: Loop) -> None:
         """Nothing to keep in mind: nothing goes on after a failure."""
 
     def note_wrapper(self, model: nn.Module) -> None:
@@ -95,9 +92,9 @@ def _draw_alike(session: Session) -> None:
         return  # The ranks were made alike when this process enabled the first time.
     if session.identity.world_size > 1:
         import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
-    if ENV_RUN_SEED in os.environ:
+    if session.context.seed is not None:
         from unsloth_multigpu.launch.draw import seed_unseeded
 
-        seed_unseeded(int(os.environ[ENV_RUN_SEED]), json.loads(os.environ.get(ENV_RUN_DRAWS, "{}")))
+        seed_unseeded(session.context.seed, session.context.draws)
     elif session.identity.world_size > 1:
         session.manager().agree_on_draws()

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import ENV_CHAOS, ENV_RECEIPT, ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console, get_logger
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.program import Program, ScriptProgram
 from unsloth_multigpu.report import EventWriter, RunReport
+from unsloth_multigpu.row import Scope
+from unsloth_multigpu.strategy import DDP
+from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 
 if TYPE_CHECKING:
     from unsloth_multigpu.core.manager import DDPManager
-    from unsloth_multigpu.core.trainer import DDPTrainer
 
 logger = get_logger(__name__)
 
@@ -38,6 +41,8 @@ class Session:
     config: MultiGPUConfig
     identity: RankIdentity
     console: Console
+    context: RunContext = field(default_factory=RunContext)
+    tool: Tool = field(default_factory=Tool)
     events: EventWriter | None = None
     beat: BeatPage = field(default_factory=lambda: BeatPage(None, 0))
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
@@ -111,28 +116,37 @@ class Session:
         if not self.config.enable_ddp:
             return self._run_serial(trainer, original_train)
         steered = None
-        # One process is left alone, unless a plan was asked for; the receipt compares with a run that is.
-        asks_for_plan = self.config.balance == "tokens" or self.config.max_tokens_per_micro_batch is not None
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
-        if self.identity.world_size == 1 and self.config.sync != "ddp":
+        if self.identity.world_size == 1 and not isinstance(self.config.sync, DDP):
             logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
-        asks_for_guard = self.config.resume == "auto" or self.config.on_nan == "skip" or self.events is not None
-        if self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and ENV_RECEIPT not in os.environ):
+        if self._steers():
             from unsloth_multigpu.core.trainer import DDPTrainer
 
-            steered = DDPTrainer(trainer, self.manager(), self.events, self.beat)
-            steered.on_agreed = functools.partial(self.program.note_training, trainer)
-        train = original_train
-        if steered is not None:
-            train = functools.partial(steered.run, original_train, arguments, train_index)
-        if ENV_RECEIPT in os.environ:
-            self._record(trainer, train, steered)
-        result = train()
+            steered = DDPTrainer(
+                *(trainer, self.manager(), self.events, self.beat, arguments, train_index, self.context),
+                is_comparison=self.tool.is_comparison,
+            )
+        steps = None if steered is None else steered.steps
+        extra = self.tool.part(trainer, self, steps)
+        if steered is None:
+            with nullcontext() if extra is None else _loop_of(trainer, extra):
+                result = original_train()
+        else:
+            steered.parts += [] if extra is None else [extra]
+            result = steered.run(original_train, self.program.note_training)
         self.program.end_training()
+        self.tool.end_training()
         if steered is not None:
             self.report = steered.report
         return result
+
+    def _steers(self) -> bool:
+        """False where one process is left alone, because nothing was asked of it."""
+        config = self.config
+        asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
+        asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
+        return self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and not self.tool.is_comparison)
 
     def _run_serial(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""
@@ -143,32 +157,20 @@ class Session:
         self.report = steered.report
         return result
 
-    def _record(self, trainer: Any, train: Callable[[], Any], steered: DDPTrainer | None) -> NoReturn:
-        """Runs the first steps of a training for `unsloth-multigpu verify`, and ends this process."""
-        from unsloth_multigpu.proof.receipt import ReceiptRequest, Recorder, leave_process
 
-        request = ReceiptRequest.read(os.environ)
-        assert request is not None
-        is_filler = functools.partial(_computes_filler, steered)
-        inexact = functools.partial(_inexact_loss, steered)
-        recorder = Recorder(trainer, request, self.identity.rank, self.config, is_filler, inexact)
-        with recorder.on_trainer():
-            train()
-        recorder.write()
-        leave_process()
+def _loop_of(trainer: Any, part: Part) -> AbstractContextManager[None]:
+    from unsloth_multigpu.train.loop import Loop
 
-
-def _computes_filler(steered: DDPTrainer | None) -> bool:
-    current = None if steered is None else steered.steps.current
-    return current is not None and current.piece.is_filler
-
-
-def _inexact_loss(steered: DDPTrainer | None) -> str:
-    return "" if steered is None else steered.steps.inexact
+    return Loop(trainer, [part]).steering()
 
 
 def open_session(
-    config: MultiGPUConfig, identity: RankIdentity, console: Console, program: Program | None = None
+    config: MultiGPUConfig,
+    identity: RankIdentity,
+    console: Console,
+    context: RunContext | None = None,
+    tool: Tool | None = None,
+    program: Program | None = None,
 ) -> Session:
     """Makes this process the rank that `identity` says, and applies the patches.
 
@@ -176,13 +178,17 @@ def open_session(
         config: The run's options.
         identity: Place of this rank.
         console: Where logs go.
+        context: What this rank is told; None = nothing.
+        tool: Takes part in the run.
         program: What this process runs; None = a script.
 
     Raises:
         SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
         VersionError: A library outside the supported range.
     """
-    session = Session(config, identity, console, program=program or ScriptProgram())
+    session = Session(
+        config, identity, console, context or RunContext(), tool or Tool(), program=program or ScriptProgram()
+    )
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "
@@ -195,8 +201,8 @@ def open_session(
             hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
         )
     session.program.enter(session)
-    if ENV_RECEIPT in os.environ or ENV_CHAOS in os.environ:
-        from unsloth_multigpu.proof.receipt import same_random_choices
+    if session.tool.draws_alike:
+        from unsloth_multigpu.launch.draw import same_random_choices
 
         same_random_choices()
     session.registry = PatchRegistry(_patches(session))
@@ -234,14 +240,11 @@ def _patches(session: Session) -> list[Patch]:
     config, identity = session.config, session.identity
     device_type = _claim_device(session)
     run, notice = session.run_training, session.notice_training
-    patches = trainer_patches(config, identity.world_size, device_type, run, session.manager, notice)
+    patches = trainer_patches(
+        config, identity.world_size, device_type, run, session.manager, notice, session.tool.adjust_arguments
+    )
     others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]
-    if others and ENV_RECEIPT in os.environ:
-        # Nobody would end the training after the steps that were asked for.
-        raise SetupError(
-            f"verify compares runs in which every rank has all weights; {others[0]} is set.",
-            hint="Unset it for this comparison.",
-        )
+    session.tool.check_variables(others)
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
@@ -250,9 +253,7 @@ def _patches(session: Session) -> list[Patch]:
     if identity.world_size == 1:
         return patches
     if others:
-        from unsloth_multigpu.core.trainer import asked_of_ddp
-
-        if asked := asked_of_ddp(config):
+        if asked := config.asked(Scope.TRAINER):
             raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []
@@ -269,7 +270,7 @@ def _patches(session: Session) -> list[Patch]:
         *offload_patches(identity.rank),
         *saving_patches(gate),
         *removal_patches(gate),
-        *dataset_patches(os.environ.get(ENV_RUN_DIR), session.open_manager),
+        *dataset_patches(session.context.run_dir, session.open_manager),
     ]
 
 

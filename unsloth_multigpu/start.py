@@ -8,10 +8,9 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.option import num_nodes
+from unsloth_multigpu.options import MultiGPUConfig, num_nodes
 
 logger = get_logger(__name__)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +75,30 @@ def test_methods_are_there_and_are_called_in_each_step_and_for_each_checkpoint(
     in_each_micro_batch = {"training_step": 4, "compute_loss": 4}
     # The end of an epoch asks for a log, too.
     assert num_calls == {**dict.fromkeys(expected, 2), **in_each_micro_batch, "_maybe_log_save_evaluate": 3}
+
+
+def test_fake_trainer_has_what_the_real_one_has(model_folder: Path, tmp_path: Path) -> None:
+    from tests.helpers.trainer import OWN_NAMES, FakeTrainer
+
+    real, fake = made("Trainer", model_folder, tmp_path), FakeTrainer()
+    owners = {
+        "": (fake, real),
+        "args": (fake.args, real.args),
+        "state": (fake.state, real.state),
+        "control": (fake.control, real.control),
+        "accelerator": (fake.accelerator, real.accelerator),
+        "callback_handler": (fake.callback_handler, real.callback_handler),
+    }
+    for path, (made_up, own) in owners.items():
+        names = {*vars(made_up), *(n for n in vars(type(made_up)) if not n.startswith("__"))} - set(OWN_NAMES)
+        for name in names if not isinstance(made_up, SimpleNamespace) else vars(made_up):
+            # Some are set where a training begins.
+            is_set_late = f"self.{name} = " in inspect.getsource(inspect.getmodule(type(real)))
+            assert hasattr(own, name) or is_set_late, f"{path}.{name}"
+            if inspect.isfunction(ours := getattr(type(made_up), name, None)):
+                theirs = inspect.signature(getattr(own, name)).parameters
+                mine = [n for n in inspect.signature(ours).parameters if n != "self"]
+                assert mine == list(theirs)[: len(mine)], f"{path}.{name}"
 
 
 def test_every_method_that_stands_on_a_trainer_is_in_the_table() -> None:

@@ -21,7 +21,7 @@ ump.enable_multi_gpu(num_gpus=2, balance="tokens", rank_speeds=[1, 1], micro_bat
 """
 ENABLE_LOCAL = """
 import unsloth_multigpu as ump
-ump.enable_multi_gpu(num_gpus=2, balance="off", global_batch="scale", sync="local_sgd", sync_every_steps=3)
+ump.enable_multi_gpu(num_gpus=2, balance="off", global_batch="scale", sync="local_sgd:every_steps=3")
 """
 TRAINING = f"""
 import json, os, sys

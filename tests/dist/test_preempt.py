@@ -54,7 +54,7 @@ def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_ag
 
 
 def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ranks(tmp_path):
-    options = ["--sync", "local_sgd", "--save", "steps", "--catch"]
+    options = ["--sync", "local_sgd:every_steps=4", "--save", "steps", "--catch"]
     process = start([SCRIPT, *options], tmp_path, TWO_RANKS)
     wait_for(tmp_path, "step_1", process)
     process.send_signal(signal.SIGINT)

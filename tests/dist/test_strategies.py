@@ -14,21 +14,20 @@ pytestmark = pytest.mark.slow
 
 # One row length: a rank's own mean is then its part of the step's. SGD: the mean of steps is the step of the mean.
 PLAIN = {"length": 12, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.05, "max_steps": 10}
-EVERY_4 = {"sync": "diloco", "sync_every_steps": 4, "verify_every": 1, "args": {**PLAIN, "save_strategy": "steps"}}
+EVERY_4 = {"sync": "diloco:every_steps=4", "verify_every": 1, "args": {**PLAIN, "save_strategy": "steps"}}
 RUNS = {
     "ddp": {},
     "allreduce": {"sync": "allreduce", "verify_every": 1},
-    "allreduce_each": {"sync": "allreduce", "sync_bucket_mb": 0, "verify_every": 1},
+    "allreduce_each": {"sync": "allreduce:bucket_mb=0", "verify_every": 1},
     "parameter_server": {"sync": "parameter_server", "verify_every": 1},
     "ddp_bf16": {"args": {"bf16": True, "full": True, "max_steps": 6}},
     "server_bf16": {"sync": "parameter_server", "args": {"bf16": True, "full": True, "max_steps": 6}},
     "own_weights": {"sync": "allreduce", "verify_every": 1, "begin": "nothing"},
     "ddp_plain": {"args": PLAIN},
-    "local_1": {"sync": "local_sgd", "sync_every_steps": 1, "args": PLAIN},
-    "local_8": {"sync": "local_sgd", "sync_every_steps": 8, "args": PLAIN},
+    "local_1": {"sync": "local_sgd:every_steps=1", "args": PLAIN},
+    "local_8": {"sync": "local_sgd:every_steps=8", "args": PLAIN},
     "async": {
-        "sync": "parameter_server",
-        "max_staleness_steps": 1,
+        "sync": "parameter_server:max_staleness_steps=1",
         "args": {"save_strategy": "steps", "save_steps": 5, "max_steps": 10},
     },
     "diloco": {**EVERY_4, "args": {**EVERY_4["args"], "save_steps": 8, "max_steps": 12}},
@@ -160,7 +159,7 @@ def test_rank_that_steps_by_itself_averages_over_its_own_tokens(ended):
 def test_model_of_another_strategy_is_wrapped_anew_or_refused(ended):
     for rank in ended[1]:
         assert rank["ddp_after_diloco"] == ""
-        assert "sync='diloco', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
+        assert "sync='diloco:every_steps=4', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
 
 
 def test_failure_on_the_parameter_server_ends_the_run_and_is_shown(ended):

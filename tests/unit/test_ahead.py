@@ -13,13 +13,13 @@ import torch
 from accelerate import skip_first_batches
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.data.ahead import Ahead
 from unsloth_multigpu.data.cost import CostModel
 from unsloth_multigpu.data.deal import Balance
 from unsloth_multigpu.data.sampler import StepLoader, step_loader, steps_ahead
 from unsloth_multigpu.data.step import InOrder, StepShape
+from unsloth_multigpu.options import MultiGPUConfig
 
 ROWS = [{"input_ids": [1] * (16 + 7 * (i * i % 61))} for i in range(48 * 4)]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.launch import allocator
 from unsloth_multigpu.launch.allocator import VARIABLES, allocator_variables
 from unsloth_multigpu.launch.launcher import rank_environment
+from unsloth_multigpu.options import MultiGPUConfig
 
 NEW = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 OLD = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,7 +75,14 @@ ump.enable_multi_gpu({arguments})
         ),
         (
             "enable_ddp=False",
-            {"UNSLOTH_MULTIGPU_RECEIPT": "{}"},
+            {
+                "UNSLOTH_MULTIGPU_TOOL": json.dumps(
+                    [
+                        "unsloth_multigpu.proof.verify:Verify",
+                        {"folder": "", "num_steps": 1, "num_gpus": 2, "dropout": True},
+                    ]
+                )
+            },
             [
                 "unsloth_multigpu.errors.SetupError: verify compares one process with several ranks; enable_ddp=False, "
                 "the legacy path, is one process.",
@@ -90,15 +98,16 @@ ump.enable_multi_gpu({arguments})
             ],
         ),
         (
-            "sync_bucket_mb=25",
+            'sync="diloco:outer_momentum=1"',
             {},
             [
-                "unsloth_multigpu.errors.ConfigError: sync_bucket_mb=25 has no meaning for sync='ddp'.",
-                "Hint: Leave it out, or set sync='allreduce'.",
+                "unsloth_multigpu.errors.ConfigError: sync='diloco:outer_momentum=1'; outer_momentum=1.0 grows without "
+                "a limit; expected a number below 1.",
+                "Hint: Leave outer_momentum out.",
             ],
         ),
         (
-            'sync="diloco", outer_momentum=-0.9',
+            "sync=ump.DiLoCo(outer_momentum=-0.9)",
             {},
             [
                 "unsloth_multigpu.errors.ConfigError: outer_momentum=-0.9; expected a number of at least 0.",

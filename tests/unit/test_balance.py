@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.loss import ROUTER, LossScale
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS
+from unsloth_multigpu.options import MultiGPUConfig
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]
 TOKEN_SUM = LossScale(is_token_normalised=True, is_multiplied=True)

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.data.cost import CostModel
 from unsloth_multigpu.data.deal import Balance, Piece, deal_step
+from unsloth_multigpu.options import MultiGPUConfig
 
 RANKS = 2
 # Before anything is measured; while fits change; after them.

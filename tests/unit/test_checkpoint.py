@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID, MultiGPUConfig
+from tests.helpers.trainer import FakeTrainer
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.balance import Balancer
 from unsloth_multigpu.core.checkpoint import Checkpoints
 from unsloth_multigpu.core.resume import Resume
@@ -43,6 +44,7 @@ from unsloth_multigpu.fault.checkpoint import (
     superfluous,
 )
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.options import MultiGPUConfig
 
 FACTS = {"max_steps": 10, "seed": 42}
 FILES = [
@@ -323,7 +325,9 @@ def test_nodes_with_disks_of_their_own_agree_on_the_newest_that_all_have(tmp_pat
             return everyone
 
         manager: Any = SimpleNamespace(identity=SimpleNamespace(rank=rank), gather_texts=gather_texts)
-        found[rank] = Resume(None, manager, None, [0, 1, 2])._newest(tmp_path / str(rank), OURS)  # type: ignore
+        ours = Resume(None, manager, None, {}, 0, RunContext())  # type: ignore[arg-type]
+        ours.writers = [0, 1, 2]
+        found[rank] = ours._newest(tmp_path / str(rank), OURS)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -356,7 +360,8 @@ class Rank:
 
 def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
     rank = Rank(**options)
-    return Resume(trainer, rank, SimpleNamespace(balancer=SimpleNamespace()), [0]), rank  # type: ignore[arg-type]
+    steps: Any = SimpleNamespace(balancer=SimpleNamespace(), loader=None)
+    return Resume(trainer, rank, steps, {}, 0, RunContext()), rank  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -365,13 +370,12 @@ def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
     [([[1], [1]], None, 2), ([[0], [1]], None, 2), ([[0], [0]], None, None), ([[1], [1]], "trial", None)],
 )
 def test_restart_goes_on_from_what_the_run_itself_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: list[list[int]], trial: str | None, step: int | None
+    tmp_path: Path, attempts: list[list[int]], trial: str | None, step: int | None
 ) -> None:
     make(tmp_path, 2)
     make(tmp_path, 3, run_id="other")
-    monkeypatch.setenv(ENV_RUN_ID, "run")
-    monkeypatch.setenv(ENV_ATTEMPT, str(attempts[0][0]))
     ours, rank = resume_of()
+    ours.context = RunContext(run_id="run", attempt=attempts[0][0])
     rank.attempts = attempts
     arguments: dict[str, Any] = {"trial": trial}
     ours.choose(str(tmp_path), arguments, FACTS)
@@ -401,31 +405,22 @@ def test_stream_goes_on_unless_the_script_lets_it_begin_again(is_skipped: bool) 
     args = SimpleNamespace(ignore_data_skip=not is_skipped)
     ours, _ = resume_of(SimpleNamespace(args=args, state=SimpleNamespace(global_step=6)))
     ours._manifest, ours._folder = manifest(6), Path("none")
-    ours.place_cursor(SimpleNamespace(dataset=stream, batch_sampler=None))
+    ours._steps.loader = SimpleNamespace(dataset=stream, batch_sampler=None)
+    ours.on_train_begin(args, None, None)
     assert went_on == [({"epoch": 0, "steps": 6}, 6)] * is_skipped
 
 
-class FakeTrainer:
-    """What is steered of a Trainer that saves after its third step."""
+class Saving(FakeTrainer):
+    """It saves after its third step."""
 
     def __init__(self, folder: Path, *files: str) -> None:
-        self.folder, self.files, self.model = folder, files, None
-        self.state = SimpleNamespace(
-            global_step=3,
-            epoch=0.5,
-            best_model_checkpoint=None,
-            best_global_step=None,
-            stateful_callbacks={},
-            save_to_json=lambda path: None,
-        )
-        self.args = SimpleNamespace(should_save=True, save_total_limit=None)
+        super().__init__()
+        self.folder, self.files = folder, files
+        self.state.global_step, self.state.epoch = 3, 0.5
         self.saved_draws: list[float] = []
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return str(self.folder)
-
-    def _push_from_checkpoint(self, folder: str) -> None:
-        raise AssertionError
 
     def save(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(), "checkpoint-3")
@@ -439,7 +434,7 @@ class FakeTrainer:
 
 def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
     steps: Any = SimpleNamespace(balancer=SimpleNamespace(state_dict=dict), num_accumulated=1, loader=None)
-    return Checkpoints(trainer, rank, steps, None)  # type: ignore[arg-type]
+    return Checkpoints(trainer, rank, steps, None, Resume(trainer, rank, steps, {}, 0, RunContext()))  # type: ignore[arg-type]
 
 
 NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
@@ -448,7 +443,7 @@ NEEDED = ["trainer_state.json", "optimizer.pt", "model.safetensors"]
 @pytest.mark.parametrize("missing", ["", *NEEDED])
 def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_path: Path, missing: str) -> None:
     files = {*NEEDED, "training_args.bin"} - {missing}
-    trainer = FakeTrainer(tmp_path, *files)
+    trainer = Saving(tmp_path, *files)
     checkpoints(trainer, Rank())._save(trainer.save, None)
     stored = read_manifest(tmp_path / "checkpoint-3")
     assert stored is not None
@@ -457,7 +452,7 @@ def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_p
 
 
 def test_evaluation_draws_for_itself_and_a_save_within_keeps_the_state_of_the_training(tmp_path: Path) -> None:
-    trainer = FakeTrainer(tmp_path, *NEEDED)
+    trainer = Saving(tmp_path, *NEEDED)
     ours = checkpoints(trainer, Rank())
     with seeded_draws(3):
         expected = draws()
@@ -474,7 +469,7 @@ def test_evaluation_draws_for_itself_and_a_save_within_keeps_the_state_of_the_tr
 
 
 def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(tmp_path: Path) -> None:
-    trainer = FakeTrainer(tmp_path)
+    trainer = Saving(tmp_path)
     with pytest.raises(OSError, match=r"checkpoint-3 could not be saved, earlier .* No space left on device"):
         checkpoints(trainer, Rank())._save(trainer.save, None)
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -13,41 +12,37 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.config import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig, translate_legacy
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.logs import Console
-from unsloth_multigpu.plugin import enable_multi_gpu
+from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig, from_keywords
+from unsloth_multigpu.row import rows
+from unsloth_multigpu.strategy import DDP, AllReduce, DiLoCo
 
 DEFAULTS = {
     "num_gpus": None,
     "batch_size_per_gpu": None,
     "enable_ddp": True,
     "global_batch": "keep",
-    "sync": "ddp",
+    "sync": DDP(),
     "balance": "auto",
+    "resume": "off",
     "device": "auto",
     "seed_per_rank": True,
-    "timeout_s": 1800.0,
-    "max_restarts": 0,
     "log_dir": "logs",
+    "grad_compression": None,
+    "gradient_aggregation": None,
     "max_tokens_per_micro_batch": None,
     "micro_batch_overhead_tokens": None,
     "micro_batch_floor_tokens": None,
     "rank_speeds": None,
-    "grad_compression": None,
-    "sync_bucket_mb": None,
-    "max_staleness_steps": None,
-    "sync_every_steps": None,
-    "outer_learning_rate": None,
-    "outer_momentum": None,
-    "gradient_aggregation": None,
-    "verify_every": 100,
+    "max_restarts": 0,
+    "timeout_s": 1800.0,
     "hang_timeout_s": 120.0,
-    "resume": "off",
     "grace_s": 30.0,
     "on_nan": "raise",
     "inexact": "warn",
+    "verify_every": 100,
     "nnodes": "1",
     "rdzv_endpoint": None,
     "rdzv_id": None,
@@ -63,30 +58,25 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "batch_size_per_gpu": ("4", 4),
     "enable_ddp": ("no", False),
     "global_batch": ("scale", "scale"),
-    "sync": ("allreduce", "allreduce"),
+    "sync": (" diloco:every_steps=8, outer_momentum=0", DiLoCo(every_steps=8, outer_momentum=0.0)),
     "balance": ("off", "off"),
+    "resume": ("auto", "auto"),
     "device": ("cpu", "cpu"),
     "seed_per_rank": ("0", False),
-    "timeout_s": ("2.5", 2.5),
-    "max_restarts": ("2", 2),
     "log_dir": ("/var/tmp/logs", "/var/tmp/logs"),
+    "grad_compression": ("fp16", "fp16"),
+    "gradient_aggregation": ("mean", "mean"),
     "max_tokens_per_micro_batch": ("4096", 4096),
     "micro_batch_overhead_tokens": ("64", 64.0),
     "micro_batch_floor_tokens": ("0", 0.0),
     "rank_speeds": ("1, 0.5", (1.0, 0.5)),
-    "grad_compression": ("fp16", "fp16"),
-    "sync_bucket_mb": ("0", 0.0),
-    "max_staleness_steps": ("4", 4),
-    "sync_every_steps": ("8", 8),
-    "outer_learning_rate": ("0.5", 0.5),
-    "outer_momentum": ("0", 0.0),
-    "gradient_aggregation": ("mean", "mean"),
-    "verify_every": ("0", 0),
+    "max_restarts": ("2", 2),
+    "timeout_s": ("2.5", 2.5),
     "hang_timeout_s": ("0", 0.0),
-    "resume": ("auto", "auto"),
     "grace_s": ("7.5", 7.5),
     "on_nan": ("skip", "skip"),
     "inexact": ("raise", "raise"),
+    "verify_every": ("0", 0),
     "nnodes": ("2:4", "2:4"),
     "rdzv_endpoint": ("node0:29400", "node0:29400"),
     "rdzv_id": ("job7", "job7"),
@@ -100,11 +90,6 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
 
 # Options that have a meaning only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
-    "sync_bucket_mb": {"sync": "allreduce"},
-    "max_staleness_steps": {"sync": "parameter_server"},
-    "sync_every_steps": {"sync": "local_sgd"},
-    "outer_learning_rate": {"sync": "diloco"},
-    "outer_momentum": {"sync": "diloco"},
     "nnodes": {"rdzv_endpoint": "node0:29400", "rdzv_id": "job7"},
     "rdzv_endpoint": {"nnodes": "2", "rdzv_id": "job7"},
     "rdzv_id": {"nnodes": "2", "rdzv_endpoint": "node0:29400"},
@@ -122,7 +107,7 @@ def assert_says(error: pytest.ExceptionInfo[ConfigError], message: str, hint: st
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    assert dataclasses.asdict(MultiGPUConfig.resolve({}, {})) == DEFAULTS
+    assert vars(MultiGPUConfig.resolve({}, {})) == DEFAULTS
 
 
 def test_tables_of_this_file_name_every_option() -> None:
@@ -134,7 +119,7 @@ def test_option_is_read_from_its_variable(option: str) -> None:
     text, value = FROM_ENVIRONMENT[option]
     beside = BESIDE.get(option, {})
     config = MultiGPUConfig.resolve(beside, {variable(option): f" {text} "})
-    assert dataclasses.asdict(config) == {**DEFAULTS, **beside, option: value}
+    assert vars(config) == {**DEFAULTS, **beside, option: value}
 
 
 def test_arguments_win_over_the_environment_and_that_over_defaults() -> None:
@@ -207,10 +192,9 @@ WHOLE = "expected a whole number of at least"
         ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "global_batch='keep'"),
         ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "global_batch='keep'"),
         ("sync", "horovod", "sync='horovod'; expected 'ddp' or 'allreduce' or 'parameter_server' or", "sync='ddp'"),
-        ("sync_bucket_mb", 25, "sync_bucket_mb=25 has no meaning for sync='ddp'", "set sync='allreduce'"),
-        ("max_staleness_steps", 2, "max_staleness_steps=2 has no meaning for sync='ddp'", "sync='parameter_server'"),
-        ("sync_every_steps", 8, "sync_every_steps=8 has no meaning for sync='ddp'", "set sync='local_sgd'"),
-        ("outer_learning_rate", 0.7, "outer_learning_rate=0.7 has no meaning for sync='ddp'", "set sync='diloco'"),
+        ("sync", 3, "sync=3; expected 'ddp' or 'allreduce' or", "Set sync='ddp'"),
+        ("sync", AllReduce, "sync=<class", "Set sync='ddp'"),
+        ("sync", "dilco", "sync='dilco'; expected 'ddp'", "Did you mean diloco? Set sync='ddp'"),
         ("gradient_aggregation", "sum", "gradient_aggregation='sum' is for enable_ddp=False; DDP averages", "out"),
         ("gradient_aggregation", "weighted", "gradient_aggregation='weighted' is for enable_ddp=False", "out"),
         ("gradient_aggregation", "max", "gradient_aggregation='max'; expected 'mean' or 'sum' or 'weighted'", "'mean'"),
@@ -268,16 +252,12 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        ({"sync": "allreduce", "sync_bucket_mb": -1}, "sync_bucket_mb=-1; expected a number of at least 0", "out"),
         ({"sync": "allreduce", "grad_compression": "bf16"}, "grad_compression='bf16' has no meaning for", "sync='ddp'"),
-        ({"sync": "parameter_server", "max_staleness_steps": -1}, f"max_staleness_steps=-1; {WHOLE} 0", "steps=1"),
-        ({"sync": "local_sgd", "sync_every_steps": 0}, f"sync_every_steps=0; {WHOLE} 1", "sync_every_steps=1"),
         (
-            {"sync": "local_sgd", "outer_momentum": 0.9},
-            "outer_momentum=0.9 has no meaning for sync='local_sgd'",
-            "loco",
+            {"sync": DiLoCo(every_steps=4), "grad_compression": "bf16"},
+            "no meaning for sync='diloco:every_steps=4'",
+            "sync='ddp'",
         ),
-        ({"sync": "diloco", "outer_learning_rate": float("nan")}, "outer_learning_rate=nan; expected a number", "out"),
         ({"sync": "diloco", "balance": "tokens"}, "balance='tokens' lets ranks end a step together", "one of them"),
         ({"enable_ddp": False, "sync": "allreduce"}, "sync='allreduce' is for several ranks", "one of them"),
         ({"enable_ddp": False, "global_batch": "scale"}, "global_batch='scale' is for several ranks", "one of them"),
@@ -311,7 +291,7 @@ def test_legacy_path_takes_every_aggregation(aggregation: str | None) -> None:
         ({}, True),
         ({"sync": "allreduce"}, True),
         ({"sync": "parameter_server"}, True),
-        ({"sync": "parameter_server", "max_staleness_steps": 0}, False),
+        ({"sync": "parameter_server:max_staleness_steps=0"}, False),
         ({"sync": "local_sgd"}, False),
         ({"sync": "diloco"}, False),
     ],
@@ -352,6 +332,12 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Unset it"),
         ("NUM_GPU", "2", "_NUM_GPU='2' names no option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS? Unset it. Var"),
+        (
+            "SYNC_EVERY_STEPS",
+            "8",
+            "_SYNC_EVERY_STEPS='8' names no option",
+            "Did you mean UNSLOTH_MULTIGPU_SYNC=local_sgd:every_steps=...? Unset it. Var",
+        ),
         ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Set UNSLOTH_MULTIGPU_RESUME='auto' to go on"),
     ],
 )
@@ -399,7 +385,7 @@ def test_legacy_argument_is_translated_and_names_its_replacement(
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert translate_legacy({name: value}) == translated
+        assert from_keywords({name: value}) == translated
     assert [(w.category, str(w.message)) for w in caught] == [
         (DeprecationWarning, f"{name} is deprecated. Use {replacement}.")
     ]
@@ -408,19 +394,35 @@ def test_legacy_argument_is_translated_and_names_its_replacement(
 
 def test_legacy_arguments_warn_one_by_one() -> None:
     with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
-        assert translate_legacy({"debug": True, "ddp_backend": "nccl"}) == {"debug": True, "ddp_backend": "nccl"}
+        assert from_keywords({"debug": True, "ddp_backend": "nccl"}) == {"debug": True, "ddp_backend": "nccl"}
     assert len(caught) == 2
 
 
 def test_unknown_argument_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError) as error:
-        translate_legacy({"num_gpu": 2})
+        from_keywords({"num_gpu": 2})
     assert_says(error, "enable_multi_gpu() got num_gpu=2, which it does not know", "num_gpus")
     meant, _, options = error.value.hint.partition("Options: ")
     assert meant == "Did you mean num_gpus? "
     named = options.rstrip(".").split(", ")
-    parameters = inspect.signature(enable_multi_gpu).parameters
-    assert named == [name for name in parameters if name not in ("replay", "legacy")]
+    assert named == [name for name, row in rows(MultiGPUConfig).items() if row.older is None]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("sync_every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? Options: "),
+        ("staleness_steps", "Did you mean sync=ump.ParameterServer(max_staleness_steps=...)? Options: "),
+        ("every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? Options: "),
+        ("sync_bucket_mb", "Did you mean sync=ump.AllReduce(bucket_mb=...)? Options: "),
+        ("outer_momentum", "Did you mean sync=ump.DiLoCo(outer_momentum=...)? Options: "),
+        ("memory_optimization", "Did you mean enable_memory_optimization? Options: "),
+    ],
+)
+def test_keyword_that_stands_elsewhere_is_named_there(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_keywords({name: 8})
+    assert error.value.hint.startswith(hint)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -436,7 +438,7 @@ def test_unknown_argument_is_named_with_the_known_ones() -> None:
 )
 def test_wrong_legacy_argument_is_named_as_it_was_given(name: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:
-        MultiGPUConfig.resolve(translate_legacy({name: value}), {})
+        MultiGPUConfig.resolve(from_keywords({name: value}), {})
     assert_says(error, f"{name}={value!r}", name)
 
 

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
+from tests.helpers.trainer import FakeTrainer
+from unsloth_multigpu.core.wrapping import DDPWrapping
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.train.loop import Loop
 
 if TYPE_CHECKING:
     from torch import nn
@@ -259,16 +262,16 @@ def wrap(
     config: MultiGPUConfig, model: Any, accelerator: Accelerator, find_unused_parameters: bool | None = None
 ) -> None:
     """What a `train()` does that wraps the model."""
-    from unsloth_multigpu.core.trainer import DDPTrainer
-
-    args = SimpleNamespace(
-        gradient_accumulation_steps=1, ddp_find_unused_parameters=find_unused_parameters, device="cpu"
-    )
-    trainer = SimpleNamespace(model=model, model_wrapped=model, args=args, accelerator=accelerator)
+    trainer = trainer_of(model, accelerator, find_unused_parameters)
     manager: Any = SimpleNamespace(config=config, identity=ONE_OF_TWO)
-    steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))
-    with steered._settings_of_ddp():
+    with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
         accelerator.wrap_model(model)
+
+
+def trainer_of(model: Any, accelerator: Accelerator, find_unused_parameters: bool | None = None) -> FakeTrainer:
+    trainer = FakeTrainer(model, ddp_find_unused_parameters=find_unused_parameters, device="cpu")
+    trainer.accelerator = accelerator  # type: ignore[assignment]
+    return trainer
 
 
 def told_by(
@@ -309,13 +312,10 @@ def test_second_training_finds_the_settings_of_the_script(over: Any) -> None:
 
 def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
     # With `model_init` the Trainer makes another model as it begins to train.
-    from unsloth_multigpu.core.trainer import DDPTrainer
-
     accelerator = Accelerator(SimpleNamespace(find_unused_parameters="untouched"))
-    args = SimpleNamespace(gradient_accumulation_steps=1, ddp_find_unused_parameters=None, device="cpu")
-    trainer = SimpleNamespace(model=tiny(), model_wrapped=None, args=args, accelerator=accelerator)
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
-    with DDPTrainer(trainer, manager, None, BeatPage(None, 0))._settings_of_ddp():  # type: ignore[arg-type]
+    trainer = trainer_of(tiny(), accelerator)
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
         accelerator.wrap_model(tiny(llama()))
     assert accelerator.told[0].find_unused_parameters is False
 
@@ -360,7 +360,7 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
 @pytest.fixture
 def over(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the backend that moves gradients."""
-    return lambda backend: monkeypatch.setattr("unsloth_multigpu.core.trainer.gradient_backend", lambda _: backend)
+    return lambda backend: monkeypatch.setattr("unsloth_multigpu.core.wrapping.gradient_backend", lambda _: backend)
 
 
 @pytest.mark.parametrize(("option", "hook"), [("bf16", "BF16"), ("fp16", "FP16"), ("powersgd", "POWER_SGD")])

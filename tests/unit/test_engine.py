@@ -12,9 +12,9 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.rendezvous import TCPStore
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.launch import engine, rendezvous
 from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, Rounds
+from unsloth_multigpu.options import MultiGPUConfig
 
 # `LaunchConfig` up to torch 2.12 has not this field.
 WITHOUT_LIMIT = dataclasses.make_dataclass(

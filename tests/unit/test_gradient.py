@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.core.check import BatchCount, StepCheck
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.fault.gradient import (
@@ -19,6 +20,8 @@ from unsloth_multigpu.fault.gradient import (
     not_finite_parameters,
     total_norm,
 )
+from unsloth_multigpu.strategy import read_strategy
+from unsloth_multigpu.train.loop import Loop
 
 
 @pytest.mark.parametrize(
@@ -61,55 +64,39 @@ def test_too_many_skipped_steps_in_a_row_are_an_error():
         skipped.skip("step 13: gradient norm is nan")
 
 
-class OneRank:
+class OneRank(FakeTrainer):
     """A trainer of one linear layer, and the loop's calls of one step."""
 
     def __init__(self, on_nan="raise", sync="ddp", *, scaler=None, clips=True):
-        self.model = torch.nn.Linear(2, 1, bias=False)
+        super().__init__(torch.nn.Linear(2, 1, bias=False))
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.state = SimpleNamespace(global_step=0)
-        self.accelerator = SimpleNamespace(scaler=scaler, sync_gradients=True, clip_grad_norm_=self._clip)
-        self.args = SimpleNamespace(
-            device=torch.device("cpu"),
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=8,
-            gradient_checkpointing=False,
-        )
-        self._callbacks = []
+        self.accelerator.scaler = scaler
         self._clips = clips
         self.gathered = []
         self.manager = SimpleNamespace(
-            config=SimpleNamespace(on_nan=on_nan, sync=sync, meets_every_step=True, timeout_s=0.05),
+            config=SimpleNamespace(
+                on_nan=on_nan, sync=read_strategy("sync", sync), meets_every_step=True, timeout_s=0.05
+            ),
             identity=SimpleNamespace(rank=0, world_size=1),
             gather_texts=lambda text: self.gathered.append(text) or [text],
         )
         self.check = StepCheck(self, self.manager, SimpleNamespace(has_one_order=True))
 
-    def add_callback(self, callback):
-        self._callbacks.append(callback)
+    def checked(self):
+        return Loop(self, [self.check]).steering()
 
-    def remove_callback(self, callback):
-        self._callbacks.remove(callback)
-
-    def get_batch_samples(self):
-        raise NotImplementedError
-
-    def compute_loss(self, model, inputs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(inputs["x"]).sum() * inputs.get("factor", 1.0)
 
-    def training_step(self, micro_batches):
-        for inputs in micro_batches:
-            self.compute_loss(self.model, inputs).backward()
-
-    def _clip(self, parameters, max_norm, norm_type=2.0):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        for micro_batch in inputs:
+            self.compute_loss(model, micro_batch).backward()
 
     def step(self, *factors):
         """As the Trainer's loop; returns the norm that it would log."""
-        self.training_step([{"x": torch.ones(2, 2), "factor": f} for f in factors])
+        self.training_step(self.model, [{"x": torch.ones(2, 2), "factor": f} for f in factors])
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0) if self._clips else None
-        for callback in self._callbacks:
-            callback.on_pre_optimizer_step(None, None, None)
+        self.event("on_pre_optimizer_step")
         self.optimizer.step()
         self.model.zero_grad()
         self.state.global_step += 1
@@ -119,7 +106,7 @@ class OneRank:
 @pytest.mark.parametrize("clips", [True, False])
 def test_gradient_that_is_not_finite_raises_before_the_optimizer_steps(clips):
     rank = OneRank(clips=clips)
-    with rank.check.on_trainer():
+    with rank.checked():
         rank.step(1.0, 1.0)
         before = rank.model.weight.detach().clone()
         with torch.no_grad():
@@ -128,7 +115,7 @@ def test_gradient_that_is_not_finite_raises_before_the_optimizer_steps(clips):
             rank.step(1.0, math.nan)
     assert info.value.args[0] == "step 2: gradient norm is nan; loss of rank 0, micro-batch 1, was nan."
     assert torch.equal(rank.model.weight, before)
-    assert not rank._callbacks
+    assert not rank.callback_handler.callbacks
     assert "compute_loss" not in vars(rank)
 
 
@@ -137,7 +124,7 @@ def test_skipped_step_leaves_weights_and_optimizer_alone(clips, caplog):
     caplog.set_level(logging.WARNING, "unsloth_multigpu")
     skips, other = OneRank("skip", clips=clips), OneRank("skip", clips=clips)
     other.model.load_state_dict(skips.model.state_dict())
-    with skips.check.on_trainer(), other.check.on_trainer():
+    with skips.checked(), other.checked():
         for _ in range(MAX_SKIPPED_IN_A_ROW + 2):  # Never many in a row.
             skips.step(1.0)
             norm = skips.step(math.nan)
@@ -165,7 +152,7 @@ def test_gradients_are_clipped_as_accelerate_clips_them(norm_type):
     rank.model.weight.grad = gradient.clone()
     by_torch = torch.nn.Parameter(torch.zeros(1, 2))
     by_torch.grad = gradient.clone()
-    with rank.check.on_trainer():
+    with rank.checked():
         norm = rank.accelerator.clip_grad_norm_(rank.model.parameters(), 1.5, norm_type)
     assert norm == torch.nn.utils.clip_grad_norm_([by_torch], 1.5, norm_type)
     assert torch.equal(rank.model.weight.grad, by_torch.grad)
@@ -174,14 +161,14 @@ def test_gradients_are_clipped_as_accelerate_clips_them(norm_type):
 def test_finite_gradient_whose_squares_overflow_is_clipped_to_nothing():
     rank = OneRank()
     before = rank.model.weight.detach().clone()
-    with rank.check.on_trainer():
+    with rank.checked():
         assert rank.step(1e30) == math.inf
     assert torch.equal(rank.model.weight, before)
 
 
 def test_many_skipped_steps_in_a_row_end_the_training():
     rank = OneRank("skip")
-    with rank.check.on_trainer():
+    with rank.checked():
         for _ in range(MAX_SKIPPED_IN_A_ROW):
             rank.step(math.nan)
         with pytest.raises(NonFiniteGradientError, match="step 11: "):
@@ -191,7 +178,7 @@ def test_many_skipped_steps_in_a_row_end_the_training():
 @pytest.mark.parametrize(("on_nan", "scaler"), [("off", None), ("raise", object())])
 def test_where_it_is_off_or_a_scaler_is_at_work_nothing_is_judged(on_nan, scaler):
     rank = OneRank(on_nan, scaler=scaler)
-    with rank.check.on_trainer():
+    with rank.checked():
         assert math.isnan(rank.step(math.nan))
     assert rank.model.weight.isnan().all()
 
@@ -201,11 +188,11 @@ def test_rank_whose_gradient_is_its_own_judges_it_before_it_is_sent():
     rank.manager.identity.world_size = 2
     rank.manager.publish = lambda key, value: None
     rank.manager.gather_texts = None  # Other ranks may be anywhere.
-    check = StepCheck(rank, rank.manager, SimpleNamespace(has_one_order=True))
-    with check.on_trainer():
+    rank.check = StepCheck(rank, rank.manager, SimpleNamespace(has_one_order=True))
+    with rank.checked():
         rank.step(1.0)
         with pytest.raises(NonFiniteGradientError, match=r"step 2: .*loss of rank 0, micro-batch 0, was nan"):
-            rank.training_step([{"x": torch.ones(2, 2), "factor": math.nan}])
+            rank.training_step(rank.model, [{"x": torch.ones(2, 2), "factor": math.nan}])
 
 
 @pytest.mark.parametrize(
@@ -220,21 +207,21 @@ def test_rank_whose_gradient_is_its_own_judges_it_before_it_is_sent():
 )
 def test_out_of_memory_in_a_step_says_where_and_keeps_its_class(error, place):
     rank = OneRank()
-    with rank.check.on_trainer():
+    with rank.checked():
         rank.step(1.0)
     with pytest.raises(type(error), match=re.escape(f"rank 0 ran out of memory on cpu in {place}")):  # noqa: SIM117
-        with rank.check.on_trainer():
-            rank.training_step([{"x": torch.ones(2, 2)}, _raising(error)])
+        with rank.checked():
+            rank.training_step(rank.model, [{"x": torch.ones(2, 2)}, _raising(error)])
 
 
 def test_out_of_memory_elsewhere_says_where():
     rank = OneRank()
-    with pytest.raises(MemoryError, match="in step 1, outside forward and backward passes"), rank.check.on_trainer():
+    with pytest.raises(MemoryError, match="in step 1, outside forward and backward passes"), rank.checked():
         raise MemoryError
     rank.model.eval()
     with (
         pytest.raises(MemoryError, match=r"(?s)in a batch of the evaluation of step 1 .*per_device_eval_batch_size"),
-        rank.check.on_trainer(),
+        rank.checked(),
     ):
         rank.compute_loss(rank.model, _raising(MemoryError()))
 

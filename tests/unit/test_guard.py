@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.core.guard import CompilerPhase, Guard
 from unsloth_multigpu.fault.beat import BeatPage, Phase
+from unsloth_multigpu.train.loop import Loop
 
 
 class Handler:
@@ -59,20 +60,21 @@ def test_real_compiler_is_heard() -> None:
     assert before - len(callback.callback_handler.start_callbacks) == 1
 
 
-class Model:
+class Noting(FakeTrainer):
+    """Notes what the page says where it is called."""
+
     def __init__(self, page: BeatPage) -> None:
+        super().__init__()
         self.page = page
         self.seen: list[tuple[str, Phase, int]] = []
-        self.control = SimpleNamespace(should_save=False)
-        self.train_dataset: list[int] = []
 
     def note(self, name: str) -> None:
         self.seen.append((name, self.page.phase, self.page.micro_batch))
 
-    def get_batch_samples(self) -> None:
+    def get_batch_samples(self, *_: Any) -> None:
         self.note("samples")
 
-    def training_step(self) -> None:
+    def training_step(self, *_: Any) -> None:
         self.note("step")
 
     def _maybe_log_save_evaluate(self) -> None:
@@ -82,10 +84,10 @@ class Model:
         self._save_checkpoint()
         self.note("saved")
 
-    def evaluate(self) -> None:
+    def evaluate(self, *_: Any) -> None:
         self.note("evaluate")
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, *_: Any) -> None:
         self.note("save")
 
     def _load_best_model(self) -> None:
@@ -94,33 +96,26 @@ class Model:
     def store_flos(self) -> None:
         self.note("flos")
 
-    def add_callback(self, callback: Any) -> None:
-        self.callback = callback
 
-    def remove_callback(self, callback: Any) -> None:
-        assert callback is self.callback
-
-
-def test_training_is_marked_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsloth_multigpu.core.guard._phase_callback", lambda _guard, _page: object())
+def test_training_is_marked_phase_by_phase() -> None:
     page = BeatPage(None, 0)
-    trainer = Model(page)
+    trainer = Noting(page)
     page.mark(step=7)
-    with ExitStack() as stack:
-        guard = Guard(trainer, None, None, page)  # type: ignore[arg-type]
-        stack.enter_context(guard.on_trainer())
+    with Loop(trainer, [Guard(trainer, page)]).steering():
         assert (page.phase, page.step) == (Phase.SETUP, 0)
         trainer.get_batch_samples()
         trainer.training_step()
         trainer.training_step()
         trainer.note("update")
-        guard.end_work()
-        page.mark(Phase.UPDATE, step=1, micro_batch=0)
+        trainer.event("on_optimizer_step")
+        trainer.state.global_step = 1
+        trainer.event("on_step_end")
         trainer._maybe_log_save_evaluate()
         trainer.get_batch_samples()
         trainer.training_step()
         trainer.note("update")
-        page.mark(Phase.UPDATE, step=2, micro_batch=0)
+        trainer.state.global_step = 2
+        trainer.event("on_step_end")
         trainer.control.should_save = True
         trainer._maybe_log_save_evaluate()
         assert page.phase == Phase.UPDATE

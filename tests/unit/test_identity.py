@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from unsloth_multigpu.config import ENV_RUN_DIR
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.identity import RankIdentity, first_host, read_identity
+from unsloth_multigpu.options import ENV_RUN_DIR
 
 TORCHRUN = {
     "RANK": "5",

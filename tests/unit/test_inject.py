@@ -14,58 +14,40 @@ from safetensors.torch import save_file
 
 from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.cli import chaos_run
 from unsloth_multigpu.cli.chaos import Chaos
 from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.cli.chaos_result import Row, Trace, compare_samples, compare_weights, markdown, text_table
 from unsloth_multigpu.cli.chaos_run import Ended, Scene
 from unsloth_multigpu.cli.main import main
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_CHAOS, MultiGPUConfig
-from unsloth_multigpu.core.inject import planted_faults
+from unsloth_multigpu.context import RunContext, attempt_variables
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.fault.chaos import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, newest_checkpoint
 from unsloth_multigpu.launch.process import is_alive
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.tool import Tool, tool_of
+from unsloth_multigpu.train.loop import Loop
 
 
-class Trainer:
-    """What the injector touches of a Trainer."""
+class Trainer(FakeTrainer):
+    """It writes a file where it saves."""
 
     def __init__(self, folder):
-        self.args = SimpleNamespace(output_dir=str(folder), device=torch.device("cpu"))
-        self.state = SimpleNamespace(global_step=0)
-        self.model = torch.nn.Linear(2, 1)
-        self.callbacks = []
-
-    def add_callback(self, callback):
-        self.callbacks.append(callback)
-
-    def remove_callback(self, callback):
-        self.callbacks.remove(callback)
-
-    def get_batch_samples(self):
-        return "samples"
-
-    def training_step(self, model, inputs):
-        return self.compute_loss(model, inputs)
-
-    def compute_loss(self, model, inputs):
-        return torch.ones(())
-
-    def save_model(self, folder, _internal_call=False):
-        return folder
+        super().__init__(torch.nn.Linear(2, 1), output_dir=str(folder))
 
     def _save_checkpoint(self, model, trial):
         with open(self.args.output_dir + "/model", "wb") as file:
             file.write(bytes(8192))
-        return self.save_model(self.args.output_dir, _internal_call=True)
+        self.save_model(self.args.output_dir, _internal_call=True)
+        return self.args.output_dir
 
     def step(self):
         """One optimizer step of one micro-batch."""
         loss = self.training_step(self.model, {"input_ids": torch.tensor([[1, 2], [3, 4]])})
         self.state.global_step += 1
-        for callback in self.callbacks:
-            callback.on_step_end(self.args, self.state, None)
+        self.event("on_step_end")
         return float(loss)
 
 
@@ -74,33 +56,25 @@ def trainer(tmp_path):
     return Trainer(tmp_path)
 
 
-def inject(trainer, monkeypatch, folder, *faults, rank=0, attempt=0):
-    monkeypatch.setenv(ENV_CHAOS, faults_in(folder, *faults)[ENV_CHAOS])
-    monkeypatch.setenv(ENV_ATTEMPT, str(attempt))
-    manager = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig())
-    return planted_faults(trainer, manager, SimpleNamespace(current=None))
+def inject(trainer, folder, *faults, rank=0, attempt=0):
+    context = RunContext.read({**faults_in(folder, *faults), **attempt_variables(attempt)})
+    session = SimpleNamespace(identity=SimpleNamespace(rank=rank), config=MultiGPUConfig(), context=context)
+    part = tool_of(context).part(trainer, session, SimpleNamespace(current=None))
+    return Loop(trainer, [part]).steering()
 
 
-def test_without_the_variable_nothing_is_touched(trainer, monkeypatch):
-    monkeypatch.delenv(ENV_CHAOS, raising=False)
-    before = dict(vars(trainer))
-    with planted_faults(trainer, None, None):
-        assert vars(trainer) == before
-        assert trainer.callbacks == []
-
-
-def test_everything_is_put_back(trainer, monkeypatch, tmp_path):
+def test_everything_is_put_back(trainer, tmp_path):
     before = set(vars(trainer))
-    with inject(trainer, monkeypatch, tmp_path):
+    with inject(trainer, tmp_path):
         assert set(vars(trainer)) > before
         trainer.step()
     assert set(vars(trainer)) == before
-    assert trainer.callbacks == []
+    assert trainer.callback_handler.callbacks == []
 
 
 @pytest.mark.parametrize(("rank", "attempt", "is_met"), [(1, 0, True), (0, 0, False), (1, 1, False)])
-def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, monkeypatch, tmp_path, rank, attempt, is_met):
-    with inject(trainer, monkeypatch, tmp_path, Fault("raise", 1, 3), rank=rank, attempt=attempt):
+def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, tmp_path, rank, attempt, is_met):
+    with inject(trainer, tmp_path, Fault("raise", 1, 3), rank=rank, attempt=attempt):
         trainer.step()
         trainer.step()
         if is_met:
@@ -111,48 +85,48 @@ def test_fault_is_met_on_its_rank_in_its_attempt_and_step(trainer, monkeypatch, 
     planted = records(tmp_path, rank, "planted")
     assert [r["step"] for r in planted] == ([3] if is_met else [])
     assert all(0 <= time.monotonic() - r["time_s"] < 60 for r in planted)
-    with inject(trainer, monkeypatch, tmp_path, Fault("raise", 1, 3), rank=rank, attempt=attempt):
+    with inject(trainer, tmp_path, Fault("raise", 1, 3), rank=rank, attempt=attempt):
         trainer.step()  # A second training of the same process.
 
 
-def test_fault_waits_for_its_phase(trainer, monkeypatch, tmp_path):
+def test_fault_waits_for_its_phase(trainer, tmp_path):
     fault = Fault("raise", 0, 1, phase="save")
-    with inject(trainer, monkeypatch, tmp_path, fault, Fault("raise", 0, 1, phase="evaluate")):
+    with inject(trainer, tmp_path, fault, Fault("raise", 0, 1, phase="evaluate")):
         trainer.step()
         trainer.save_model("final")  # The script's own save is no checkpoint.
         with pytest.raises(RuntimeError):
             trainer._save_checkpoint(None, None)
         trainer._save_checkpoint(None, None)
         with pytest.raises(RuntimeError):
-            trainer.callbacks[0].on_prediction_step(trainer.args, trainer.state, None)
+            trainer.event("on_prediction_step")
 
 
-def test_loss_of_one_step_is_no_number(trainer, monkeypatch, tmp_path):
-    with inject(trainer, monkeypatch, tmp_path, Fault("nan", 0, 2)):
+def test_loss_of_one_step_is_no_number(trainer, tmp_path):
+    with inject(trainer, tmp_path, Fault("nan", 0, 2)):
         assert [trainer.step() for _ in range(3)] == pytest.approx([1.0, float("nan"), 1.0], nan_ok=True)
 
 
-def test_full_disk_is_full_for_one_checkpoint(trainer, monkeypatch, tmp_path):
+def test_full_disk_is_full_for_one_checkpoint(trainer, tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     trainer.step()
-    with inject(trainer, monkeypatch, tmp_path, Fault("disk_full", 0, 1, phase="save")):
+    with inject(trainer, tmp_path, Fault("disk_full", 0, 1, phase="save")):
         with pytest.raises(OSError, match="File too large"):
             trainer._save_checkpoint(None, None)
         assert resource.getrlimit(resource.RLIMIT_FSIZE) == limit
         assert trainer._save_checkpoint(None, None) == str(tmp_path)
 
 
-def test_memory_runs_out_in_one_step(trainer, monkeypatch, tmp_path):
+def test_memory_runs_out_in_one_step(trainer, tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_AS)
-    with inject(trainer, monkeypatch, tmp_path, Fault("memory", 0, 1)):
+    with inject(trainer, tmp_path, Fault("memory", 0, 1)):
         with pytest.raises(RuntimeError, match="can't allocate memory"):
             trainer.step()
         assert resource.getrlimit(resource.RLIMIT_AS) == limit
         trainer.step()
 
 
-def test_clock_jumps_and_is_put_right(trainer, monkeypatch, tmp_path):
-    with inject(trainer, monkeypatch, tmp_path, Fault("clock", 0, 1)):
+def test_clock_jumps_and_is_put_right(trainer, tmp_path):
+    with inject(trainer, tmp_path, Fault("clock", 0, 1)):
         before = time.time()
         trainer.step()
         assert 3600 <= time.time() - before < 3660
@@ -161,7 +135,7 @@ def test_clock_jumps_and_is_put_right(trainer, monkeypatch, tmp_path):
 
 def test_slow_rank_is_slow_from_there_on(trainer, monkeypatch, tmp_path):
     slept = []
-    with inject(trainer, monkeypatch, tmp_path, Fault("slow", 0, 2, delay_s=0.25)):
+    with inject(trainer, tmp_path, Fault("slow", 0, 2, delay_s=0.25)):
         monkeypatch.setattr(time, "sleep", slept.append)
         for _ in range(3):
             trainer.step()
@@ -174,7 +148,7 @@ def test_connections_are_shut(monkeypatch, kind, ended):
     ours = {name: socket.create_connection(listener.getsockname()) for name, listener in listeners.items()}
     monkeypatch.setenv("MASTER_PORT", str(listeners["store"].getsockname()[1]))
     num_files = len(os.listdir("/proc/self/fd"))
-    ACTIONS[kind]()
+    ACTIONS[kind](None)
     assert len(os.listdir("/proc/self/fd")) == num_files
     for name, sock in ours.items():
         if name == ended:
@@ -207,11 +181,11 @@ def test_damage_changes_one_file_of_the_newest_checkpoint(tmp_path, how):
     assert (tmp_path / "checkpoint-2" / "large").read_bytes() == bytes(range(100))
 
 
-def test_weights_and_samples_are_written_down(trainer, monkeypatch, tmp_path):
-    with inject(trainer, monkeypatch, tmp_path):
-        trainer.callbacks[0].on_train_begin(trainer.args, trainer.state, None)
+def test_weights_and_samples_are_written_down(trainer, tmp_path):
+    with inject(trainer, tmp_path):
+        trainer.event("on_train_begin")
         trainer.step()
-        trainer.callbacks[0].on_train_end(trainer.args, trainer.state, None)
+        trainer.event("on_train_end")
     assert [r["event"] for r in records(tmp_path, 0)] == ["begin", "step", "end"]
     assert sum(records(tmp_path, 0, "step")[0]["samples"].values()) == 2
     assert compare_weights(tmp_path, tmp_path) == 0.0
@@ -224,8 +198,9 @@ def test_faults_are_written_as_text():
         with pytest.raises(ConfigError):
             parse_fault(text)
     environment = fail_at("kill", 1, 5, folder="/somewhere", attempt=2)
-    assert ChaosRequest.read(environment) == ChaosRequest("/somewhere", (Fault("kill", 1, 5, attempt=2),))
-    assert ChaosRequest.read({}) is None
+    chaos = tool_of(RunContext.read(environment))
+    assert chaos.request == ChaosRequest("/somewhere", (Fault("kill", 1, 5, attempt=2),))
+    assert type(tool_of(RunContext.read({}))) is Tool
 
 
 @pytest.mark.parametrize(

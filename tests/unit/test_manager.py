@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core import manager as module
 from unsloth_multigpu.core.manager import DDPManager, find_accelerator
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
 from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.start import visible_accelerators
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "torchrun", "127.0.0.1", 29500)

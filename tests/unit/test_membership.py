@@ -24,12 +24,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.rendezvous import TCPStore
 
 from tests.helpers.run import wait_until
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import Beat, Node, Phase
 from unsloth_multigpu.launch import membership
 from unsloth_multigpu.launch.membership import ENV_ROUND, Hear, NodesRendezvous, explain, make_handler
 from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import nodes
 from unsloth_multigpu.launch.nodes import (
@@ -17,6 +16,7 @@ from unsloth_multigpu.launch.nodes import (
     socket_interfaces,
     split_endpoint,
 )
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 def config_of(endpoint: str = "127.0.0.1:29400", rdzv_id: str = "job", nnodes: str = "2") -> MultiGPUConfig:

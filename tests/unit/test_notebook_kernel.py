@@ -20,7 +20,6 @@ import pytest
 from torch.distributed import FileStore
 
 from tests.helpers.run import wait_until
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import (
     ConfigError,
     DistributedError,
@@ -38,6 +37,7 @@ from unsloth_multigpu.notebook.process import Channel
 from unsloth_multigpu.notebook.refusal import KernelState, line_of_cell, refuse
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.worker import Worker
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 def test_channel_carries_whole_messages_of_any_size():

@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.program import KernelProgram, ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.start import find_program
 from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.program import ScriptProgram
 from unsloth_multigpu.session import Session
 
 RANK_1 = RankIdentity(1, 1, 2, 2, "notebook")
 
 
-def opener(config: MultiGPUConfig, identity: RankIdentity, console: Console, program: Any) -> Session:
+def opener(
+    config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext, program: Any
+) -> Session:
     """Stands for `open_session`: no process becomes a rank."""
-    return Session(config, identity, console, program=program)
+    return Session(config, identity, console, context, program=program)
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def test_a_training_that_was_cut_off_is_the_same_when_its_cell_runs_again(worker
 def test_trainings_are_known_while_the_session_is_open(worker: WorkerProgram) -> None:
     assert (worker.session, worker.trainings) == (None, None)
     assert worker.order() == {"heals": False, "num_trainings": 0}
-    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(debug=False))
+    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(debug=False), RunContext())
     assert worker.session is session
     worker.begin_training()
     assert worker.order() == {"heals": False, "num_trainings": 1}
@@ -63,7 +66,7 @@ def test_trainings_are_known_while_the_session_is_open(worker: WorkerProgram) ->
 
 
 def test_closing_a_workers_session_waits_for_rank_0(worker: WorkerProgram, receiver: Receiver) -> None:
-    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(debug=False))
+    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(debug=False), RunContext())
     receiver.note_left(1)
     with pytest.raises(LeftAloneError, match=r"rank 0 has left the cell without disable_multi_gpu\(\)"):
         session.close()
@@ -71,11 +74,11 @@ def test_closing_a_workers_session_waits_for_rank_0(worker: WorkerProgram, recei
 
 
 def test_a_session_that_could_not_be_opened_is_none(worker: WorkerProgram) -> None:
-    def fail(*_: Any) -> Session:
+    def fail(*_: Any, **__: Any) -> Session:
         raise SetupError("no card", hint="Look.")
 
     with pytest.raises(SetupError):
-        worker.open_session(fail, MultiGPUConfig(), RANK_1, Console(debug=False))
+        worker.open_session(fail, MultiGPUConfig(), RANK_1, Console(debug=False), RunContext())
     assert worker.session is None
 
 

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -18,17 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
 from unsloth_multigpu.core.seam import Steered
-from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.group import store_of_group
 from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Part
 from unsloth_multigpu.session import Session
+from unsloth_multigpu.train.loop import Loop
 
 LIMIT_S = 60.0
 
@@ -45,36 +46,14 @@ class Net(nn.Module):
         self.register_buffer("table", torch.zeros(2), persistent=False)
 
 
-class Callbacks:
-    def __init__(self) -> None:
-        self.callbacks: list[Any] = []
-
-    def call_event(self) -> None: ...
-
-
-class FakeTrainer:
-    """What recovery needs of a `transformers.Trainer`."""
+class Stepping(FakeTrainer):
+    """It steps on random gradients."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.model = self.model_wrapped = model or Net()
-        self.optimizer: Any = None
-        self.lr_scheduler: Any = None
-        self.args = SimpleNamespace(gradient_accumulation_steps=4, average_tokens_across_devices=True)
-        self.accelerator = SimpleNamespace(_models=[], scaler=None)
-        self.callback_handler = Callbacks()
-        self.is_in_train = False
+        super().__init__(model or Net(), gradient_accumulation_steps=4)
 
-    def train(self) -> str:
+    def train(self, *_: Any, **__: Any) -> str:
         return "alone"
-
-    def training_step(self) -> str:
-        return "its class's"
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.callbacks.remove(callback)
-
-    def create_optimizer(self) -> None:
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.5)
 
     def step(self) -> None:
         """One step on random gradients."""
@@ -86,36 +65,72 @@ class FakeTrainer:
         self.optimizer.step()
 
 
+def note_ended(trainings: Trainings, number: int, trainer: Any) -> None:
+    """A training that ended well."""
+    loop = Loop(trainer, [])
+    trainings.note(number, loop)
+    with loop.steering():
+        pass
+
+
+class Ours(Part):
+    """Stands on a method that the script has replaced, and on others."""
+
+    place = "feed"
+    keeps = ("args.gradient_accumulation_steps",)
+
+    @contextlib.contextmanager
+    def around(self) -> Any:
+        self.trainer.args.gradient_accumulation_steps = 1
+        yield
+
+    def overrides(self) -> dict[str, Any]:
+        return dict.fromkeys(("training_step", "get_train_dataloader", "call_event"), lambda original, *_: original)
+
+
+class CutOff(Loop):
+    """An exception strikes while it is just letting go."""
+
+    is_cut = True
+
+    def let_go(self) -> None:
+        if self.is_cut:
+            self.is_cut = False
+            raise KeyboardInterrupt
+        super().let_go()
+
+
 def test_trainer_that_was_cut_off_is_as_before() -> None:
-    trainer, trainings = FakeTrainer(), Trainings()
+    trainer, trainings = Stepping(), Trainings()
     trainer.training_step = own = functools.partial(str, "the script's")  # type: ignore[method-assign, assignment]
-    trainings.note(trainer, 0)
-    trainer.is_in_train = True
-    trainer.args.gradient_accumulation_steps = 1
-    feed: Any = StepFeed.__new__(StepFeed)
-    trainer.training_step = Steered(feed._training_step, own)  # type: ignore[method-assign]
-    trainer.create_optimizer = Steered(feed._train_dataloader, trainer.create_optimizer)  # type: ignore[method-assign]
-    handler = trainer.callback_handler
-    handler.call_event = Steered(feed._training_step, handler.call_event)  # type: ignore[method-assign]
-    callback = type("Progress", (), {"__module__": "unsloth_multigpu.core.trainer"})()
-    trainer.callback_handler.callbacks = ["the script's", callback]
+    trainer.callback_handler.callbacks = ["the script's"]
+    part = Ours()
+    part.trainer = trainer  # type: ignore[attr-defined]
+    loop = CutOff(trainer, [part])
+    trainings.note(0, loop)
+    with pytest.raises(KeyboardInterrupt), loop.steering():  # noqa: PT012
+        trainer.is_in_train = True
+        # For a moment only, which the exception has cut off.
+        trainer._get_output_dir = Steered(str, trainer._get_output_dir)  # type: ignore[method-assign]
+    assert trainer.training_step is not own
+    assert len(trainer.callback_handler.callbacks) == 2
 
     trainings.unwrap()
     assert trainer.training_step is own
-    assert "create_optimizer" not in vars(trainer)
-    assert "call_event" not in vars(handler)
+    assert not {"get_train_dataloader", "_get_output_dir"} & vars(trainer).keys()
+    assert "call_event" not in vars(trainer.callback_handler)
     assert trainer.args.gradient_accumulation_steps == 4
     assert trainer.callback_handler.callbacks == ["the script's"]
     assert not trainer.is_in_train
 
 
 def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it() -> None:
-    trainer, trainings = FakeTrainer(), Trainings()
-    trainings.note(trainer, 0)
-    trainer.training_step = lambda: "put there later"  # type: ignore[method-assign]
+    trainer, trainings = Stepping(), Trainings()
+    note_ended(trainings, 0, trainer)
+    trainer.training_step = lambda: "put there later"  # type: ignore[method-assign, assignment]
     trainer.args.gradient_accumulation_steps = 2
     trainings.unwrap()
-    assert trainer.training_step() == "put there later"
+    assert trainer.training_step() == "put there later"  # type: ignore[call-arg]
     assert trainer.args.gradient_accumulation_steps == 2
 
 
@@ -127,8 +142,8 @@ def group_of_one() -> Any:
 
 
 def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(group_of_one: None) -> None:
-    trainer, trainings = FakeTrainer(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
-    trainings.note(trainer, 0)
+    trainer, trainings = Stepping(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
+    note_ended(trainings, 0, trainer)
     old = nn.parallel.DistributedDataParallel(trainer.model)
     trainer.model_wrapped, trainer.accelerator._models = old, [old]
     fired: list[int] = []
@@ -167,10 +182,10 @@ def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(group_of_one: None)
 
 @pytest.mark.parametrize("keeps_global_batch", [True, False])
 def test_trainer_that_got_a_part_of_the_batch_does_not_train_alone(keeps_global_batch: bool) -> None:
-    generates, plain, trainings = FakeTrainer(), FakeTrainer(), Trainings()
+    generates, plain, trainings = Stepping(), Stepping(), Trainings()
     generates.args.steps_per_generation = 1
     for number, trainer in enumerate((generates, plain)):
-        trainings.note(trainer, number)
+        note_ended(trainings, number, trainer)
     trainings.end(keeps_global_batch=keeps_global_batch)
     if keeps_global_batch:
         with pytest.raises(SetupError, match="a part of the samples"):
@@ -181,14 +196,14 @@ def test_trainer_that_got_a_part_of_the_batch_does_not_train_alone(keeps_global_
 
 
 def test_trainer_is_known_by_its_last_training_and_not_kept_alive() -> None:
-    trainings, first, second = Trainings(), FakeTrainer(), FakeTrainer()
+    trainings, first, second = Trainings(), Stepping(), Stepping()
     assert not trainings
     for number, trainer in enumerate((first, second, first)):
-        trainings.note(trainer, number)
+        note_ended(trainings, number, trainer)
     assert sorted(trainings._noted) == [1, 2]
     del second, trainer
     gc.collect()
-    trainings.note(first, 3)
+    note_ended(trainings, 3, first)
     assert sorted(trainings._noted) == [3]
 
 
@@ -228,7 +243,7 @@ def _heal(manager: DDPManager) -> Any:
     """Trainers that stood at different places, made equal: what each rank holds then."""
     rank, trainings = manager.identity.rank, Trainings()
     torch.manual_seed(rank)
-    apart, fresh, ahead, own, gone = (FakeTrainer() for _ in range(5))
+    apart, fresh, ahead, own, gone = (Stepping() for _ in range(5))
     # Rank 0 is two steps ahead, in the middle of a schedule, with a scaler that has grown.
     apart.create_optimizer()
     apart.lr_scheduler = torch.optim.lr_scheduler.StepLR(apart.optimizer, step_size=1)
@@ -248,8 +263,8 @@ def _heal(manager: DDPManager) -> Any:
     place = apart.model.first.weight.data_ptr()  # type: ignore[union-attr, operator]
     for number, trainer in enumerate((apart, fresh, ahead, own)):
         if trainer is not own or rank == 0:
-            trainings.note(trainer, number)
-    trainings.note(gone, 4)
+            note_ended(trainings, number, trainer)
+    note_ended(trainings, 4, gone)
     if rank == 1:
         del gone
         gc.collect()
@@ -286,16 +301,16 @@ def test_ranks_become_equal_to_the_bit(ranks: list[list[Any]]) -> None:
 
 
 def _different(manager: DDPManager) -> None:
-    trainer, trainings = FakeTrainer(nn.Linear(2, 2 + manager.identity.rank)), Trainings()
-    trainings.note(trainer, 0)
+    trainer, trainings = Stepping(nn.Linear(2, 2 + manager.identity.rank)), Trainings()
+    note_ended(trainings, 0, trainer)
     trainings.make_equal(manager, 0)
 
 
 def _unsendable(manager: DDPManager) -> None:
-    trainer, trainings = FakeTrainer(), Trainings()
+    trainer, trainings = Stepping(), Trainings()
     trainer.step()
     trainer.optimizer.state[trainer.model.first.weight]["lock"] = object()  # type: ignore[union-attr]
-    trainings.note(trainer, 0)
+    note_ended(trainings, 0, trainer)
     trainings.make_equal(manager, 0)
 
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import unsloth_multigpu as ump
 from unsloth_multigpu import plain, plugin
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.wrap import (
     _leave_group,
@@ -30,6 +29,7 @@ from unsloth_multigpu.core.wrap import (
 from unsloth_multigpu.data.loader import EpochPlan, distributed_loader, num_workers_per_rank
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plugin import Session
 
 

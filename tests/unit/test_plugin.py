@@ -17,9 +17,9 @@ import pytest
 
 import unsloth_multigpu as ump
 from unsloth_multigpu import session, start, versions
-from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer import trainer_patches
+from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.patching import Patch, PatchRegistry
 
 ROOT = Path(__file__).parents[2]

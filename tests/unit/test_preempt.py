@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
-from unsloth_multigpu.config import MultiGPUConfig
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.fault.agreement import PageAgreement, StoreAgreement
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.fault.control import ControlPage
 from unsloth_multigpu.fault.preempt import Caught, Preemption
 from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.train.loop import Loop
 
 NUM_POINTS = 6
 NOBODY = 10**6
@@ -214,49 +216,15 @@ def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
             signal.signal(number, handler)
 
 
-class FakeTrainer:
-    """What Preemption needs of a Trainer, and the order in which the loop calls it."""
+class Saving(FakeTrainer):
+    """Notes which steps it has saved."""
 
     def __init__(self, **args):
-        values = {"save_strategy": "steps", "load_best_model_at_end": False, **args}
-        self.args = SimpleNamespace(**values)
-        self.state = SimpleNamespace(global_step=0)
-        self.control = SimpleNamespace(should_save=False, should_evaluate=False, should_training_stop=False)
-        self.model_wrapped = None
-        self.callback_handler = self
+        super().__init__(**args)
         self.saved = []
-
-    def add_callback(self, callback):
-        self.callback = callback
-
-    def remove_callback(self, callback):
-        assert callback is self.callback
-        self.callback = None
-
-    def _get_output_dir(self, trial):
-        return "/out"
 
     def _save_checkpoint(self, model, trial):
         self.saved.append(self.state.global_step)
-
-    def on_save(self, *loop):
-        self.callback.on_save(*loop)
-
-    def train(self, num_steps, num_eval_batches=0, on_step=lambda step: None):
-        loop = (self.args, self.state, self.control)
-        for step in range(1, num_steps + 1):
-            on_step(step)
-            self.state.global_step = step
-            self.control.should_evaluate = num_eval_batches > 0
-            self.callback.on_step_end(*loop)
-            for _ in range(num_eval_batches if self.control.should_evaluate else 0):
-                self.callback.on_prediction_step(*loop)
-            if self.control.should_save:
-                self._save_checkpoint(None, None)
-                self.on_save(*loop)
-            if self.control.should_training_stop:
-                break
-        self.callback.on_epoch_end(*loop)
 
 
 def preemption(trainer, tmp_path, *, local_world_size=1, may_stop=lambda: True, **options):
@@ -277,8 +245,8 @@ def run_until_asked(steered, trainer, page, ask_step, number=signal.SIGTERM, **l
         if step == ask_step:
             page.ask(number, time.monotonic() + 5.0)
 
-    with steered.on_trainer():
-        trainer.train(8, on_step=on_step, **loop)
+    with Loop(trainer, [steered]).steering():
+        trainer.steps(8, on_step=on_step, **loop)
 
 
 @pytest.mark.parametrize(
@@ -286,42 +254,42 @@ def run_until_asked(steered, trainer, page, ask_step, number=signal.SIGTERM, **l
     [("steps", "off", [4]), ("no", "off", []), ("no", "auto", [4]), ("epoch", "off", [4])],
 )
 def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, page, strategy, resume, saved):
-    trainer = FakeTrainer(save_strategy=strategy)
+    trainer = Saving(save_strategy=strategy)
     with pytest.raises(SystemExit) as left:
         run_until_asked(preemption(trainer, tmp_path, resume=resume), trainer, page, 3)
     assert left.value.code == 128 + signal.SIGTERM
     # Asked in step 3, agreed at its end, done at the end of step 4.
-    assert (trainer.state.global_step, trainer.saved, trainer.callback) == (4, saved, None)
+    assert (trainer.state.global_step, trainer.saved, trainer.callback_handler.callbacks) == (4, saved, [])
 
 
 def test_sigint_is_a_keyboard_interrupt(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
     with pytest.raises(KeyboardInterrupt):
         run_until_asked(preemption(trainer, tmp_path), trainer, page, 1, number=signal.SIGINT)
 
 
 def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
     with pytest.raises(SystemExit):
         run_until_asked(preemption(trainer, tmp_path), trainer, page, 3, num_eval_batches=4)
     assert (trainer.state.global_step, trainer.saved) == (3, [3])
 
 
 def test_no_evaluation_takes_the_time_that_is_left(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
     steered = preemption(trainer, tmp_path)
 
     def agree_on_step_3(step):
         is_reached = lambda point, number: signal.SIGTERM * (point >= 3 << 20)  # noqa: E731
         steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
 
-    with pytest.raises(SystemExit), steered.on_trainer():
-        trainer.train(8, num_eval_batches=1, on_step=agree_on_step_3)
+    with pytest.raises(SystemExit), Loop(trainer, [steered]).steering():
+        trainer.steps(8, num_eval_batches=1, on_step=agree_on_step_3)
     assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], False)
 
 
 def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
     steered = preemption(trainer, tmp_path)
     points = []
 
@@ -329,13 +297,13 @@ def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path, page):
         is_reached = lambda point, number: points.append(point) or 0  # noqa: E731
         steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
 
-    with steered.on_trainer():
-        trainer.train(2, num_eval_batches=2, on_step=note_points)
+    with Loop(trainer, [steered]).steering():
+        trainer.steps(2, num_eval_batches=2, on_step=note_points)
     assert points == [(step << 20) + batch for step in (1, 2) for batch in (0, 1, 2)] + [(2 << 20) + 3]
 
 
 def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
     steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)
     with pytest.raises(SystemExit):
         run_until_asked(steered, trainer, page, 2)
@@ -344,44 +312,44 @@ def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path, page):
 
 @pytest.mark.parametrize(("loads_best", "saved"), [(False, [8]), (True, [])])
 def test_asked_in_the_last_step_the_script_behind_train_is_not_begun(tmp_path, page, loads_best, saved):
-    trainer = FakeTrainer(load_best_model_at_end=loads_best)
+    trainer = Saving(load_best_model_at_end=loads_best)
     with pytest.raises(SystemExit):
         run_until_asked(preemption(trainer, tmp_path), trainer, page, 8)
     assert trainer.saved == saved
 
 
 def test_step_that_is_saved_already_is_not_saved_again(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
 
     def on_step(step):
         if step == 8:  # By the script's own schedule.
             trainer.control.should_save = True
             page.ask(signal.SIGTERM, time.monotonic() + 5.0)
 
-    with pytest.raises(SystemExit), preemption(trainer, tmp_path).on_trainer():
-        trainer.train(8, on_step=on_step)
+    with pytest.raises(SystemExit), Loop(trainer, [preemption(trainer, tmp_path)]).steering():
+        trainer.steps(8, on_step=on_step)
     assert trainer.saved == [8]
 
 
 def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
     run_until_asked(preemption(trainer, tmp_path), trainer, page, NOBODY)
     assert (trainer.state.global_step, trainer.saved) == (8, [])
 
 
 def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again(tmp_path, page):
-    trainer = FakeTrainer()
+    trainer = Saving()
     elastic = {"nnodes": "1:2", "rdzv_endpoint": "localhost:1", "rdzv_id": "a"}
     steered = preemption(trainer, tmp_path, local_world_size=2, grace_s=7.0, **elastic)
     waits_until = []
 
     def train():
-        with steered.on_trainer():
+        with Loop(trainer, [steered]).steering():
             # Another node's ranks have agreed with this one through the store.
             steered._agreement = SimpleNamespace(
                 is_reached=lambda point, number: signal.SIGTERM * (point >= 2 << 20), leave=waits_until.append
             )
-            trainer.train(8)
+            trainer.steps(8)
 
     with pytest.raises(DistributedError, match="A node leaves the run after step 2, on SIGTERM"):
         train()

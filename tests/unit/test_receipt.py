@@ -14,14 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu import plugin, session
+from unsloth_multigpu import session
 from unsloth_multigpu.cli import receipt as table
-from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.proof import comparison, receipt, source
 from unsloth_multigpu.proof.fingerprint import fingerprints
+from unsloth_multigpu.proof.verify import ReceiptRequest, Verify
+from unsloth_multigpu.tool import tool_of
+from unsloth_multigpu.train.loop import Loop
 
 ROWS = [[5, 6, 7], [8, 9], [5, 6, 7], [1]]
 
@@ -365,14 +369,12 @@ def trainer(tmp_path):
     return saver.trainer
 
 
-def record(trainer, folder, is_filler=lambda: False, **options):
+def record(trainer, folder, steps=None, **options):
     folder.mkdir()
-    request = receipt.ReceiptRequest(
-        **{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options
-    )
-    assert receipt.ReceiptRequest.read(request.variables()) == request
-    recorder = receipt.Recorder(trainer, request, 0, MultiGPUConfig(), is_filler)
-    with recorder.on_trainer():
+    request = ReceiptRequest(**{"folder": str(folder), "num_steps": 2, "num_gpus": 1, "dropout": True} | options)
+    assert tool_of(RunContext.read(request.variables())).request == request
+    recorder = receipt.Recorder(trainer, request, 0, MultiGPUConfig(), steps)
+    with Loop(trainer, [recorder]).steering():
         trainer.train()
     recorder.write()
     return json.loads((folder / "rank_0.json").read_text())
@@ -412,16 +414,26 @@ def test_share_of_a_tensor_is_the_largest_that_it_had(tmp_path):
     model, args = torch.nn.Linear(1, 1), SimpleNamespace(device=torch.device("cpu"), max_grad_norm=0.0)
     trainer = SimpleNamespace(model=model, args=args, is_fsdp_enabled=False, is_deepspeed_enabled=False)
     trainer.state = SimpleNamespace(global_step=0)
-    recorder = receipt.Recorder(trainer, receipt.ReceiptRequest(str(tmp_path), 2, 1, True), 0, MultiGPUConfig(), bool)
+    recorder = receipt.Recorder(trainer, ReceiptRequest(str(tmp_path), 2, 1, True), 0, MultiGPUConfig())
     for weight, bias in ((3.0, 4.0), (4.0, 3.0), (math.nan, 1.0)):
         model.weight.grad, model.bias.grad = torch.tensor([[weight]]), torch.tensor([bias])
-        recorder.note_gradients()
+        recorder.on_pre_optimizer_step(args, trainer.state, None)
     assert recorder._gradient_shares == pytest.approx({"weight": 0.8, "bias": 0.8})
 
 
 def test_recorder_names_dropout_and_counts_no_filler(trainer, tmp_path):
     plain(trainer)
-    found = record(trainer, tmp_path / "receipt", is_filler=lambda: trainer.state.global_step == 1)
+
+    class Steps:
+        """What deals the samples: the second step has none for this rank."""
+
+        inexact = ""
+
+        @property
+        def current(self):
+            return SimpleNamespace(piece=SimpleNamespace(is_filler=trainer.state.global_step == 1))
+
+    found = record(trainer, tmp_path / "receipt", Steps())
     assert [s["name"] for s in found["facts"]["sources"]] == ["dropout"]
     assert [sum(step["samples"].values()) for step in found["steps"]] == [2, 0]
 
@@ -510,12 +522,13 @@ def test_other_parallelism_is_refused(trainer, tmp_path):
         record(trainer, tmp_path / "receipt")
 
 
-def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(tmp_path, monkeypatch):
-    request = receipt.ReceiptRequest(str(tmp_path), num_steps=1, num_gpus=3, dropout=True)
-    monkeypatch.setenv(ENV_RECEIPT, request.variables()[ENV_RECEIPT])
-    config = plugin._as_verified(MultiGPUConfig(num_gpus=1, verify_every=0))
-    assert (config.num_gpus, config.verify_every) == (3, 1)
-    (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if "TrainingArguments" in p.target)
+def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(tmp_path):
+    tool = Verify(folder=str(tmp_path), num_steps=1, num_gpus=3, dropout=True)
+    config = tool.adjusted(MultiGPUConfig(num_gpus=1, verify_every=0))
+    # It compares, and must not save when it is stopped.
+    assert (config.num_gpus, config.verify_every, config.grace_s) == (3, 1, 1e-3)
+    patches = trainer_patches(config, 1, "any", print, print, adjust=tool.adjust_arguments)
+    (patch,) = (p for p in patches if "TrainingArguments" in p.target)
     args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False, steps_per_generation=1, n_gpu=1)
     patch.wrap(lambda self: None)(args)
     assert (args.push_to_hub, args.use_cpu) == (False, False)
@@ -531,11 +544,11 @@ def test_one_process_that_was_asked_for_the_cpu_trains_there():
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_verified_run_is_refused_where_nobody_would_end_it(monkeypatch, num_gpus):
-    monkeypatch.setenv(ENV_RECEIPT, "{}")
+    tool = Verify(folder="", num_steps=1, num_gpus=num_gpus, dropout=True)
     monkeypatch.setenv("UNSLOTH_TP_SIZE", "2")
     identity = SimpleNamespace(world_size=num_gpus, rank=0, local_rank=0, local_world_size=num_gpus)
     monkeypatch.setattr(session, "_claim_device", lambda opened: "cpu")
-    opened = session.Session(MultiGPUConfig(), identity, console=None)
+    opened = session.Session(MultiGPUConfig(), identity, console=None, tool=tool)
     with pytest.raises(SetupError, match="UNSLOTH_TP_SIZE=2 is set"):
         session._patches(opened)
 

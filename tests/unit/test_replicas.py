@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import DivergenceError
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 def hash_of(tensor: Any) -> int:
@@ -244,7 +244,7 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
 ) -> None:
     import torch
 
-    from unsloth_multigpu.core.trainer import _progress_callback
+    from unsloth_multigpu.core.progress import Progress
     from unsloth_multigpu.proof.replicas import ReplicaProof
 
     manager = Manager(every, 0, Group(1))
@@ -255,11 +255,9 @@ def test_best_checkpoint_is_compared_although_the_last_step_was(
     replicas._last_equal_step = 4 if every else None
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters()))
-    steered: Any = SimpleNamespace(
-        manager=manager, replicas=replicas, trainer=trainer, beside_the_model=lambda: [], num_steps=4
-    )
+    progress = Progress(trainer, manager, None, replicas, None, None, None)  # type: ignore[arg-type]
     state, args = SimpleNamespace(global_step=4), SimpleNamespace(load_best_model_at_end=is_best_loaded)
-    _progress_callback(steered).on_train_end(args, state, None)
+    progress.on_train_end(args, state, None)
     assert checked == steps
 
 

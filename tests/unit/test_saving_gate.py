@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.hooks import saving
 from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
+from unsloth_multigpu.options import MultiGPUConfig
 
 LIMIT_S = 0.2
 Write = Callable[..., Any]

@@ -26,7 +26,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.allocator import allocator_variables
@@ -34,6 +33,7 @@ from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.child import Child
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.launcher import rank_environment
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import EventWriter
 
 PACKAGE = Path(__file__).parents[2] / "unsloth_multigpu"

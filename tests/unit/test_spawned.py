@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch.utils.data
 
-from unsloth_multigpu.config import ENV_RANK_PID, ENV_RUN_DIR
 from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.launch import spawned
 from unsloth_multigpu.launch.spawned import find_role, is_helper
+from unsloth_multigpu.options import ENV_RANK_PID, ENV_RUN_DIR
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu import start
-from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
 from unsloth_multigpu.launch.cause import find_cause
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import Event
 from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
 
@@ -252,17 +252,14 @@ def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
     assert names <= told(**dict.fromkeys(names, "")).keys()
 
 
-@pytest.mark.parametrize(("environment", "grace_s"), [({}, 7.0), ({ENV_RECEIPT: "{}"}, 0.0)])
-def test_ranks_have_time_to_save_unless_they_are_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], grace_s: float
-) -> None:
+def test_ranks_have_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found: list[Any] = []
-    monkeypatch.setattr(os, "environ", {**environment})
+    monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(launcher, "Watch", lambda *_, **__: nullcontext())
     monkeypatch.setattr(launcher, "Stop", lambda run_dir, num_ranks, grace_s, end: nullcontext(grace_s))
     monkeypatch.setattr(launcher, "_Supervisor", lambda *given: SimpleNamespace(run=lambda: found.append(given[-1])))
     launcher.DDPLauncher(["true"], 2, MultiGPUConfig(grace_s=7.0, log_dir=str(tmp_path / "logs"))).run()
-    assert found == [grace_s]
+    assert found == [7.0]
 
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:
@@ -278,14 +275,13 @@ def test_rank_without_its_supervisor_ends_and_another_process_is_no_rank() -> No
 
 
 STUCK = """
-import os, sys, threading
+import sys, threading
 from types import SimpleNamespace
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch import rank
 rank.TEARDOWN_LIMIT_S = 0.2
-os.environ["UNSLOTH_MULTIGPU_RUN_DIR"] = "none"
 events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True))
-rank._report_exception(SimpleNamespace(rank=0), events)
+rank._report_exception(SimpleNamespace(rank=0), events, "none")
 class Mute(ConfigError):
     def __str__(self): raise RuntimeError
 sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)

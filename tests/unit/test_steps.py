@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from unsloth_multigpu.config import MultiGPUConfig
+from tests.helpers.trainer import FakeTrainer
+from unsloth_multigpu.core.progress import Progress, exit_code
 from unsloth_multigpu.core.steps import StepFeed
-from unsloth_multigpu.core.trainer import DDPTrainer, _exit_code, _progress_callback
+from unsloth_multigpu.core.trainer import DDPTrainer
 from unsloth_multigpu.data.cost import CostModel
 from unsloth_multigpu.data.deal import Balance, Piece
 from unsloth_multigpu.data.step import MicroBatch, Step, StepShape, collate_step
@@ -17,48 +18,27 @@ from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.train.loop import Loop
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
 
 
-class FakeTrainer:
-    """What is steered of a Trainer. Its loss is the input, and tells a metric as TRL's losses do."""
+class Losing(FakeTrainer):
+    """Its loss is the input, and tells a metric as TRL's losses do."""
 
     def __init__(self, num_loaders=1, **args):
-        args = {"gradient_accumulation_steps": 4, "average_tokens_across_devices": False, **args}
-        self.args = SimpleNamespace(device=torch.device("cpu"), auto_find_batch_size=False, **args)
-        self.model = torch.nn.Linear(1, 1)
+        super().__init__(**{"gradient_accumulation_steps": 4, "average_tokens_across_devices": False, **args})
         self.gathered, self._num_loaders = [], num_loaders
-        exchanges = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), self.gathered.append)
-        self.accelerator = SimpleNamespace(
-            prepare_data_loader=lambda loader: loader,
-            no_sync=lambda model: nullcontext(),
-            parallelism_config=None,
-            num_processes=2,
-            **exchanges,
-        )
-        self.is_fsdp_enabled = self.is_deepspeed_enabled = False
-        self.compute_loss_func, self.model_accepts_loss_kwargs = None, True
-        self.state = SimpleNamespace(global_step=0)
-        self.gather_function = self.accelerator.gather_for_metrics
+        for name in ("gather", "gather_for_metrics", "reduce"):
+            setattr(self.accelerator, name, self.gathered.append)
+        self.accelerator.num_processes = 2
 
     def get_train_dataloader(self):
         for number in range(self._num_loaders):
             self.accelerator.prepare_data_loader(number)
 
-    def get_total_train_batch_size(self, args):
-        return 4
-
-    def get_batch_samples(self, batches, num_batches, device):
-        return list(batches), None
-
-    def _prepare_inputs(self, inputs):
-        return inputs
-
-    def training_step(self, model, inputs, num_items):
-        return self.compute_loss(model, inputs, num_items_in_batch=num_items)
-
-    def compute_loss(self, model, inputs, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.accelerator.gather(inputs["loss"])
         return inputs["loss"]
 
@@ -72,13 +52,17 @@ def feed(trainer, identity=SINGLE_PROCESS, **options):
     return StepFeed(trainer, manager_of(identity, **options), BeatPage(None, 0))
 
 
+def fed(trainer, steps):
+    return Loop(trainer, [steps]).steering()
+
+
 def step_of(*pieces):
     losses = [torch.tensor(10.0**i) for i in range(len(pieces))]
     return Step([MicroBatch({"loss": loss}, piece) for loss, piece in zip(losses, pieces, strict=True)], len(pieces))
 
 
 def test_metrics_of_a_trainer_that_gathers_itself_are_not_merged_again():
-    trainer = FakeTrainer()
+    trainer = Losing()
     trainer._metrics = {"train": {"num_tokens": [100.0], "reward": [1.0, 2.0]}}
     feed(trainer).metrics.merge()
     assert trainer._metrics == {"train": {"num_tokens": [100.0], "reward": [1.0, 2.0]}}
@@ -86,16 +70,16 @@ def test_metrics_of_a_trainer_that_gathers_itself_are_not_merged_again():
 
 @pytest.mark.parametrize(("sync", "is_averaged"), [("ddp", True), ("local_sgd", False)])
 def test_tokens_are_counted_over_the_ranks_that_meet_whatever_the_script_has_set(sync, is_averaged):
-    trainer = FakeTrainer(average_tokens_across_devices=not is_averaged)
-    with feed(trainer, sync=sync).on_trainer():
+    trainer = Losing(average_tokens_across_devices=not is_averaged)
+    with fed(trainer, feed(trainer, sync=sync)):
         assert trainer.args.average_tokens_across_devices is is_averaged
     assert trainer.args.average_tokens_across_devices is not is_averaged
 
 
 def test_filler_counts_nothing_and_a_loss_meets_no_other_rank():
-    trainer = FakeTrainer()
+    trainer = Losing()
     steps = feed(trainer, ONE_OF_TWO)
-    with steps.on_trainer():
+    with fed(trainer, steps):
         step = step_of(Piece((0, 1, 2)), Piece((0,), share=0.0, is_filler=True))
         assert trainer.training_step(trainer.model, step, 5) == 1.0
         assert trainer.gathered == []
@@ -120,15 +104,15 @@ def test_tokens_and_labels_of_a_filler_are_none(regroup):
 
 
 def test_step_without_tokens_to_divide_by_is_an_error():
-    trainer = FakeTrainer()
-    with feed(trainer).on_trainer(), pytest.raises(SetupError, match="FakeTrainer counted no tokens in a step"):
+    trainer = Losing()
+    with fed(trainer, feed(trainer)), pytest.raises(SetupError, match="Losing counted no tokens in a step"):
         trainer.get_batch_samples(iter([step_of(Piece((0,)))]), 1, "cpu")
 
 
 @pytest.mark.parametrize("num_loaders", [0, 2])
 def test_trainer_must_prepare_one_loader(num_loaders):
-    trainer = FakeTrainer(num_loaders)
-    with feed(trainer).on_trainer(), pytest.raises(SetupError, match=f"prepared {num_loaders} data loaders; expected"):
+    trainer = Losing(num_loaders)
+    with fed(trainer, feed(trainer)), pytest.raises(SetupError, match=f"prepared {num_loaders} data loaders; expected"):
         trainer.get_train_dataloader()
 
 
@@ -145,7 +129,7 @@ def steered(trainer, **options):
     ],
 )
 def test_training_in_which_ranks_would_go_ways_of_their_own_is_refused(args, num_processes, message):
-    trainer = FakeTrainer()
+    trainer = Losing()
     vars(trainer.args).update(args)
     trainer.accelerator.num_processes = num_processes
     with pytest.raises(SetupError, match=message):
@@ -153,20 +137,22 @@ def test_training_in_which_ranks_would_go_ways_of_their_own_is_refused(args, num
 
 
 def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it_was_time():
-    ours, checked = steered(FakeTrainer(), sync="local_sgd"), []
-    ours.trainer.optimizer = torch.optim.SGD(ours.trainer.model.parameters())
-    ours.replicas = SimpleNamespace(
+    trainer, checked = Losing(), []
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters())
+    replicas = SimpleNamespace(
         is_due=lambda step: step == 3, check=lambda model, step, beside: checked.append((step, beside))
     )
+    exchange, trained = SimpleNamespace(), SimpleNamespace(is_changed=False)
+    ours = Progress(trainer, manager_of(ONE_OF_TWO, sync="local_sgd"), None, replicas, exchange, trained, None)
     for step in range(1, 9):
-        ours.exchange.sync = SimpleNamespace(are_replicas_equal=step % 4 == 0)
-        ours.prove_replicas(step)
+        exchange.sync = SimpleNamespace(are_replicas_equal=step % 4 == 0)
+        ours.on_step_end(trainer.args, SimpleNamespace(global_step=step), None)
     assert checked == [(4, [])]
 
 
 @pytest.mark.parametrize(("code", "shown"), [(None, 0), (0, 0), (3, 3), ("no data", 1)])
 def test_exit_code_is_the_one_that_python_ends_with(code, shown):
-    assert _exit_code(SystemExit(code)) == shown
+    assert exit_code(SystemExit(code)) == shown
 
 
 class Maker:
@@ -176,7 +162,7 @@ class Maker:
         return [1]
 
 
-class Noting(FakeTrainer):
+class Noting(Losing):
     """As TRL's DPOTrainer up to 0.24, which hands on to the Trainer's loader unless all samples are noted first."""
 
     def get_train_dataloader(self):
@@ -196,7 +182,7 @@ def test_trainer_that_hands_on_to_the_trainers_own_loader_is_dealt_for(monkeypat
 
 def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
-    own = type("OwnLoader", (Maker, FakeTrainer), {})
+    own = type("OwnLoader", (Maker, Losing), {})
     manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
         DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
@@ -256,18 +242,17 @@ def test_stream_without_length_and_without_a_whole_step_is_refused():
 
 def test_epoch_is_told_at_the_start_alone():
     # A stream's steps are counted as if it were read once; transformers 4 tells the pass before the callbacks run.
-    told, steered_one = [], SimpleNamespace(num_steps=0, manager=manager_of(ONE_OF_TWO))
-    steered_one.steps = SimpleNamespace(begin_epoch=told.append)
-    callback = _progress_callback(steered_one)
-    for steered_one.num_steps, epoch in ((0, 2.5), (4, 2.9), (9, 3.4)):
-        callback.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)
+    told, steps = [], feed(Losing())
+    steps.loader = SimpleNamespace(dataset=StepStream.__new__(StepStream), set_epoch=told.append)
+    for epoch in (2.5, 2.9, 3.4):
+        steps.on_epoch_begin(None, SimpleNamespace(epoch=epoch), None)
     assert told == [2]
 
 
 @pytest.mark.parametrize(("is_planned", "num_compilations"), [(True, 3), (False, 7)])
 def test_numbers_of_rows_are_not_compiled_for_each_by_itself(is_planned, num_compilations):
     """Rows that vary, marked as Unsloth marks them; 1 and what the first two had are always compiled for."""
-    trainer = FakeTrainer()
+    trainer = Losing()
 
     def count_tokens(batches, num_batches, device):
         batches = list(batches)
@@ -283,7 +268,7 @@ def test_numbers_of_rows_are_not_compiled_for_each_by_itself(is_planned, num_com
     compiled = CompileCounter()
     torch._dynamo.reset()
     masked = torch.compile(lambda x, mask: (x * mask[:, :, None]).relu(), dynamic=True, backend=compiled)
-    with steps.on_trainer():
+    with fed(trainer, steps):
         for i, rows in enumerate((4, 4, 2, 7, 1, 3, 12, 5)):
             mask = torch.ones(rows, 16 + 8 * i, dtype=torch.int64)
             step = Step([MicroBatch({"attention_mask": mask}, Piece((0,)))], 2)

@@ -12,15 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
-from unsloth_multigpu.core.exchange import Exchange, _exchange_callback
+from tests.helpers.trainer import FakeTrainer
+from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.errors import RankTimeoutError, SetupError
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, ParameterServer
 from unsloth_multigpu.sync.allreduce import AllReduceSync
 from unsloth_multigpu.sync.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
 from unsloth_multigpu.sync.choice import make_sync
 from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.sync.parameter_server import ParameterServerSync
 from unsloth_multigpu.sync.server import StepClock, WeightServer
+from unsloth_multigpu.train.loop import Loop
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64]
 
@@ -69,9 +72,9 @@ def test_ring_all_reduce_sends_almost_two_copies(world_size, sent_bytes):
     ("options", "expected"),
     [
         ({"sync": "allreduce"}, (AllReduceSync, {"_bucket_mb": 25.0})),
-        ({"sync": "allreduce", "sync_bucket_mb": 0}, (AllReduceSync, {"_bucket_mb": 0})),
+        ({"sync": AllReduce(bucket_mb=0)}, (AllReduceSync, {"_bucket_mb": 0})),
         ({"sync": "parameter_server"}, (ParameterServerSync, {"_bucket_mb": 25.0, "_is_loss_scaled": True})),
-        ({"sync": "local_sgd", "sync_every_steps": 3}, (LocalSGDSync, {"every_steps": 3})),
+        ({"sync": "local_sgd:every_steps=3"}, (LocalSGDSync, {"every_steps": 3})),
         ({"sync": "diloco"}, (DiLoCoSync, {"every_steps": 16})),
     ],
 )
@@ -88,12 +91,12 @@ def test_options_name_a_strategy(model, options, expected):
     ],
 )
 def test_outer_step_has_the_options(model, options, outer):
-    sync = make_sync(MultiGPUConfig(sync="diloco", **options), model, optimizer_of(model), is_loss_scaled=False)
+    sync = make_sync(MultiGPUConfig(sync=DiLoCo(**options)), model, optimizer_of(model), is_loss_scaled=False)
     assert {name: sync._outer.param_groups[0][name] for name in outer} == outer
 
 
 def test_asynchronous_server_refuses_a_scaled_loss(model):
-    config = MultiGPUConfig(sync="parameter_server", max_staleness_steps=2)
+    config = MultiGPUConfig(sync=ParameterServer(max_staleness_steps=2))
     with pytest.raises(SetupError, match="max_staleness_steps=2 cannot work with fp16=True"):
         make_sync(config, model, optimizer_of(model), is_loss_scaled=True)
 
@@ -158,33 +161,24 @@ def test_ranks_meet_where_somebody_reads_the_weights(control):
     flags = dict.fromkeys(("should_save", "should_evaluate", "should_training_stop"), False)
     asked = SimpleNamespace(**{name: name == control for name in flags})
     met = []
-    callback = _exchange_callback(SimpleNamespace(meet_if=met.append))
-    callback.on_step_end(None, None, asked)
-    callback.on_epoch_end(None, None, asked)
-    assert met == [control is not None] * 2
+    _, exchange = exchange_of(nn.Linear(3, 2), sync="local_sgd")
+    exchange.sync = SimpleNamespace(meet=lambda: met.append("met"))
+    exchange.on_step_end(None, None, asked)
+    exchange.on_epoch_end(None, None, asked)
+    assert met == ["met"] * (2 if control else 0)
 
 
-class FakeTrainer:
-    """What an exchange needs of a Trainer."""
+class Saving(FakeTrainer):
+    """Notes what was done before it saved."""
 
-    def __init__(self, model):
-        self.model, self.args = model, SimpleNamespace(average_tokens_across_devices=True)
-        self.accelerator = SimpleNamespace(prepare_model=lambda model, placement, evaluation_mode: model)
-        self.callbacks = []
-        self.add_callback, self.remove_callback = self.callbacks.append, self.callbacks.remove
-        self.saved_after = None
+    saved_after = None
 
-    def training_step(self):
-        """Never called."""
-
-    _load_optimizer_and_scheduler = _load_best_model = training_step
-
-    def _save_checkpoint(self, met):
-        self.saved_after = list(met)
+    def _save_checkpoint(self, model, trial):
+        self.saved_after = list(model)
 
 
 def exchange_of(model, **options):
-    trainer = FakeTrainer(model)
+    trainer = Saving(model)
     exchange = Exchange(trainer, SimpleNamespace(config=MultiGPUConfig(**options)))
     return trainer, exchange
 
@@ -193,9 +187,9 @@ def test_exchange_steers_one_model_and_says_what_broke_it():
     trainer, exchange = exchange_of(nn.Linear(3, 2), sync="local_sgd")
     met, cause = [], ValueError("on the server")
     exchange.sync = SimpleNamespace(meet=lambda: met.append("met"), abort=lambda: cause)
-    with pytest.raises(KeyError) as caught, exchange.on_trainer():  # noqa: PT012
+    with pytest.raises(KeyError) as caught, Loop(trainer, [exchange]).steering():  # noqa: PT012
         assert not trainer.args.average_tokens_across_devices
-        trainer._save_checkpoint(met)
+        trainer._save_checkpoint(met, None)
         frozen = nn.Linear(3, 2).requires_grad_(False)
         for model in (trainer.model, frozen):
             assert trainer.accelerator.prepare_model(model) is model
@@ -204,5 +198,5 @@ def test_exchange_steers_one_model_and_says_what_broke_it():
         raise KeyError
     assert trainer.saved_after == ["met"]
     assert caught.value.__cause__ is cause
-    assert (trainer.callbacks, trainer.args.average_tokens_across_devices) == ([], True)
+    assert (trainer.callback_handler.callbacks, trainer.args.average_tokens_across_devices) == ([], True)
     assert "_save_checkpoint" not in vars(trainer)

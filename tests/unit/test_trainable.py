@@ -5,21 +5,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unsloth_multigpu.config import MultiGPUConfig
+from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.core.trainable import TrainedParameters, parameters_beside_the_model
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.train.loop import Loop
 
 
-class FakeTrainer:
+class Half(FakeTrainer):
+    """Its first layer is frozen."""
+
     def __init__(self):
-        self.model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        super().__init__(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)))
         self.model[0].requires_grad_(False)
-        self.state = SimpleNamespace(global_step=0)
-        self.accelerator = SimpleNamespace(sync_gradients=True)
         self.optimizer = torch.optim.SGD(self.model[1].parameters())
 
-    def training_step(self, model, inputs):
+    def training_step(self, model, inputs, num_items_in_batch=None):
         model(inputs).sum().backward()
         self.state.global_step += 1
 
@@ -30,12 +32,12 @@ def followed(trainer, sync="allreduce", parameters=None):
     manager = SimpleNamespace(config=MultiGPUConfig(sync=sync), identity=identity)
     known = [p for p in trainer.model.parameters() if p.requires_grad] if parameters is None else parameters
     exchange = SimpleNamespace(sync=SimpleNamespace(parameters=known)) if sync != "ddp" else None
-    return TrainedParameters(trainer, manager, exchange, lambda: None)
+    return Loop(trainer, [TrainedParameters(trainer, manager, exchange, 0)]).steering()
 
 
 def test_strategy_that_knows_the_parameters_refuses_more_of_them_at_once():
-    trainer = FakeTrainer()
-    with followed(trainer).on_trainer(0):
+    trainer = Half()
+    with followed(trainer):
         trainer.training_step(trainer.model, torch.ones(1, 1))
         trainer.model[0].weight.requires_grad_(True)
         with pytest.raises(SetupError, match=r"0\.weight became trainable after step 1, but sync='allreduce'"):
@@ -44,8 +46,8 @@ def test_strategy_that_knows_the_parameters_refuses_more_of_them_at_once():
 
 
 def test_strategy_goes_on_with_fewer():
-    trainer = FakeTrainer()
-    with followed(trainer).on_trainer(0):
+    trainer = Half()
+    with followed(trainer):
         trainer.training_step(trainer.model, torch.ones(1, 1))
         trainer.model[1].bias.requires_grad_(False)
         trainer.training_step(trainer.model, torch.ones(1, 1))
@@ -53,9 +55,9 @@ def test_strategy_goes_on_with_fewer():
 
 
 def test_accumulated_gradients_are_not_left_behind_by_a_change_within_a_step():
-    trainer = FakeTrainer()
+    trainer = Half()
     trainer.accelerator.sync_gradients = False  # The loop makes a step of several calls.
-    with followed(trainer, parameters=list(trainer.model.parameters())).on_trainer(0):
+    with followed(trainer, parameters=list(trainer.model.parameters())):
         trainer.training_step(trainer.model, torch.ones(1, 1))
         trainer.model[0].weight.requires_grad_(True)
         with pytest.raises(SetupError, match=r"0\.weight became trainable or frozen within step 2"):
@@ -63,8 +65,8 @@ def test_accumulated_gradients_are_not_left_behind_by_a_change_within_a_step():
 
 
 def test_ddp_of_the_script_is_not_made_anew():
-    trainer = FakeTrainer()
-    with followed(trainer, sync="ddp").on_trainer(0):
+    trainer = Half()
+    with followed(trainer, sync="ddp"):
         trainer.training_step(trainer.model, torch.ones(1, 1))
         trainer.model[0].weight.requires_grad_(True)
         with pytest.raises(SetupError, match="the script's own DDP"):
@@ -72,7 +74,7 @@ def test_ddp_of_the_script_is_not_made_anew():
 
 
 def test_parameters_that_only_the_optimizer_has_are_found():
-    trainer = FakeTrainer()
+    trainer = Half()
     assert parameters_beside_the_model(trainer) == []
     scale = torch.nn.Parameter(torch.ones(2))
     trainer.optimizer.add_param_group({"params": [scale]})

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from unsloth_multigpu import session
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 
 SECOND_OF_TWO = RankIdentity(1, 1, 2, 2, "slurm")

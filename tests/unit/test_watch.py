@@ -14,12 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.fault import watchdog
 from unsloth_multigpu.fault.beat import Beat, BeatPage, Node, Phase
 from unsloth_multigpu.launch import watch as module
 from unsloth_multigpu.launch.process import read_state
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import Event, EventWriter
 
 RANK = """

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, read_identity
+from unsloth_multigpu.options import MultiGPUConfig
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def _measure_in_rank() -> None:
 
     # Not enable_multi_gpu(): a library in a wrong version is another row, and says nothing about the network.
     config, identity = MultiGPUConfig.resolve({}), read_identity(os.environ) or SINGLE_PROCESS
-    enter_rank(identity)
+    enter_rank(identity, RunContext.read(os.environ))
     device = local_device(identity, config)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)

@@ -20,8 +20,8 @@ from unsloth_multigpu.cli.federated_option import check_not_federated
 from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.cli.strategy_arm import STRATEGIES
-from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.cli.bench_option import UNSLOTH, BenchOptions
-from unsloth_multigpu.config import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
+from unsloth_multigpu.strategy import ParameterServer
 from unsloth_multigpu.versions import installed_version
 
 WORKER = "unsloth_multigpu.cli.bench_worker"
@@ -78,7 +79,8 @@ class Arm:
     @property
     def is_asynchronous(self) -> bool:
         """True if each rank's gradient is an optimizer step of its own."""
-        return self._config.max_staleness_steps is not None
+        sync = self._config.sync
+        return isinstance(sync, ParameterServer) and not sync.meets_every_step
 
     @property
     def _config(self) -> MultiGPUConfig:

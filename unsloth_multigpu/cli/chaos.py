@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from unsloth_multigpu.cli.chaos_plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.cli.chaos_result import (
@@ -25,26 +26,24 @@ from unsloth_multigpu.cli.chaos_result import (
 from unsloth_multigpu.cli.chaos_run import Ended, Scene
 from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
-from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.fault.chaos import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.fault.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.launch.folder import private_dir
 from unsloth_multigpu.launch.identity import read_identity
+from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 
-# (type, text) of each option; see cli.main. What is no option of a run stands first.
-CHAOS_OPTIONS: dict[str, tuple[type, str]] = {
-    "faults": (str, '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank [all]'),
-    "random": (int, "this many random faults over one run, which is started again after each, instead of --faults"),
-    "seed": (int, "of the random faults [0]"),
-    "resume": (bool, "start the command again after each fault, to see whether it goes on [on]"),
-    "json": (str, "file of the results"),
-    "markdown": (str, "file of the table"),
-    "cwd": (str, "folder in which the script runs; its output then belongs into {run} in its arguments [a new one]"),
-    "limit_s": (float, "limit of each start of the ranks, in seconds [600]"),
+# What is no option of a run, or means something else here: type, text of --help. See cli.main.
+OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
+    "faults": (str, '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank. [all]'),
+    "random": (int, "Instead of --faults, this many random faults over one run, which is started again after each."),
+    "seed": (int, "Of the random faults. [0]"),
+    "resume": (bool, "Start the command again after each fault, to see whether it goes on. [on]"),
+    "json": (str, "File of the results."),
+    "markdown": (str, "File of the table."),
+    "cwd": (str, "Folder in which the script runs; its output then belongs into {run} in its arguments. [a new one]"),
+    "limit_s": (float, "Limit of each start of the ranks, in seconds. [600]"),
 }
-# Those that are options of a run, too.
-PASSED_OPTIONS = ("num_gpus", "device", "max_restarts", "hang_timeout_s", "grace_s", "balance")
 # The planner measures, and deals otherwise from run to run; weights then differ by rounding. Hangs need not take long.
 DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance": "off"}
 
@@ -165,7 +164,7 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
     """
     if read_identity(os.environ) is not None:
         raise SetupError("chaos starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
-    given = {name: getattr(options, name) for name in PASSED_OPTIONS}
+    given = {name: getattr(options, name) for name in command_options("chaos")}
     run_options = {**DEFAULTS, **{name: value for name, value in given.items() if value is not None}}
     config = MultiGPUConfig.resolve(run_options)
     if (config.num_gpus or 0) < 2:
@@ -175,7 +174,7 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise ConfigError(f"--faults {options.faults}: there are {config.num_gpus} ranks.", hint="Count them from 0.")
     # In the background of a shell script it is ignored, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environment = {**os.environ, ENV_PREFIX + "LOG_DIR": "logs", "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, variable("log_dir"): "logs", "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_sigterm():
         scene = Scene(folder / "whole", program, environment, options.cwd, options.limit_s or 600.0)
         _say("the run without faults")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unsloth_multigpu.cli.script import has_own_line
-from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.fault.chaos import ChaosRequest, Fault
 from unsloth_multigpu.launch.process import find_marked, kill_marked, wait_after_kill
+from unsloth_multigpu.options import variable
 
 _POLL_S = 0.05
 # Processes that outlive the command by more than this were left behind.
@@ -88,7 +88,7 @@ class Scene:
         """
         for place in (self.records, self.work):
             place.mkdir(parents=True, exist_ok=True)
-        variables = {ENV_PREFIX + name.upper(): str(value) for name, value in options.items() if value is not None}
+        variables = {variable(name): str(value) for name, value in options.items() if value is not None}
         environment = {**self.environment, **variables, **ChaosRequest(str(self.records), faults).variables()}
         start_s = time.monotonic()
         # Pipes: a limit on the size of files, which stands for a full disk, must not meet what is printed.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.cli.probe import exit_on_sigterm
-from unsloth_multigpu.config import ENV_PREFIX
+from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:

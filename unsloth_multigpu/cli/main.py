@@ -11,51 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unsloth_multigpu.cli.bench_parser import add_bench_options
-from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.launch.identity import read_identity
+from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.row import flag
 from unsloth_multigpu.versions import installed_version
 
 RANK_MODULE = "unsloth_multigpu.cli.script"
-# The options of enable_multi_gpu(), with the type of their value.
-RUN_OPTIONS: dict[str, tuple[type, str]] = {
-    "num_gpus": (int, "ranks on this machine [all visible GPUs; where there is none, one process]"),
-    "batch_size_per_gpu": (int, "samples of one micro-batch per rank [the script's]"),
-    "enable_ddp": (bool, "one process per device; off = the legacy serial path [on]"),
-    "global_batch": (str, '"keep" the samples of an optimizer step, or "scale" them with the ranks [keep]'),
-    "sync": (str, 'how gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco" [ddp]'),
-    "balance": (str, '"auto", "tokens" or "off": how the samples of a step are dealt [auto]'),
-    "device": (str, '"auto", "cpu", "cuda" or "xpu" [auto]'),
-    "seed_per_rank": (bool, "each rank draws its own dropout masks and augmentations [on]"),
-    "timeout_s": (float, "limit of a collective and of a wait for another rank, in seconds [1800]"),
-    "max_restarts": (int, "times that all ranks are started again after one failed [0]"),
-    "log_dir": (str, "folder of rank_N.log [logs]"),
-    "max_tokens_per_micro_batch": (int, "most tokens of a micro-batch [what equal numbers of rows reach]"),
-    "grad_compression": (str, '"bf16", "fp16" or "powersgd" [none]'),
-    "sync_bucket_mb": (float, 'MiB of a message of "allreduce" and "parameter_server", 0 = one for each tensor [25]'),
-    "max_staleness_steps": (int, '"parameter_server": steps a rank may be ahead of the slowest [none: together]'),
-    "sync_every_steps": (int, 'steps of "local_sgd" and "diloco" between two meetings [16]'),
-    "outer_learning_rate": (float, 'of the step of "diloco" at a meeting [0.7]'),
-    "outer_momentum": (float, "its Nesterov momentum [0.9]"),
-    "gradient_aggregation": (str, '"weighted", "mean" or "sum" of the shards of the legacy path [weighted]'),
-    "verify_every": (int, "steps between two comparisons of all ranks' weights, 0 = never [100]"),
-    "hang_timeout_s": (float, "seconds without progress after which a training rank is called hung, 0 = never [120]"),
-    "resume": (str, '"auto" = go on from the last whole checkpoint of this training [off]'),
-    "grace_s": (float, "seconds from a signal to stop until the end: the time to finish a step and to save [30]"),
-    "on_nan": (str, '"raise", "skip" the step or "off", when the gradient is not finite [raise]'),
-    "inexact": (str, '"warn" or "raise", where ranks share a micro-batch whose loss cannot be shared exactly [warn]'),
-    "nnodes": (str, 'nodes of the run, "2" or "MIN:MAX" for nodes that come and go [1]'),
-    "rdzv_endpoint": (str, "HOST:PORT where nodes meet [none]"),
-    "rdzv_id": (str, "name of the run among those that meet there [none]"),
-}
-# Those of `verify` beside options of a run.
-VERIFY_OPTIONS: dict[str, tuple[type, str]] = {
-    "num_gpus": (int, "ranks that are compared with one process [all visible GPUs; 2 CPU ranks without one]"),
-    "steps": (int, "optimizer steps that are compared [5]"),
-    "no_dropout": (bool, "set every dropout probability to 0 in both runs [as in the script]"),
-    "json": (str, "file of the receipt [receipt.json]"),
-    "timeout_s": (float, "limit of each of the two runs, in seconds [3600]"),
-}
 _USAGES = {
     command: f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
        unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""
@@ -111,11 +73,11 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
     stands before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
     versions of Python.
     """
-    tables = {"run": lambda: RUN_OPTIONS, "verify": _verify_options, "chaos": _chaos_options}
+    tables = {"run": _run_options, "verify": _verify_options, "chaos": _chaos_options}
     if not arguments or arguments[0] not in tables:
         return list(arguments), [], []
     is_verify, table = arguments[0] == "verify", tables[arguments[0]]()
-    take_value = {_flag(name) for name, (kind, _) in table.items() if kind is not bool}
+    take_value = {flag(name) for name, (kind, _) in table.items() if kind is not bool}
     i = 1
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
         i += 2 if arguments[i] in take_value else 1
@@ -149,22 +111,23 @@ def _bare(argument: str) -> str:
 
 def _switches(name: str) -> list[str]:
     # `--dropout` without `--no-` is left to scripts, many of which have it.
-    return [_flag(name)] if name.startswith("no_") else [_flag(name), _flag(f"no_{name}")]
+    return [flag(name)] if name.startswith("no_") else [flag(name), flag(f"no_{name}")]
 
 
-def _verify_options() -> dict[str, tuple[type, str]]:
-    from unsloth_multigpu.cli.verify import PASSED_OPTIONS
-
-    return {**VERIFY_OPTIONS, **{name: RUN_OPTIONS[name] for name in PASSED_OPTIONS}}
+def _run_options() -> dict[str, tuple[type[Any], str]]:
+    return command_options("run")
 
 
-def _chaos_options() -> dict[str, tuple[type, str]]:
-    from unsloth_multigpu.cli.chaos import CHAOS_OPTIONS, DEFAULTS, PASSED_OPTIONS
+def _verify_options() -> dict[str, tuple[type[Any], str]]:
+    from unsloth_multigpu.cli.verify import OWN_OPTIONS
 
-    table = {**CHAOS_OPTIONS, **{name: RUN_OPTIONS[name] for name in PASSED_OPTIONS}}
-    for name, value in DEFAULTS.items():
-        table[name] = (table[name][0], f"{table[name][1].rpartition(' [')[0]} [{value}]")
-    return table
+    return {**OWN_OPTIONS, **command_options("verify")}
+
+
+def _chaos_options() -> dict[str, tuple[type[Any], str]]:
+    from unsloth_multigpu.cli.chaos import DEFAULTS, OWN_OPTIONS
+
+    return {**OWN_OPTIONS, **command_options("chaos", DEFAULTS)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -185,10 +148,10 @@ def _parser() -> _Parser:
         help="run a script that has no line of its own on every GPU",
         usage=_USAGES["run"],
         description="Runs a script as if its first line were enable_multi_gpu(). Each option is also the variable "
-        "UNSLOTH_MULTIGPU_<NAME>.",
+        "UNSLOTH_MULTIGPU_<NAME>; `unsloth-multigpu doctor --options` says all about each.",
         allow_abbrev=False,
     )
-    _add_options(run, RUN_OPTIONS)
+    _add_options(run, _run_options())
     verify = commands.add_parser(
         "verify",
         help="compare the first steps of a script on one process and on several ranks",
@@ -211,6 +174,7 @@ def _parser() -> _Parser:
     output = doctor.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument("--seams", action="store_true", help="print only the table of patches, as Markdown")
+    output.add_argument("--options", action="store_true", help="print only the table of options, as Markdown")
     doctor.add_argument("--num-gpus", type=int, metavar="INT", help="ranks of the all-reduce [all; 2 without a GPU]")
     doctor.add_argument("--timeout-s", type=float, metavar="FLOAT", default=120.0, help="limit of each check [120]")
     bench = commands.add_parser(
@@ -236,19 +200,24 @@ def _parser() -> _Parser:
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, table: dict[str, tuple[type, str]]) -> None:
+def _add_options(parser: argparse.ArgumentParser, table: dict[str, tuple[type[Any], str]]) -> None:
     for name, (kind, text) in table.items():
+        text = text.replace("%", "%%")
         if kind is bool:
             action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
-            parser.add_argument(_flag(name), action=action, help=text)
+            parser.add_argument(flag(name), action=action, help=text)
         else:
-            parser.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+            parser.add_argument(flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from unsloth_multigpu.cli.doctor import run_doctor
+    from unsloth_multigpu.cli.options import options_markdown
     from unsloth_multigpu.cli.seam import seams_markdown
 
+    if options.options:
+        print(options_markdown(), end="")
+        return 0
     if options.seams:
         print(seams_markdown(), end="")
         return 0
@@ -261,10 +230,10 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
     from unsloth_multigpu.logs import Console
     from unsloth_multigpu.start import needs_supervisor, ranks_to_start, supervise
 
-    given: dict[str, Any] = {name: getattr(options, name) for name in RUN_OPTIONS}
+    given: dict[str, Any] = {name: getattr(options, name) for name in _run_options()}
     config = MultiGPUConfig.resolve(given)
     # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
-    os.environ.update({ENV_PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None})
+    os.environ.update({variable(name): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", RANK_MODULE, *program]
     Console(debug=config.debug)
     is_started = read_identity(os.environ) is not None  # By torchrun or srun: this process is one of the ranks.
@@ -285,10 +254,6 @@ def _check_program(program: Sequence[str], command: str) -> None:
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")
     if program[0] != "-m" and not Path(program[0]).exists():
         raise ConfigError(f"{command}: there is no file {program[0]!r}.", hint=f"Check the path.\n{usage}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from unsloth_multigpu.config import ENV_PROBE
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.launch.process import end_command
+from unsloth_multigpu.options import ENV_PROBE
 
 _TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15

@@ -13,7 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from unsloth_multigpu.config import ENV_RECEIPT
+from unsloth_multigpu.context import RunContext
+from unsloth_multigpu.tool import tool_of
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     from importlib.machinery import SourceFileLoader
 
     # Before the path is changed, by which a module is found.
-    is_followed = ENV_RECEIPT in os.environ
+    is_followed = tool_of(RunContext.read(os.environ)).is_comparison
     starts_itself = is_followed and has_own_line(sys.argv[1:])
     is_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if is_module else sys.argv[1:]

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.seam import SEAMS, check_seam
 from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.versions import SUPPORTED, check_version
 

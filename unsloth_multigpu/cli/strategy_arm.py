@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unsloth_multigpu.cli.bench_arm import ARMS, ONE_GPU, REFERENCE, Arm
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
 
 DDP = "ddp"
 # How the names of arms begin that are what this package does by default.
@@ -30,29 +31,26 @@ STRATEGIES: Mapping[str, Arm] = {
             enable_ddp=False,
         ),
         _strategy(DDP, "all-reduce during backward", sync="ddp"),
-        _strategy("allreduce_each", "all-reduce per parameter, after backward", sync="allreduce", sync_bucket_mb=0.0),
+        _strategy("allreduce_each", "all-reduce per parameter, after backward", sync=AllReduce(bucket_mb=0)),
         _strategy("allreduce", "all-reduce in buckets, after backward", sync="allreduce"),
         _strategy("parameter_server", "rank 0 steps, the others get its weights", sync="parameter_server"),
         _strategy(
             "parameter_server_async",
             "rank 0 steps for each gradient that arrives",
             note="each rank's gradient is an update of its own; a rank may be 2 steps ahead",
-            sync="parameter_server",
-            max_staleness_steps=2,
+            sync=ParameterServer(max_staleness_steps=2),
         ),
         _strategy(
             "local_sgd",
             "ranks step alone, weights are averaged",
             note="ranks meet every 8 steps and at an epoch's end",
-            sync="local_sgd",
-            sync_every_steps=8,
+            sync=LocalSGD(every_steps=8),
         ),
         _strategy(
             "diloco",
             "that with an outer Nesterov step",
             note="ranks meet every 8 steps and at an epoch's end",
-            sync="diloco",
-            sync_every_steps=8,
+            sync=DiLoCo(every_steps=8),
         ),
     )
 }

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.cli.plain_json import json_text
 from unsloth_multigpu.cli.probe import exit_on_sigterm
 from unsloth_multigpu.cli.receipt import COMPARED, render
-from unsloth_multigpu.config import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.launch.folder import private_dir
 from unsloth_multigpu.launch.identity import read_identity
 from unsloth_multigpu.launch.process import end_command
+from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 
 if TYPE_CHECKING:
     from unsloth_multigpu.proof.comparison import Comparison, RunRecord
@@ -33,18 +33,14 @@ _RANK_MODULE = "unsloth_multigpu.cli.script"
 # The supervisor gives its ranks 30 seconds to end.
 _TERMINATE_LIMIT_S = 40.0
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-# Options of a run that both runs get, too.
-PASSED_OPTIONS = (
-    "batch_size_per_gpu",
-    "global_batch",
-    "sync",
-    "balance",
-    "device",
-    "seed_per_rank",
-    "log_dir",
-    "max_tokens_per_micro_batch",
-    "grad_compression",
-)
+# What is no option of a run, or means something else here: type, text of --help. See cli.main.
+OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
+    "num_gpus": (int, "Ranks that are compared with one process. [all visible GPUs; 2 CPU ranks without one]"),
+    "steps": (int, f"Optimizer steps that are compared. [{DEFAULT_STEPS}]"),
+    "no_dropout": (bool, "Set every dropout probability to 0 in both runs. [as in the script]"),
+    "json": (str, f"File of the receipt. [{DEFAULT_FILE}]"),
+    "timeout_s": (float, f"Limit of each of the two runs, in seconds. [{DEFAULT_LIMIT_S:g}]"),
+}
 
 
 def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -63,7 +59,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
         RankTimeoutError: A run took longer than `options.timeout_s`.
     """
-    from unsloth_multigpu.proof.receipt import ReceiptRequest
+    from unsloth_multigpu.proof.verify import ReceiptRequest
 
     num_steps = DEFAULT_STEPS if options.steps is None else options.steps
     limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
@@ -71,11 +67,11 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise ConfigError(f"--steps {num_steps}; expected at least 1.", hint=f"Leave it out for {DEFAULT_STEPS}.")
     file = Path(options.json or DEFAULT_FILE)
     _check_place(file)
-    given = {name: getattr(options, name) for name in PASSED_OPTIONS}
+    given = {name: getattr(options, name) for name in command_options("verify")}
     # The same rules as for the options of a run.
     config = MultiGPUConfig.resolve({**given, "num_gpus": options.num_gpus, "timeout_s": limit_s})
     num_ranks = _num_ranks(config)
-    variables = {ENV_PREFIX + name.upper(): str(value) for name, value in given.items() if value is not None}
+    variables = {variable(name): str(value) for name, value in given.items() if value is not None}
     records = []
     with private_dir() as folder, exit_on_sigterm():
         for name, number in (("one", 1), ("many", num_ranks)):
@@ -92,7 +88,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
                 print(f"verify: the run on {label} ended with exit code {code}.", file=sys.stderr)
                 return code
             records.append(_read(place, program))
-            _check_followed(given, records[-1])
+            _check_followed(config, given, records[-1])
         one, many = records
         comparison = _compare(folder, one, many)
     receipt = _receipt(program, one, many, comparison)
@@ -142,11 +138,11 @@ def _common_variables(folder: Path) -> dict[str, str]:
     """The environment of both runs, before the options of the command line."""
     return {
         # Neither overwrites the logs of a training nor leaves any, unless a folder is named.
-        ENV_PREFIX + "LOG_DIR": str(folder / "logs"),
+        variable("log_dir"): str(folder / "logs"),
         # The order of a set of strings may decide the order of samples.
         "PYTHONHASHSEED": "0",
         **os.environ,
-        ENV_PREFIX + "MAX_RESTARTS": "0",
+        variable("max_restarts"): "0",
         "WANDB_MODE": "disabled",
     }
 
@@ -202,13 +198,14 @@ def _read(folder: Path, program: Sequence[str]) -> RunRecord:
     return record
 
 
-def _check_followed(given: Mapping[str, Any], record: RunRecord) -> None:
+def _check_followed(asked: MultiGPUConfig, given: Mapping[str, Any], record: RunRecord) -> None:
     """Arguments of the line win over options of the command, which travel as variables."""
-    config = record.facts["config"]
+    values, followed = asked.plain_values(), record.facts["config"]
     for name, value in given.items():
-        if value is not None and config[name] != value:
+        if value is not None and followed[name] != values[name]:
             raise ConfigError(
-                f"verify was asked for {name}={value!r}, but the script's enable_multi_gpu() says {config[name]!r}.",
+                f"verify was asked for {name}={values[name]!r}, but the script's enable_multi_gpu() says "
+                f"{followed[name]!r}.",
                 hint="Leave it out of one of them.",
             )
 

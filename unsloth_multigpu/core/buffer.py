@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.data.deal import Piece
 from unsloth_multigpu.data.step import MicroBatch, Step
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.replicas import tensor_hashes
 
 logger = get_logger(__name__)
@@ -63,7 +62,7 @@ def place_of(piece: Piece, batch_size: int, num_references: int) -> Place:
     return Place(reference, 1.0 if is_whole else num_rows / batch_size, is_whole)
 
 
-class RunningStatistics:
+class RunningStatistics(Part):
     """Gives all ranks, after each step, the running statistics of `BatchNorm` that one process would have.
 
     Each micro-batch in training makes `r <- (1 - momentum) r + momentum s` of its own statistics `s`, one after the
@@ -79,6 +78,8 @@ class RunningStatistics:
         steps: What deals the micro-batches.
     """
 
+    place = "statistics"
+
     def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
@@ -90,25 +91,8 @@ class RunningStatistics:
         self._keep = self._is_average = self._added = self._sums = torch.empty(0)
         self._has_warned = False
 
-    @contextmanager
-    def of_micro_batches(self) -> Iterator[None]:
-        """Opened before `StepFeed.on_trainer`, which calls what it finds for each micro-batch."""
-        with self._override(self._micro_batch):
-            yield
-
-    @contextmanager
-    def of_steps(self) -> Iterator[None]:
-        """Opened after `StepFeed.on_trainer`."""
-        with self._override(self._step):
-            yield
-
-    @contextmanager
-    def _override(self, method: Callable[..., Any]) -> Iterator[None]:
-        if self._manager.identity.world_size == 1 or not self._manager.config.meets_every_step:
-            yield
-            return
-        with steered(self._trainer, "training_step", method):
-            yield
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._step}
 
     def _find_layers(self) -> list[_BatchNorm]:
         model = self._trainer.model
@@ -150,7 +134,7 @@ class RunningStatistics:
                 self._places[id(micro_batch)] = Place(reference, place.share, place.is_whole)
         self._num_references += step.num_references
 
-    def _micro_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def micro_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.training_step` of one micro-batch: keeps what it adds to the statistics."""
         if not self._layers:
             return original(*args, **kwargs)
@@ -229,7 +213,19 @@ class RunningStatistics:
         return of_layers.repeat_interleave(sizes)
 
 
-class EqualBuffers:
+class MicroBatchStatistics(Part):
+    """The side of `RunningStatistics` that sees micro-batches."""
+
+    place = "micro-batch statistics"
+
+    def __init__(self, statistics: RunningStatistics) -> None:
+        self._statistics = statistics
+
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._statistics.micro_batch}
+
+
+class EqualBuffers(Part):
     """Makes the buffers that a checkpoint keeps equal on all ranks before an evaluation and at the end of a training.
 
     What each rank changes by its own samples cannot be put together in general: rank 0's values count, as with DDP, and
@@ -240,28 +236,18 @@ class EqualBuffers:
         manager: This rank's manager.
     """
 
+    place = "buffers"
+
     def __init__(self, trainer: Any, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self._at_begin: dict[str, Any] = {}
         self._named: set[str] = set()
 
-    @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Follows one training; opened after what exchanges gradients, which may exchange buffers at its end."""
-        if self._manager.identity.world_size == 1:
-            yield
-            return
-        trainer = self._trainer
-        callback = _buffer_callback(self)
-        with ExitStack() as stack:
-            stack.enter_context(steered(trainer, "evaluation_loop", self._evaluation_loop))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            yield
+    def overrides(self) -> dict[str, Override]:
+        return {"evaluation_loop": self._evaluation_loop}
 
-    def begin(self) -> None:
-        """Notes what the training begins with."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._at_begin = _facts(self._trainer.model)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +255,7 @@ class EqualBuffers:
         self.make_equal()
         return original(*args, **kwargs)
 
-    def end(self) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Makes all equal, and names what ranks have changed alike: counters of forward passes, say. Collective."""
         self.make_equal()
         now = {name for name, fact in _facts(self._trainer.model).items() if self._at_begin.get(name) != fact}
@@ -334,16 +320,3 @@ def _facts(model: nn.Module) -> dict[str, list[Any]]:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return ", ".join(names[:_NUM_NAMED]) + more
-
-
-def _buffer_callback(buffers: EqualBuffers) -> Any:
-    from transformers import TrainerCallback
-
-    class BufferCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            buffers.begin()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            buffers.end()
-
-    return BufferCallback()

@@ -6,14 +6,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.fault.gradient import (
@@ -25,13 +24,14 @@ from unsloth_multigpu.fault.gradient import (
 )
 from unsloth_multigpu.fault.memory import advice, explain, is_out_of_memory, size_of
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 
 logger = get_logger(__name__)
 
 _POLL_S = 0.01
 
 
-class StepCheck:
+class StepCheck(Part):
     """Follows one training by methods on the one trainer object.
 
     Where the gradients of all ranks meet before the optimizer steps, all have the same one and decide alike without
@@ -46,12 +46,14 @@ class StepCheck:
         steps: What chooses the samples, if that is ours.
     """
 
+    place = "check"
+
     def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._on_nan = manager.config.on_nan
         self._rank = manager.identity.rank
-        self._is_shared = manager.config.sync in ("ddp", "allreduce") or manager.identity.world_size == 1
+        self._is_shared = manager.config.sync.has_one_gradient or manager.identity.world_size == 1
         self._skipped = SkippedSteps()
         self._losses: list[Any] = []
         self._is_judged = self._is_skipped = False
@@ -60,33 +62,27 @@ class StepCheck:
         self._batches = BatchCount(trainer, manager, steps)
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training.
+    def around(self) -> Iterator[None]:
+        """Explains where the memory was not enough."""
+        self._batches.begin()
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                self._explain(error)
+            raise
 
-        Opened after the overrides that choose samples, whose micro-batches are seen here, and before those that send
-        gradients.
-        """
-        trainer, callback = self._trainer, _check_callback(self)
-        overrides: list[tuple[Any, str, Callable[..., Any]]] = [
-            (trainer, "compute_loss", self._compute_loss),
-            (trainer, "training_step", self._training_step),
-            (trainer, "get_batch_samples", self._batches.batch_samples),
-            (trainer.accelerator, "clip_grad_norm_", self._clip),
-        ]
-        with ExitStack() as stack:
-            for owner, name, override in overrides:
-                # A script's own step may compute its loss by itself; who weighs it says whether that will do.
-                is_needed = name != "compute_loss"
-                stack.enter_context(steered(owner, name, override, is_needed=is_needed))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            self._batches.begin()
-            try:
-                yield
-            except (MemoryError, RuntimeError) as error:
-                if is_out_of_memory(error):
-                    self._explain(error)
-                raise
+    def overrides(self) -> dict[str, Override]:
+        return {
+            "compute_loss": self._compute_loss,
+            "training_step": self._training_step,
+            "get_batch_samples": self._batches.batch_samples,
+            "clip_grad_norm_": self._clip,
+        }
+
+    def is_needed(self, seam: str) -> bool:
+        # A script's own step may compute its loss by itself; who weighs it says whether that will do.
+        return seam != "compute_loss"
 
     @property
     def _judges(self) -> bool:
@@ -132,17 +128,19 @@ class StepCheck:
             self._judge(total_norm(self._trainer.model.parameters()))
         return loss
 
-    def end_backward(self) -> None:
-        """The gradient of the step is whole and clipped; the optimizer has not stepped."""
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._judges and not self._is_judged:
             self._judge(total_norm(self._trainer.model.parameters()))  # transformers 4 may not have clipped.
         if not self._is_skipped:
             self._skipped.num_in_a_row = 0
         self._is_judged = self._is_skipped = False
         self._losses.clear()
-        self.end_place()
+        self._end_place()
 
-    def end_place(self) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_place()
+
+    def _end_place(self) -> None:
         """What follows is neither a forward nor a backward pass."""
         self._place, self._is_evaluation = "", False
 
@@ -269,16 +267,3 @@ class BatchCount:
             f"{mine} got {self._num_batches} in this epoch, rank {other} {num_batches} or more.",
             hint="Let the data not depend on the rank: every rank reads the whole stream, and keeps its share.",
         )
-
-
-def _check_callback(check: StepCheck) -> Any:
-    from transformers import TrainerCallback
-
-    class CheckCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            check.end_backward()
-
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            check.end_place()
-
-    return CheckCallback()

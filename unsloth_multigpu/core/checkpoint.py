@@ -12,19 +12,19 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.config import ENV_RECEIPT, ENV_RUN_ID
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.manager import DDPManager
 from unsloth_multigpu.core.random_state import kept_random_state
-from unsloth_multigpu.core.resume import ORDER_FILE, Resume, training_facts
+from unsloth_multigpu.core.resume import ORDER_FILE, Resume
 from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.data.sampler import StepSampler
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
-from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, clear_parts, put_in_place, rotate, seal
+from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.fault.memory import is_out_of_memory
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 
 logger = get_logger(__name__)
 
@@ -33,81 +33,31 @@ _STATE_FILE, _OPTIMIZER_FILE = "trainer_state.json", "optimizer.pt"
 _SEAL_LIMIT_S = 86_400.0
 
 
-class Checkpoints:
-    """Saves the checkpoints of one `train()`, and lets it go on from one.
+class Checkpoints(Part):
+    """Saves the checkpoints of one `train()`.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         steps: What feeds the trainer; its planner's measurements are kept.
         exchange: The gradient strategy in DDP's place, whose state is kept.
+        resume: Knows who writes, and what training this is.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed, exchange: Exchange | None) -> None:
+    place = "checkpoints"
+
+    def __init__(
+        self, trainer: Any, manager: DDPManager, steps: StepFeed, exchange: Exchange | None, resume: Resume
+    ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
         self._exchange = exchange
-        self._facts: dict[str, Any] = {}
-        self._writers: list[int] = [0]
+        self._resume = resume
         self._evaluation: ExitStack | None = None
 
-    @contextmanager
-    def on_trainer(self, arguments: dict[str, Any], number: int) -> Iterator[None]:
-        """Decides what the training goes on from, and puts our methods on the trainer. Collective.
-
-        Opened after the overrides that exchange gradients, which meet before a save.
-
-        Args:
-            arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
-            number: How many calls of `train()` this process made before.
-
-        Raises:
-            ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
-        """
-        if ENV_RECEIPT in os.environ:
-            yield  # Two short runs that are compared save nothing and begin where the script says.
-            return
-        trainer = self._trainer
-        # A name that holds the time, or a random number, is another one on each rank.
-        trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
-        run_dir = trainer._get_output_dir(arguments.get("trial"))
-        self._find_writers(Path(run_dir))
-        self._facts = training_facts(trainer, self._manager, self._steps.num_accumulated, number)
-        resume = Resume(trainer, self._manager, self._steps, self._writers)
-        resume.choose(run_dir, arguments, self._facts)
-        with ExitStack() as stack:
-            stack.enter_context(resume.on_trainer())
-            stack.enter_context(steered(trainer, "_save_checkpoint", self._save))
-            stack.enter_context(steered(trainer, "evaluate", self._evaluate))
-            stack.enter_context(steered(trainer.callback_handler, "on_evaluate", self._on_evaluate))
-            yield
-
-    @property
-    def _is_writer(self) -> bool:
-        return self._manager.identity.rank in self._writers
-
-    def _find_writers(self, folder: Path) -> None:
-        """One rank looks after the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
-        identity = self._manager.identity
-        if identity.world_size > identity.local_world_size:
-            token = folder / PART_FOLDER / f"token-{uuid.uuid4().hex}"
-            if identity.rank == 0:
-                token.parent.mkdir(parents=True, exist_ok=True)
-                token.touch()
-            name = self._manager.gather_texts(token.name)[0]
-            is_seen = (token.parent / name).exists()
-            rows = self._manager.gather_int64([identity.local_rank, is_seen])
-            if not all(seen for _, seen in rows):
-                self._writers = [rank for rank, (local_rank, _) in enumerate(rows) if local_rank == 0]
-                if identity.rank == 0 and not self._trainer.args.save_on_each_node:
-                    logger.warning(
-                        "%s is not shared by the nodes: a restart finds no checkpoint on most of them. "
-                        "Use a shared folder, or set save_on_each_node=True",
-                        folder,
-                    )
-        if self._is_writer:
-            clear_parts(folder)
+    def overrides(self) -> dict[str, Override]:
+        return {"_save_checkpoint": self._save, "evaluate": self._evaluate, "on_evaluate": self._decide_alike}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.evaluate`: what it draws is its own, so that a training that a stop cuts off in it goes on alike."""
@@ -122,7 +72,7 @@ class Checkpoints:
             return metrics
         return self._agree(metrics)  # An `evaluate` of the script may have added some.
 
-    def _on_evaluate(self, original: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any) -> Any:
+    def _decide_alike(self, original: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any) -> Any:
         """`CallbackHandler.on_evaluate`, by which early stopping decides."""
         metrics.update(self._agree(metrics))
         return original(args, state, control, metrics)
@@ -142,7 +92,7 @@ class Checkpoints:
         if self._evaluation is not None:
             self._evaluation.close()  # The random state of the training is what belongs into the checkpoint.
         with self._cleared_on_failure(part, final):
-            before = _listing(final) if self._is_writer else {}
+            before = _listing(final) if self._resume.is_writer else {}
             with ExitStack() as stack:
                 stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
                 stack.enter_context(steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder)))
@@ -171,15 +121,15 @@ class Checkpoints:
     def _in_writers(self, name: str, final: Path, complete: Callable[[], None]) -> None:
         """Lets the writers do something that takes longer than a collective may, while the others wait. Collective."""
         rank = self._manager.identity.rank
-        keys = {writer: f"checkpoints/{name}/{writer}" for writer in self._writers}
+        keys = {writer: f"checkpoints/{name}/{writer}" for writer in self._resume.writers}
         is_alone = self._manager.identity.world_size == 1
         outcome = "failed"
         try:
-            if rank in self._writers:
+            if rank in self._resume.writers:
                 complete()
             outcome = "done"
         finally:
-            if rank in self._writers and not is_alone:
+            if rank in self._resume.writers and not is_alone:
                 self._manager.publish(keys[rank], outcome)
         for writer, key in keys.items() if not is_alone else ():
             if self._manager.wait_for(key, f"rank {writer} to save {final}", timeout_s=_SEAL_LIMIT_S) != "done":
@@ -202,11 +152,11 @@ class Checkpoints:
             if order is not None:
                 (part / ORDER_FILE).write_text(json.dumps(order), encoding="ascii")
         manifest = Manifest(
-            run_id=os.environ.get(ENV_RUN_ID, ""),
+            run_id=self._resume.context.run_id or "",
             step=state.global_step,
             world_size=self._manager.identity.world_size,
             is_resumable=(part / _STATE_FILE).is_file() and (part / _OPTIMIZER_FILE).is_file() and _has_weights(part),
-            facts=self._facts,
+            facts=self._resume.facts,
             cursor=self._cursor(loader),
             planner=self._steps.balancer.state_dict(),
         )
@@ -234,7 +184,7 @@ class Checkpoints:
         try:
             yield
         except BaseException as error:
-            if self._is_writer:
+            if self._resume.is_writer:
                 shutil.rmtree(part, ignore_errors=True)
                 with suppress(OSError):
                     part.parent.rmdir()

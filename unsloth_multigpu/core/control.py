@@ -6,15 +6,15 @@ import enum
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from unsloth_multigpu.core.manager import DDPManager, left_alone
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
 from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.fault.decision import PASSED, WAIT, Board, PageBoard, StoreBoard, wait_for_word
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 
 logger = get_logger(__name__)
 
@@ -36,7 +36,7 @@ class Moment(enum.IntEnum):
     SAVE = 5
 
 
-class OneDecision:
+class OneDecision(Part):
     """Lets rank 0's `control` count on all ranks, before the loop acts on it.
 
     Callbacks run on every rank and need not agree: they look at a clock, at their own GPU, or decide on rank 0 only. An
@@ -57,6 +57,8 @@ class OneDecision:
         beat: This rank's page of beats.
     """
 
+    place = "decision"
+
     def __init__(self, trainer: Any, manager: DDPManager, run_dir: str | None, beat: BeatPage) -> None:
         self._trainer = trainer
         self._manager = manager
@@ -73,34 +75,38 @@ class OneDecision:
         self._overruled = Overruled(self._rank)
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Follows the trainer's callbacks meanwhile. Collective. Opened first: others of ours act on what is agreed."""
-        identity, trainer = self._manager.identity, self._trainer
-        if identity.world_size == 1:
-            yield
-            return
+    def around(self) -> Iterator[None]:
+        """Opens the board on which rank 0 writes. Collective."""
+        identity = self._manager.identity
         is_one_machine = self._run_dir is not None and identity.world_size == identity.local_world_size
         board = PageBoard(self._run_dir or "") if is_one_machine else StoreBoard(self._manager.store)
-        overrides: dict[str, Callable[..., Any]] = {
+        with closing(board):
+            training = board.next_training() if identity.rank == 0 else 0
+            board.begin(self._manager.gather_int64([training])[0][0])
+            self._board = board
+            yield
+            self._overruled.end()
+            if self._postponed:
+                logger.warning("%s came too late for another step", ", ".join(_names(self._postponed)))
+
+    def overrides(self) -> dict[str, Override]:
+        return {
             "_maybe_log_save_evaluate": self._log_save_evaluate,
             "log": self._log,
             "_evaluate": self._evaluate,
             "_save_checkpoint": self._save,
         }
-        callback = _control_callback(self)
-        with ExitStack() as stack:
-            stack.callback(board.close)
-            training = board.next_training() if identity.rank == 0 else 0
-            board.begin(self._manager.gather_int64([training])[0][0])
-            self._board = board
-            for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            yield
-            self._overruled.end()
-            if self._postponed:
-                logger.warning("%s came too late for another step", ", ".join(_names(self._postponed)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The page must say so before this rank waits: ranks have different numbers of micro-batches behind them.
+        self._beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
+        self.agree(Moment.STEP, control)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.agree(Moment.SUBSTEP, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.agree(Moment.EPOCH, control)
 
     def agree(self, moment: Moment, control: Any) -> None:
         """Writes rank 0's flags into `control`.
@@ -121,18 +127,6 @@ class OneDecision:
             setattr(control, name, bool(word >> i & 1))
         if self._rank > 0:
             self._overruled.note(self._step, mine, word)
-
-    def end_step(self, step: int) -> None:
-        """The page must say so before this rank waits: ranks have different numbers of micro-batches behind them."""
-        self._beat.mark(Phase.UPDATE, step=step, micro_batch=0)
-
-    def put_behind(self) -> None:
-        """Lets callbacks of ours come behind all others, which may have been added since: ours act on flags."""
-        handler = self._trainer.callback_handler
-        order = [_place(callback) for callback in handler.callbacks]
-        if order != sorted(order):
-            # Another list: this one is being walked through.
-            handler.callbacks = sorted(handler.callbacks, key=_place)
 
     @property
     def _step(self) -> int:
@@ -285,36 +279,3 @@ class Overruled:
 
 def _names(flags: int) -> list[str]:
     return [name for i, name in enumerate(_FLAGS) if flags >> i & 1]
-
-
-def _place(callback: Any) -> int:
-    """The user's own and the libraries', then the agreement, then those that act on it."""
-    if not type(callback).__module__.startswith("unsloth_multigpu."):
-        return 0
-    return 1 if type(callback).__module__ == __name__ else 2
-
-
-def _control_callback(decision: OneDecision) -> Any:
-    from transformers import TrainerCallback
-
-    class ControlCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            decision.put_behind()
-
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            decision.put_behind()
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            decision.put_behind()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            decision.end_step(state.global_step)
-            decision.agree(Moment.STEP, control)
-
-        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            decision.agree(Moment.SUBSTEP, control)
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            decision.agree(Moment.EPOCH, control)
-
-    return ControlCallback()

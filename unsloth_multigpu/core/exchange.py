@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.sync.choice import make_sync
 from unsloth_multigpu.sync.strategy import GradientSync
 
@@ -23,16 +23,19 @@ logger = get_logger(__name__)
 STATE_FILE = "unsloth_multigpu_sync.pt"
 
 
-class Exchange:
+class Exchange(Part):
     """Makes the calls of a `GradientSync` from methods and callbacks of one trainer object.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager. Its `config.sync` is not "ddp".
+        manager: This rank's manager. Its `config.sync` is not DDP.
 
     Attributes:
         sync: The strategy, once the training has begun.
     """
+
+    place = "exchange"
+    keeps = ("args.average_tokens_across_devices",)
 
     def __init__(self, trainer: Any, manager: DDPManager) -> None:
         self._trainer = trainer
@@ -42,13 +45,22 @@ class Exchange:
         self.sync: GradientSync | None = None
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training.
+    def around(self) -> Iterator[None]:
+        """Ends a strategy that an error leaves behind."""
+        if not self._config.meets_every_step:
+            # A count over all ranks is a meeting in every step.
+            self._trainer.args.average_tokens_across_devices = False
+        try:
+            yield
+        except BaseException as error:
+            cause = None if self.sync is None else self.sync.abort()
+            if cause is not None and error.__cause__ is None:
+                raise error from cause
+            raise
 
-        Opened after other overrides of `training_step`: gradients are whole when all of them are done.
-        """
-        trainer = self._trainer
-        overrides: dict[str, Callable[..., Any]] = {
+    def overrides(self) -> dict[str, Override]:
+        return {
+            "prepare_model": self._prepare_alone,
             "training_step": self._training_step,
             # The one place that tells which checkpoint a training goes on from.
             "_load_optimizer_and_scheduler": self._load_optimizer,
@@ -56,32 +68,13 @@ class Exchange:
             "_save_checkpoint": self._meet_before,
             "_load_best_model": self._meet_before,
         }
-        before = trainer.args.average_tokens_across_devices
-        callback = _exchange_callback(self)
-        with ExitStack() as stack:
-            stack.enter_context(steered(trainer.accelerator, "prepare_model", self._prepare_alone))
-            for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
-            if not self._config.meets_every_step:
-                stack.callback(setattr, trainer.args, "average_tokens_across_devices", before)
-                # A count over all ranks is a meeting in every step.
-                trainer.args.average_tokens_across_devices = False
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            try:
-                yield
-            except BaseException as error:
-                cause = None if self.sync is None else self.sync.abort()
-                if cause is not None and error.__cause__ is None:
-                    raise error from cause
-                raise
 
-    def begin(self) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Makes the strategy for the model and the optimizer that the Trainer has just prepared. Collective."""
         trainer = self._trainer
         if isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel):
             raise SetupError(
-                f"sync={self._config.sync!r}, but the model is wrapped in DDP, by the script or an earlier training.",
+                f"sync='{self._config.sync}', but the model is wrapped in DDP, by the script or an earlier training.",
                 hint="Make a new Trainer with the plain model, or set sync='ddp'.",
             )
         is_loss_scaled = trainer.accelerator.scaler is not None
@@ -93,9 +86,23 @@ class Exchange:
             self._load_state(Path(self._checkpoint, STATE_FILE))
         logger.info("sync=%s: %s", self._config.sync, type(self.sync).__name__)
 
-    def meet_if(self, is_wanted: bool) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.sync is not None
+        self.sync.after_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._meet_if_read(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._meet_if_read(control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.sync is not None
+        self.sync.end()
+
+    def _meet_if_read(self, control: Any) -> None:
         """Makes the ranks' weights equal where something is about to read them. Collective."""
-        if is_wanted and self.sync is not None:
+        if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
             self.sync.meet()
 
     def save_state(self, folder: Path) -> None:
@@ -130,7 +137,8 @@ class Exchange:
 
     def _meet_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer._save_checkpoint` and `_load_best_model`, which every rank calls."""
-        self.meet_if(True)
+        if self.sync is not None:
+            self.sync.meet()
         return original(*args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,30 +148,3 @@ class Exchange:
             assert self.sync is not None
             self.sync.after_backward()
         return loss
-
-
-def _exchange_callback(exchange: Exchange) -> Any:
-    from transformers import TrainerCallback
-
-    def is_read(control: Any) -> bool:
-        return bool(control.should_save or control.should_evaluate or control.should_training_stop)
-
-    class ExchangeCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            exchange.begin()
-
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert exchange.sync is not None
-            exchange.sync.after_step()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            exchange.meet_if(is_read(control))
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            exchange.meet_if(is_read(control))
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert exchange.sync is not None
-            exchange.sync.end()
-
-    return ExchangeCallback()

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.random_state import kept_random_state
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.versions import SUPPORTED, installed_version
 
 

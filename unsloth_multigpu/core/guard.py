@@ -5,34 +5,30 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.fault.beat import BeatPage, Phase
-from unsloth_multigpu.report import EventWriter
+from unsloth_multigpu.part import Override, Part
 
 _GENERATES = ("_generate_and_score_completions", "generate_on_policy_outputs")
 _PASSES = ("compute_ref_log_probs", "compute_reference_log_probs")
 
 
-class Guard:
+class Guard(Part):
     """Marks the phases of a training on this rank's page.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
-        events: Where the rank's events go, if a supervisor reads them.
         beat: This rank's page.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, events: EventWriter | None, beat: BeatPage) -> None:
+    place = "phases"
+
+    def __init__(self, trainer: Any, beat: BeatPage) -> None:
         self.trainer = trainer
-        self.manager = manager
-        self.events = events
         self.beat = beat
         self._compiler = CompilerPhase(beat)
         self._is_in_loop = False
@@ -40,14 +36,17 @@ class Guard:
         self.is_epoch_new = False
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training.
+    def around(self) -> Iterator[None]:
+        """Behind the training the rank is in the script again."""
+        self.beat.mark(Phase.SETUP, step=0, micro_batch=0)
+        try:
+            yield
+        finally:
+            self.beat.mark(Phase.SCRIPT)
+            self._compiler.leave()
 
-        Opened after the overrides that choose samples and exchange gradients: what is done inside those is seen here
-        as one phase.
-        """
-        trainer = self.trainer
-        overrides: dict[str, Callable[..., Any]] = {
+    def overrides(self) -> dict[str, Override]:
+        found: dict[str, Override] = {
             "get_batch_samples": self._batch_samples,
             "training_step": self._training_step,
             "_maybe_log_save_evaluate": self._log_save_evaluate,
@@ -58,17 +57,30 @@ class Guard:
         }
         # Trainers that make their samples do so inside a training step, for minutes; some pass over all data first.
         for names, phase in ((_GENERATES, Phase.GENERATE), (_PASSES, None)):
-            overrides |= {n: functools.partial(self._within, phase) for n in names if hasattr(trainer, n)}
-        callback = _phase_callback(self, self.beat)
-        with ExitStack() as stack:
-            for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            stack.callback(self._compiler.leave)
-            stack.callback(self.beat.mark, Phase.SCRIPT)
-            self.beat.mark(Phase.SETUP, step=0, micro_batch=0)
-            yield
+            found |= {n: functools.partial(self._within, phase) for n in names if hasattr(self.trainer, n)}
+        return found
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.beat.mark(step=state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.is_epoch_new = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.beat.mark()  # Behind the norm of the gradients, which is read.
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_warm = True
+        self.beat.mark(is_done=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.beat.mark()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.beat.mark(Phase.ENDED)
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compiler.enter()
@@ -89,11 +101,6 @@ class Guard:
         # by itself may only begin what was asked of it: whoever reads a number next waits for all of it.
         self.beat.mark(Phase.UPDATE if self._is_warm else Phase.WARM_UP, micro_batch=self.beat.micro_batch + 1)
         return result
-
-    def end_work(self) -> None:
-        """The optimizer has made its step."""
-        self._is_warm = True
-        self.beat.mark(is_done=True)
 
     def _log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Callbacks that send a checkpoint away belong to saving it.
@@ -153,31 +160,3 @@ class CompilerPhase:
         # The main thread may have gone on while another one compiled the backward pass.
         if self._beat.phase == Phase.COMPILE:
             self._beat.mark(self._before)
-
-
-def _phase_callback(guard: Guard, beat: BeatPage) -> Any:
-    from transformers import TrainerCallback
-
-    class PhaseCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            beat.mark(step=state.global_step)
-
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            guard.is_epoch_new = True
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            beat.mark()  # Behind the norm of the gradients, which is read.
-
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            guard.end_work()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
-
-        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            beat.mark()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            beat.mark(Phase.ENDED)
-
-    return PhaseCallback()

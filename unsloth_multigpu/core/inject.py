@@ -1,7 +1,4 @@
-"""Plants faults into a training and writes down what it did, for `unsloth-multigpu chaos` and the tests.
-
-Nothing here runs unless the variable of `fault.chaos` is set.
-"""
+"""Plants faults into a training and writes down what it did, for `unsloth-multigpu chaos` and the tests."""
 
 from __future__ import annotations
 
@@ -12,52 +9,70 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unsloth_multigpu.config import ENV_ATTEMPT
-from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import instance_attribute, steered
+from unsloth_multigpu.context import RunContext
+from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.fault.chaos import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.fault.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
+from unsloth_multigpu.tool import Tool
 
 _HOUR_S = 3600.0
 # What a full disk still takes: less than any file of weights, optimizer or random numbers.
 _DISK_LEFT_BYTES = 4096
 
 
-@contextmanager
-def planted_faults(trainer: Any, manager: DDPManager, steps: StepFeed) -> Iterator[None]:
-    """Plants this rank's faults while it is open. Enter it first: the others then meet them as the script's own.
+class Chaos(Tool):
+    """Plants faults into a run; see `ChaosRequest`."""
+
+    draws_alike = True
+
+    def __init__(self, folder: str, faults: list[dict[str, Any]]) -> None:
+        self.request = ChaosRequest(folder, tuple(Fault(**fault) for fault in faults))
+
+    def part(self, trainer: Any, session: Any, steps: Any) -> Part | None:
+        if steps is None:
+            return None
+        return Injector(trainer, self.request, session.identity.rank, session.config, steps, session.context)
+
+
+class Injector(Part):
+    """Plants the faults of one training of one rank.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
-        manager: This rank's manager.
+        request: What to plant.
+        rank: This rank.
+        config: The run's options.
         steps: Its `current` micro-batch may be a filler, which is no sample.
+        context: Of this rank: which attempt this is, and whom a signal goes to.
     """
-    request = ChaosRequest.read(os.environ)
-    if request is None:
-        yield
-        return
-    with Injector(trainer, request, manager, steps).on_trainer():
-        yield
 
+    place = "faults"
 
-class Injector:
-    """One training of one rank; see `planted_faults`."""
-
-    def __init__(self, trainer: Any, request: ChaosRequest, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        request: ChaosRequest,
+        rank: int,
+        config: MultiGPUConfig,
+        steps: StepFeed,
+        context: RunContext,
+    ) -> None:
         self._trainer = trainer
-        self._rank = rank = manager.identity.rank
-        self._config = manager.config
+        self._rank = rank
+        self._config = config
         self._steps = steps
+        self._context = context
         self._folder = Path(request.folder)
-        self._attempt = int(os.environ.get(ENV_ATTEMPT, "0"))
+        self._attempt = context.attempt
         mine = [f for f in request.faults if f.rank in (rank, ALL_RANKS) and f.attempt == self._attempt]
         # A script may train several times; each fault is planted in one of them.
         written = read_records(self._folder, rank)
@@ -70,22 +85,19 @@ class Injector:
         self._stack = ExitStack()
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training."""
-        trainer, callback = self._trainer, _recording_callback(self)
-        overrides = {
+    def around(self) -> Iterator[None]:
+        """What a fault changes in this process is put back."""
+        with self._stack:
+            yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {
             "get_batch_samples": self._get_batch_samples,
             "training_step": self._training_step,
             "compute_loss": self._compute_loss,
             "save_model": self._save_model,
             "_save_checkpoint": self._save_checkpoint,
         }
-        with self._stack as stack:
-            for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            yield
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._take("loop"):
@@ -137,8 +149,7 @@ class Injector:
             self._act(fault)
         return result
 
-    def evaluating(self) -> None:
-        """Called after each batch of an evaluation."""
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if fault := self._take(*ACTIONS, "loop", phase="evaluate"):
             loop() if fault.kind == "loop" else self._act(fault)
 
@@ -161,7 +172,7 @@ class Injector:
             checkpoint = newest_checkpoint(self._trainer.args.output_dir)
             assert checkpoint is not None
             damage(checkpoint, fault.file, fault.damage)
-        ACTIONS[fault.kind]()
+        ACTIONS[fault.kind](self._context.supervisor_pid)
 
     def write(self, event: str, **facts: Any) -> None:
         """Adds a line to this rank's file, with the time on the clock that all processes of a machine share."""
@@ -170,30 +181,26 @@ class Injector:
         with (self._folder / f"rank_{self._rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def begin(self) -> None:
-        """Called when the training begins."""
-        args = self._trainer.args
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.write(
             "begin",
-            step=int(self._trainer.state.global_step),
+            step=int(state.global_step),
             output_dir=os.path.abspath(args.output_dir),
-            config=asdict(self._config),
+            config=self._config.plain_values(),
         )
 
-    def note_step(self) -> None:
-        """Called at the end of an optimizer step."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         samples, self._samples = self._samples, Counter()
-        self.write("step", step=int(self._trainer.state.global_step), samples=samples)
+        self.write("step", step=int(state.global_step), samples=samples)
 
-    def note_end(self) -> None:
-        """Called when the training has ended; leaves rank 0's trainable weights."""
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from safetensors.torch import save_file
 
         if self._rank == 0:
             named = self._trainer.model.named_parameters()
             weights = {name: p.detach().cpu().clone().contiguous() for name, p in named if p.requires_grad}
             save_file(weights, self._folder / f"weights_{self._training}.safetensors")
-        self.write("end", step=int(self._trainer.state.global_step))
+        self.write("end", step=int(state.global_step))
 
 
 def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -201,22 +208,3 @@ def read_records(folder: Path, rank: int) -> list[dict[str, Any]]:
     path = folder / f"rank_{rank}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _recording_callback(injector: Injector) -> Any:
-    from transformers import TrainerCallback
-
-    class Recording(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.begin()
-
-        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.evaluating()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.note_step()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            injector.note_end()
-
-    return Recording()

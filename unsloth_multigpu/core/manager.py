@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.random_state import read_random_state, write_random_state
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 
 logger = get_logger(__name__)
 

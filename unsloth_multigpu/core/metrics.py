@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.tracing import (
     Expression,
     NotThere,
@@ -27,6 +26,7 @@ from unsloth_multigpu.core.tracing import (
 )
 from unsloth_multigpu.data.step import MicroBatch
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 
 logger = get_logger(__name__)
 
@@ -74,7 +74,7 @@ class _Record:
         return self.step, place >= 0, place if place >= 0 else -1 - place
 
 
-class Metrics:
+class Metrics(Part):
     """Everything that reaches `Trainer.log`, as one process has it.
 
     Each rank notes what its micro-batches add to the trainer's metrics, and the loss of each step. Before a line is
@@ -104,6 +104,8 @@ class Metrics:
         is_dealing: True where we chose the samples; other trainers gather their metrics themselves.
     """
 
+    place = "metrics"
+
     def __init__(self, trainer: Any, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
@@ -124,22 +126,20 @@ class Metrics:
         self._is_epoch_end = False
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training."""
-        trainer = self._trainer
-        overrides = {"_maybe_log_save_evaluate": self._log_save_evaluate, "log": self._log}
-        overrides["evaluation_loop"] = self._evaluation_loop
-        self._num_tokens_before = getattr(trainer, _NUM_TOKENS, 0)
-        callback = _epoch_callback(self)
-        with ExitStack() as stack:
-            for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            # The script's own callbacks read the epoch.
-            callbacks = trainer.callback_handler.callbacks
-            callbacks.insert(0, callbacks.pop())
-            yield
+    def around(self) -> Iterator[None]:
+        self._num_tokens_before = getattr(self._trainer, _NUM_TOKENS, 0)
+        yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {
+            "_maybe_log_save_evaluate": self._log_save_evaluate,
+            "log": self._log,
+            "evaluation_loop": self._evaluation_loop,
+        }
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer is about to log what its last step has left; after the last epoch nothing else comes.
+        self._is_epoch_end = True
 
     def begin(self, loader: Any, num_accumulated: int) -> None:
         """From here on steps are dealt. Called with the loader of one process, and its micro-batches in a step."""
@@ -280,10 +280,6 @@ class Metrics:
         if self.is_dealing:
             self.merge()
         return original(*args, **kwargs)
-
-    def end_epoch(self) -> None:
-        """The Trainer is about to log what its last step has left; after the last epoch nothing else comes."""
-        self._is_epoch_end = True
 
     def epoch_of(self, epoch: float) -> float:
         """How many epochs are done where the Trainer has counted our steps, of which the last may be a small one."""
@@ -476,16 +472,3 @@ def _unpacked(packed: Mapping[str, Any]) -> list[_Record]:
         )
         for step, group, num_rows, shape, loss, values, parts in packed["records"]
     ]
-
-
-def _epoch_callback(metrics: Metrics) -> Any:
-    from transformers import TrainerCallback
-
-    class EpochCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            state.epoch = metrics.epoch_of(state.epoch)
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            metrics.end_epoch()
-
-    return EpochCallback()

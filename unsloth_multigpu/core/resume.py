@@ -6,23 +6,24 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_ID
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.core.facts import facts_of_run
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.data.draw import draw_seed, seeded_draws
 from unsloth_multigpu.data.sampler import StepSampler
 from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import ResumeError
-from unsloth_multigpu.fault.checkpoint import Manifest, checkpoints_in, read_manifest
+from unsloth_multigpu.fault.checkpoint import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.fault.resume import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 
 logger = get_logger(__name__)
 
@@ -30,38 +31,89 @@ logger = get_logger(__name__)
 ORDER_FILE = "unsloth_multigpu_order.json"
 
 
-class Resume:
+class Resume(Part):
     """The checkpoint that one `train()` goes on from, if any.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         steps: What feeds the trainer; its planner goes on with earlier measurements.
+        arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
+        training: How many calls of `train()` this process made before.
+        context: Tells whether the ranks were started again.
+
+    Attributes:
+        facts: What the training is, see `training_facts`.
         writers: Ranks that look after a folder of checkpoints, one for each disk.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed, writers: Sequence[int]) -> None:
+    place = "resume"
+
+    def __init__(
+        self,
+        trainer: Any,
+        manager: DDPManager,
+        steps: StepFeed,
+        arguments: dict[str, Any],
+        training: int,
+        context: RunContext,
+    ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
-        self._writers = writers
+        self._arguments = arguments
+        self._training = training
+        self.context = context
+        self.facts: dict[str, Any] = {}
+        self.writers: list[int] = [0]
         self._manifest: Manifest | None = None
         self._folder: Path | None = None
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training."""
-        trainer, callback = self._trainer, _cursor_callback(self, self._steps)
-        overrides = {
-            "_load_rng_state": self._load_random_state,
-            "get_batch_samples": self._batch_samples,
-        }
-        with ExitStack() as stack:
-            for name, override in overrides.items():
-                stack.enter_context(steered(trainer, name, override))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            yield
+    def around(self) -> Iterator[None]:
+        """Decides what the training goes on from. Collective.
+
+        Raises:
+            ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
+        """
+        trainer = self._trainer
+        # A name that holds the time, or a random number, is another one on each rank.
+        trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
+        run_dir = trainer._get_output_dir(self._arguments.get("trial"))
+        self._find_writers(Path(run_dir))
+        self.facts = training_facts(trainer, self._manager, self._steps.num_accumulated, self._training)
+        self.choose(run_dir, self._arguments, self.facts)
+        yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"_load_rng_state": self._load_random_state, "get_batch_samples": self._batch_samples}
+
+    @property
+    def is_writer(self) -> bool:
+        """True on a rank that looks after a folder of checkpoints."""
+        return self._manager.identity.rank in self.writers
+
+    def _find_writers(self, folder: Path) -> None:
+        """One rank looks after the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
+        identity = self._manager.identity
+        if identity.world_size > identity.local_world_size:
+            token = folder / PART_FOLDER / f"token-{uuid.uuid4().hex}"
+            if identity.rank == 0:
+                token.parent.mkdir(parents=True, exist_ok=True)
+                token.touch()
+            name = self._manager.gather_texts(token.name)[0]
+            is_seen = (token.parent / name).exists()
+            rows = self._manager.gather_int64([identity.local_rank, is_seen])
+            if not all(seen for _, seen in rows):
+                self.writers = [rank for rank, (local_rank, _) in enumerate(rows) if local_rank == 0]
+                if identity.rank == 0 and not self._trainer.args.save_on_each_node:
+                    logger.warning(
+                        "%s is not shared by the nodes: a restart finds no checkpoint on most of them. "
+                        "Use a shared folder, or set save_on_each_node=True",
+                        folder,
+                    )
+        if self.is_writer:
+            clear_parts(folder)
 
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
         """Replaces `resume_from_checkpoint` by what this training really goes on from. Collective.
@@ -80,10 +132,10 @@ class Resume:
         this_training = dataclasses.replace(any_training, facts=facts)
         # Trials of a search for hyperparameters are told apart by nothing that a new process knows.
         may_look = arguments.get("trial") is None
-        run_id, step = os.environ.get(ENV_RUN_ID), None
+        run_id, step = self.context.run_id, None
         self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that has just joined counts from 0 again.
-        attempts = self._manager.gather_int64([int(os.environ.get(ENV_ATTEMPT, "0"))])
+        attempts = self._manager.gather_int64([self.context.attempt])
         if may_look and run_id and any(attempt for (attempt,) in attempts):
             step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
         if step is None and config.resume == "auto" and may_look:
@@ -120,7 +172,7 @@ class Resume:
     def _answers(self, decide: Callable[[], Found]) -> list[Found]:
         """What each writer decides, the same list on all ranks; its lines are shown. Collective."""
         text = ""
-        if self._manager.identity.rank in self._writers:
+        if self.is_writer:
             try:
                 text = json.dumps(dataclasses.asdict(decide()))
             except ResumeError as error:
@@ -134,8 +186,9 @@ class Resume:
                 logger.warning("%s", line)
         return [Found(answer["step"]) for answer in answers]
 
-    def place_cursor(self, loader: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Lets the epoch that is gone on with have the order that it was begun with."""
+        loader = self._steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if isinstance(sampler, StepSampler) and not self._trainer.args.ignore_data_skip and len(sampler):
             sampler.num_skipped = self._trainer.state.global_step % len(sampler)
@@ -193,13 +246,3 @@ def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, numb
         **{name: found[name] for name in ("trainable parameters", "samples", "sampled rows") if name in found},
     }
     return dict(json.loads(json.dumps(facts)))
-
-
-def _cursor_callback(resume: Resume, steps: StepFeed) -> Any:
-    from transformers import TrainerCallback
-
-    class CursorCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            resume.place_cursor(steps.loader)
-
-    return CursorCallback()

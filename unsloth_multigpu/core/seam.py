@@ -211,7 +211,7 @@ def verify_seams(trainer: Any) -> None:
         PatchError: One is missing, or has another shape. Nothing was steered yet.
     """
     for seam in SEAMS.values():
-        check_seam(seam, type(_owner_of(seam, trainer)))
+        check_seam(seam, type(owner_of(seam, trainer)))
 
 
 def check_seam(seam: InstanceSeam, owner: type) -> bool:
@@ -239,7 +239,7 @@ def verify_calls(trainer: Any, event: Literal["step", "step end", "save"]) -> No
         PatchError: The library, or a method of the script, goes another way, on which nothing is steered.
     """
     for seam in SEAMS.values():
-        owner = _owner_of(seam, trainer)
+        owner = owner_of(seam, trainer)
         method = vars(owner).get(seam.name)
         if seam.called != event or not _is_missed(method):
             continue
@@ -248,7 +248,7 @@ def verify_calls(trainer: Any, event: Literal["step", "step end", "save"]) -> No
             raise _misfit(seam, type(owner), what)
 
 
-def _owner_of(seam: InstanceSeam, trainer: Any) -> Any:
+def owner_of(seam: InstanceSeam, trainer: Any) -> Any:
     return trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
 
 

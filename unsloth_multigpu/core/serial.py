@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.loss import LossScale, find_loss_scale, has_router_loss
 from unsloth_multigpu.core.replica import (
     HINT,
@@ -26,14 +25,16 @@ from unsloth_multigpu.core.replica import (
     kept_buffers,
     take_gradients,
 )
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.shard import count_rows, cut_rows, shard_factors
 from unsloth_multigpu.core.trial import Sample
 from unsloth_multigpu.core.weighing import weight_of
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.sync.bucket import num_bytes
+from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)
 
@@ -55,7 +56,7 @@ class Shard:
     share: float = 1.0
 
 
-class SerialTrainer:
+class SerialTrainer(Part):
     """One training of one Trainer, with a deep copy of the model on each further device. Legacy.
 
     Each micro-batch is cut into shards of rows. Their gradients are copied to the CPU, added up there and copied back
@@ -73,6 +74,8 @@ class SerialTrainer:
         num_steps: Optimizer steps of this training, without those before a checkpoint that it goes on from.
         report: Figures of the training, once it is over; None where one device had nothing to cut.
     """
+
+    place = "feed"
 
     def __init__(self, trainer: Any, config: MultiGPUConfig) -> None:
         self.trainer = trainer
@@ -109,18 +112,34 @@ class SerialTrainer:
             "gradient_aggregation=%s; one device alone is faster",
             *(len(self._devices), ", ".join(map(str, self._devices)), self.aggregation),
         )
-        callback, start = _sending_callback(self), time.monotonic()
-        with ExitStack() as stack:
-            for name, override in (("training_step", self._training_step), ("compute_loss", self._compute_loss)):
-                stack.enter_context(steered(trainer, name, override))
-            trainer.add_callback(callback)
-            stack.callback(trainer.remove_callback, callback)
-            stack.callback(self._replicas.clear)
+        start = time.monotonic()
+        with Loop(trainer, [self]).steering():
             result = original_train()
         counts = (self.num_steps, self._num_samples, self._num_shards)
         self.report = RunReport((RankReport(0, *counts, time.monotonic() - start, self.moved_bytes),))
         logger.info("legacy serial path: %s", self.report.summary("moved={:.1f} MB to and from the replicas"))
         return result
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The replicas are let go of."""
+        try:
+            yield
+        finally:
+            self._replicas.clear()
+
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._training_step, "compute_loss": self._compute_loss}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Schedule-free optimizers keep other weights for an evaluation; training_step() would switch back too late.
+        if callable(switch := getattr(self.trainer.optimizer, "train", None)):
+            switch()
+        # Not after the optimizer's step: callbacks that come later may change the weights once more.
+        self.send_weights()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_steps += 1
 
     def send_weights(self) -> None:
         """Gives the copies the model's trained weights, and the buffers that a checkpoint would keep."""
@@ -270,20 +289,3 @@ def _refuse_what_cannot_work(trainer: Any, devices: Sequence[torch.device]) -> N
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
         raise SetupError(f"enable_ddp=False cannot train {found[0]}.", hint=HINT)
-
-
-def _sending_callback(steered: SerialTrainer) -> Any:
-    from transformers import TrainerCallback
-
-    class SendWeights(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Schedule-free optimizers keep other weights for an evaluation; training_step() would switch back too late.
-            if callable(switch := getattr(steered.trainer.optimizer, "train", None)):
-                switch()
-            # Not after the optimizer's step: callbacks that come later may change the weights once more.
-            steered.send_weights()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            steered.num_steps += 1
-
-    return SendWeights()

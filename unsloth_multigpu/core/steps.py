@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +34,12 @@ from unsloth_multigpu.data.stream import StepStream
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 
 logger = get_logger(__name__)
 
 
-class StepFeed:
+class StepFeed(Part):
     """Chooses what the Trainer's loop sees: one loader item per optimizer step, with all its micro-batches.
 
     Args:
@@ -51,6 +52,10 @@ class StepFeed:
         inexact: Why ranks cannot share the loss of a micro-batch exactly; "" where they can, or need not.
         loader: Of whole steps; None before the training, and where the trainer's own batches are used.
     """
+
+    place = "feed"
+    # An evaluation binds what it finds in the place of accelerate's `gather`.
+    keeps = ("args.gradient_accumulation_steps", "args.average_tokens_across_devices", "gather_function")
 
     def __init__(self, trainer: Any, manager: DDPManager, beat: BeatPage) -> None:
         self.trainer = trainer
@@ -73,37 +78,38 @@ class StepFeed:
         self.balancer = Balancer(trainer, manager)
         self.metrics = Metrics(trainer, manager)
         self.current: MicroBatch | None = None
+        self._is_begun = False
         self.inexact = ""
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer instance for the time of the training."""
-        trainer, args = self.trainer, self.trainer.args
-        self._loss = trainer.compute_loss
-        kept = {n: getattr(args, n) for n in ("gradient_accumulation_steps", "average_tokens_across_devices")}
-        overrides: dict[str, Callable[..., Any]] = {
+    def around(self) -> Iterator[None]:
+        """Tokens are counted over all ranks, and what a micro-batch costs is measured."""
+        self._loss = self.trainer.compute_loss
+        # A mean over each rank's own tokens is not what one process computes.
+        self.trainer.args.average_tokens_across_devices = not self._is_alone
+        with self.balancer.stopwatch.on_model():
+            yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {
             "get_train_dataloader": self._train_dataloader,
             "get_batch_samples": self._batch_samples,
             "training_step": self._training_step,
             "compute_loss": self._compute_loss,
             "get_total_train_batch_size": self._total_train_batch_size,
+            **{n: functools.partial(self._unless_in_loss, n) for n in ("gather", "gather_for_metrics", "reduce")},
         }
-        with ExitStack() as stack:
-            for name, value in kept.items():
-                stack.callback(setattr, args, name, value)
-            # A mean over each rank's own tokens is not what one process computes.
-            args.average_tokens_across_devices = not self._is_alone
-            for name, override in overrides.items():
-                # One process that is only guarded weighs nothing; a script's own step may pass by the loss there.
-                is_needed = name != "compute_loss" or self._is_shared
-                stack.enter_context(steered(trainer, name, override, is_needed=is_needed))
-            # An evaluation binds what it finds in the place of accelerate's.
-            stack.callback(setattr, trainer, "gather_function", trainer.gather_function)
-            for name in ("gather", "gather_for_metrics", "reduce"):
-                alone = functools.partial(self._unless_in_loss, name)
-                stack.enter_context(steered(trainer.accelerator, name, alone))
-            stack.enter_context(self.balancer.stopwatch.on_model())
-            yield
+
+    def is_needed(self, seam: str) -> bool:
+        # One process that is only guarded weighs nothing; a script's own step may pass by the loss there.
+        return seam != "compute_loss" or self._is_shared
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_first, self._is_begun = not self._is_begun, True
+        # A stream is to shuffle for its epoch also where the Trainer resumes in it: accelerate forgets it there. Later
+        # epochs are told by the loop, which counts passes of a stream, too.
+        if is_first and self.loader is not None and not self.has_one_order:
+            self.loader.set_epoch(int((state.epoch or 0) + 1e-6))
 
     @property
     def _is_shared(self) -> bool:
@@ -351,11 +357,6 @@ class StepFeed:
         if not self._in_loss:
             return exchange(tensor, *args, **kwargs)
         return self.metrics.gathered(name, tensor, *args, **kwargs)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Lets a stream shuffle for `epoch` also where the Trainer resumes in it: accelerate forgets it there."""
-        if self.loader is not None and not self.has_one_order:
-            self.loader.set_epoch(epoch)
 
     @property
     def has_one_order(self) -> bool:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from torch import nn
 
 from unsloth_multigpu.core.exchange import Exchange
 from unsloth_multigpu.core.manager import DDPManager
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.sync.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
 
 logger = get_logger(__name__)
@@ -24,7 +23,7 @@ _NUM_NAMED = 4
 _NUM_LOGGED = 5
 
 
-class TrainedParameters:
+class TrainedParameters(Part):
     """Lets DDP exchange the gradients of what is trainable, in every step anew.
 
     DDP knows the parameters that were trainable when it was made. A callback that unfreezes layers changes them between
@@ -38,34 +37,26 @@ class TrainedParameters:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         exchange: The gradient strategy in DDP's place.
-        on_change: Called when DDP was made anew; the ranks are to be compared after this step.
+        training: How many calls of `train()` this process made before.
+
+    Attributes:
+        is_changed: DDP was made anew, and the ranks have not been compared since.
     """
 
-    def __init__(
-        self, trainer: Any, manager: DDPManager, exchange: Exchange | None, on_change: Callable[[], None]
-    ) -> None:
+    place = "trained"
+
+    def __init__(self, trainer: Any, manager: DDPManager, exchange: Exchange | None, training: int) -> None:
         self._trainer = trainer
         self._manager = manager
         self._exchange = exchange
-        self._on_change = on_change
-        self._training = 0
+        self._training = training
+        self.is_changed = False
         self._num_changes = 0
         self._seen: tuple[int, ...] | None = None
         self._is_between_steps = True
 
-    @contextmanager
-    def on_trainer(self, training: int) -> Iterator[None]:
-        """Follows the steps of one training; opened after what feeds steps and exchanges gradients.
-
-        Args:
-            training: How many calls of `train()` this process made before.
-        """
-        if self._manager.identity.world_size == 1:
-            yield
-            return
-        self._training = training
-        with steered(self._trainer, "training_step", self._training_step):
-            yield
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._training_step}
 
     def _training_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.training_step`: of a whole step where we feed it, else of a micro-batch."""
@@ -91,7 +82,7 @@ class TrainedParameters:
             if more:
                 raise SetupError(
                     f"{self._names(more)} became trainable after step {self._step}, but sync="
-                    f"{self._manager.config.sync!r} exchanges what was trainable when the training began.",
+                    f"'{self._manager.config.sync}' exchanges what was trainable when the training began.",
                     hint="Set sync='ddp', or make it trainable before train().",
                 )
             return
@@ -118,7 +109,7 @@ class TrainedParameters:
             len(removed),
             self._names(added or removed),
         )
-        self._on_change()
+        self.is_changed = True
 
     def _follow_foreign(self, ids: set[int]) -> None:
         """For a DDP that the script has made, which may have settings that are not to be seen."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from unsloth_multigpu.core.seam import steered
 from unsloth_multigpu.core.steps import StepFeed
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.part import Override, Part
 
 
-class CallbackView:
+class CallbackView(Part):
     """Shows callbacks what they would see in one process.
 
     The loop gets one item per optimizer step, and believes that nothing is accumulated. Callbacks read the script's own
@@ -22,35 +21,33 @@ class CallbackView:
         steps: What feeds the trainer.
     """
 
+    place = "view"
+
     def __init__(self, trainer: Any, steps: StepFeed) -> None:
         self._trainer = trainer
         self._steps = steps
 
-    @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the handler of the trainer's callbacks for the time of the training."""
-        handler = self._trainer.callback_handler
-        with ExitStack() as stack:
-            for name, override in (("on_train_begin", self._on_train_begin), ("call_event", self._call_event)):
-                stack.enter_context(steered(handler, name, override))
-            yield
+    def overrides(self) -> dict[str, Override]:
+        return {"on_train_begin": self._begin_with_own_loader, "call_event": self._call_event}
 
-    def _on_train_begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _begin_with_own_loader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`CallbackHandler.on_train_begin`, before which the loop has handed on its loader."""
         if self._steps.loader is not None:
             self._trainer.callback_handler.train_dataloader = self._steps.loader.one_process
         return original(*args, **kwargs)
 
-    def _call_event(self, original: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_event(self, original: Override, event: str, arguments: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         """`CallbackHandler.call_event`.
 
         Raises:
             SetupError: A callback has changed what the steps of this training are made of.
         """
-        arguments, asked = self._trainer.args, self._steps.num_accumulated
+        asked = self._steps.num_accumulated
+        if event == "on_step_end":
+            state.epoch = self._steps.metrics.epoch_of(state.epoch)
         before, arguments.gradient_accumulation_steps = arguments.gradient_accumulation_steps, asked
         try:
-            result = original(event, *args, **kwargs)
+            result = original(event, arguments, state, *args, **kwargs)
             now = arguments.gradient_accumulation_steps
         finally:
             arguments.gradient_accumulation_steps = before

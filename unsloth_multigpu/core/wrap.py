@@ -16,11 +16,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.core.manager import DDPManager, local_device
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import SINGLE_PROCESS, RankIdentity, read_identity
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.row import Scope
 
 logger = get_logger(__name__)
 
@@ -192,22 +193,11 @@ def _is_wrapped(model: nn.Module, asked: str) -> bool:
 
 def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
     """Options of enable_multi_gpu that nobody would hold in a plain loop."""
-    asked = {
-        "enable_ddp": None if config.enable_ddp else False,
-        "sync": None if config.sync == "ddp" else config.sync,
-        "grad_compression": config.grad_compression,
-        "balance": "tokens" if config.balance == "tokens" else None,
-        "max_tokens_per_micro_batch": config.max_tokens_per_micro_batch,
-        "rank_speeds": config.rank_speeds,
-        "micro_batch_overhead_tokens": config.micro_batch_overhead_tokens,
-        "micro_batch_floor_tokens": config.micro_batch_floor_tokens,
-    }
-    for name, value in asked.items():
-        if value is not None:
-            raise SetupError(
-                f"{name}={value!r} steers transformers.Trainer; a plain loop has DDP or DataParallel.",
-                hint=f"Leave {name} out.",
-            )
+    if asked := config.asked(Scope.TRAINER):
+        raise SetupError(
+            f"{asked[0]} steers transformers.Trainer; a plain loop has DDP or DataParallel.",
+            hint=f"Leave {asked[0].partition('=')[0]} out.",
+        )
 
 
 def _fixed_place_reason(model: nn.Module) -> str | None:

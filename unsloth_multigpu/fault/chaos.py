@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from unsloth_multigpu.config import ENV_CHAOS
+from unsloth_multigpu.context import ToolRequest
 from unsloth_multigpu.errors import ConfigError
 
 _PHASES = ("train", "save", "evaluate")
@@ -134,15 +132,7 @@ class ChaosRequest:
     folder: str
     faults: Sequence[Fault] = ()
 
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> ChaosRequest | None:
-        """The request that `environment` carries, if it does."""
-        text = environment.get(ENV_CHAOS)
-        if text is None:
-            return None
-        given: dict[str, Any] = json.loads(text)
-        return cls(given["folder"], tuple(Fault(**fault) for fault in given["faults"]))
-
     def variables(self) -> dict[str, str]:
         """The environment that carries this request."""
-        return {ENV_CHAOS: json.dumps({"folder": self.folder, "faults": [asdict(f) for f in self.faults]})}
+        values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults]}
+        return ToolRequest("unsloth_multigpu.core.inject:Chaos", values).variables()

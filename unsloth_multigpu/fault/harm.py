@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
@@ -15,8 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-
-from unsloth_multigpu.config import ENV_SUPERVISOR_PID
 
 # The supervisor looks ten times in a second, and takes two signals within 0.2 s for one.
 _LOOK_S = 0.5
@@ -57,8 +56,8 @@ def _raise() -> NoReturn:
     raise RuntimeError("planted by unsloth-multigpu chaos")
 
 
-def _tell_supervisor(number: signal.Signals, *, times: int = 1) -> None:
-    pid = int(os.environ[ENV_SUPERVISOR_PID])
+def _tell_supervisor(number: signal.Signals, pid: int | None, *, times: int = 1) -> None:
+    assert pid is not None
     for _ in range(times):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -102,21 +101,22 @@ def _kill_self(number: signal.Signals) -> None:
     threading.Event().wait(_LOOK_S)
 
 
-ACTIONS: dict[str, Callable[[], Any]] = {
-    "raise": _raise,
-    "exit": lambda: sys.exit(0),
-    "os_exit": lambda: os._exit(0),
-    "kill": lambda: _kill_self(signal.SIGKILL),
-    "segv": lambda: _kill_self(signal.SIGSEGV),
-    "stop": lambda: _kill_self(signal.SIGSTOP),
-    "corrupt": lambda: _kill_self(signal.SIGKILL),
-    "kill_supervisor": lambda: _tell_supervisor(signal.SIGKILL),
-    "sigterm": lambda: _tell_supervisor(signal.SIGTERM),
-    "sigint": lambda: _tell_supervisor(signal.SIGINT),
-    "sigusr1": lambda: _tell_supervisor(signal.SIGUSR1),
-    "sigint_twice": lambda: _tell_supervisor(signal.SIGINT, times=2),
-    "cut": lambda: _shut_connections(of_store=False),
-    "store": lambda: _shut_connections(of_store=True),
+# Each is given the process id of the supervisor.
+ACTIONS: dict[str, Callable[[int | None], Any]] = {
+    "raise": lambda _: _raise(),
+    "exit": lambda _: sys.exit(0),
+    "os_exit": lambda _: os._exit(0),
+    "kill": lambda _: _kill_self(signal.SIGKILL),
+    "segv": lambda _: _kill_self(signal.SIGSEGV),
+    "stop": lambda _: _kill_self(signal.SIGSTOP),
+    "corrupt": lambda _: _kill_self(signal.SIGKILL),
+    "kill_supervisor": functools.partial(_tell_supervisor, signal.SIGKILL),
+    "sigterm": functools.partial(_tell_supervisor, signal.SIGTERM),
+    "sigint": functools.partial(_tell_supervisor, signal.SIGINT),
+    "sigusr1": functools.partial(_tell_supervisor, signal.SIGUSR1),
+    "sigint_twice": functools.partial(_tell_supervisor, signal.SIGINT, times=2),
+    "cut": lambda _: _shut_connections(of_store=False),
+    "store": lambda _: _shut_connections(of_store=True),
 }
 
 

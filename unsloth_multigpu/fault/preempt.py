@@ -16,6 +16,7 @@ from unsloth_multigpu.fault.agreement import Agreement, AloneAgreement, PageAgre
 from unsloth_multigpu.fault.beat import BeatPage, Phase
 from unsloth_multigpu.fault.control import ControlPage
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import EventWriter
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Caught:
             os.kill(os.getpid(), number)
 
 
-class Preemption:
+class Preemption(Part):
     """Stops one training when a signal asks for it.
 
     Args:
@@ -77,6 +78,8 @@ class Preemption:
     Attributes:
         number: The signal for which the ranks are stopping, 0 = none.
     """
+
+    place = "preemption"
 
     def __init__(
         self,
@@ -102,8 +105,8 @@ class Preemption:
         self.number = 0
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Steers the trainer's loop meanwhile. Opened last: its callback has the last word on what a step does.
+    def around(self) -> Iterator[None]:
+        """Listens for signals.
 
         Raises:
             KeyboardInterrupt: On all ranks, after SIGINT.
@@ -111,7 +114,6 @@ class Preemption:
             DistributedError: A node that comes and goes is leaving.
         """
         identity = self._manager.identity
-        callback = _preemption_callback(self)
         with ExitStack() as stack:
             if self._run_dir is not None:
                 self._page = ControlPage(self._run_dir)
@@ -122,21 +124,41 @@ class Preemption:
                 self._agreement = PageAgreement(self._page, identity.local_rank)
             elif identity.world_size > 1:
                 self._agreement = StoreAgreement(self._manager.store, identity.rank, identity.world_size)
-            self._trainer.add_callback(callback)
-            stack.callback(self._trainer.remove_callback, callback)
             yield
             # Asked behind the last step: what the script does next must not be cut off in the middle.
             self._batch += 1
             if self.is_stopping():
                 self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
 
-    def begin_step(self) -> None:
-        """A step is done. Batches are counted from it, so that those of many evaluations fit into a point's bits."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Batches are counted from here, so that those of many evaluations fit into a point's bits.
         self._batch = 0
+        # Over nodes the answer comes through the wire, which may be cut.
+        with self.beat.within(Phase.AGREE):
+            is_stopping = self.is_stopping()
+        if is_stopping:
+            # The loop still logs this step, so that the saved history is whole.
+            control.should_save = self.is_save_wanted
+            control.should_evaluate = False
+            control.should_training_stop = True
 
-    def next_batch(self) -> None:
-        """A batch of an evaluation is done; ranks do as many of them."""
-        self._batch += 1
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved_step = state.global_step
+        if self._events is not None:
+            # "Is in training", with a fact.
+            self._events.write("training", checkpoint=self._checkpoint())
+        if self.number:
+            self.leave()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Nothing was to be saved. An evaluation or the best model at the end would take the time that is left.
+        if self.number:
+            self.leave()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._batch += 1  # Ranks do as many batches of an evaluation.
+        if self.is_stopping():
+            self.save_and_leave()
 
     def is_stopping(self) -> bool:
         """True at the point where all ranks stop. Asked once for each point."""
@@ -161,13 +183,6 @@ class Preemption:
             trainer._save_checkpoint(trainer.model_wrapped, getattr(trainer, "_trial", None))
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         self.leave()
-
-    def note_saved(self) -> None:
-        """A checkpoint of this step is whole."""
-        self._saved_step = self._trainer.state.global_step
-        if self._events is not None:
-            # "Is in training", with a fact.
-            self._events.write("training", checkpoint=self._checkpoint())
 
     def _checkpoint(self) -> str:
         if self._saved_step < 0:
@@ -199,36 +214,3 @@ class Preemption:
         if self.number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.number)
-
-
-def _preemption_callback(preemption: Preemption) -> Any:
-    from transformers import TrainerCallback
-
-    class PreemptionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            preemption.begin_step()
-            # Over nodes the answer comes through the wire, which may be cut.
-            with preemption.beat.within(Phase.AGREE):
-                is_stopping = preemption.is_stopping()
-            if is_stopping:
-                # The loop still logs this step, so that the saved history is whole.
-                control.should_save = preemption.is_save_wanted
-                control.should_evaluate = False
-                control.should_training_stop = True
-
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            preemption.note_saved()
-            if preemption.number:
-                preemption.leave()
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Nothing was to be saved. An evaluation or the best model at the end would take the time that is left.
-            if preemption.number:
-                preemption.leave()
-
-        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            preemption.next_batch()
-            if preemption.is_stopping():
-                preemption.save_and_leave()
-
-    return PreemptionCallback()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from unsloth_multigpu.config import ENV_PREFIX
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import ENV_PREFIX
 
 # By which launchers tell a process that it is one of several: a Trainer in a slot would look for the others.
 _OF_RANKS = {"GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
 from unsloth_multigpu.data.generation import GenerationShape, divide_generation
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ def trainer_patches(
     run: RunTraining,
     get_manager: Callable[[], DDPManager],
     notice: Callable[[], None] = lambda: None,
+    adjust: Callable[[Any], None] = lambda _: None,
 ) -> list[Patch]:
     """Patches of `transformers.Trainer` and `TrainingArguments`.
 
@@ -43,6 +43,7 @@ def trainer_patches(
         device_type: "cuda", "xpu" or "cpu".
         get_manager: Gives the manager, which opens the group of CPU ranks and gathers an evaluation's metrics.
         notice: Called where a training begins.
+        adjust: Called with new `TrainingArguments` before they check themselves.
         run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
             `train`.
     """
@@ -76,7 +77,7 @@ def trainer_patches(
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
-            wrap=functools.partial(_adjusted_arguments, config, world_size, device_type, get_manager),
+            wrap=functools.partial(_adjusted_arguments, config, world_size, device_type, get_manager, adjust),
             reason="Options of the one line that are arguments of the Trainer; batches that TRL checks at once.",
         ),
     ]
@@ -201,13 +202,12 @@ def _adjusted_arguments(
     world_size: int,
     device_type: str,
     get_manager: Callable[[], DDPManager],
+    adjust: Callable[[Any], None],
     original: Callable[..., None],
 ) -> Callable[..., None]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
-        if ENV_RECEIPT in os.environ:
-            # The Trainer makes the repository before train().
-            self.push_to_hub = False
+        adjust(self)
         if config.device == "cpu":
             self.use_cpu = True
         if world_size > 1 and device_type == "cpu":

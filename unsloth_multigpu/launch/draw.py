@@ -49,3 +49,13 @@ def _generators() -> dict[str, tuple[Callable[[], bytes], Callable[[int], object
 def _numpy_state(numpy: ModuleType) -> bytes:
     name, words, *place = numpy.random.get_state()
     return repr((name, *place)).encode() + bytes(words.tobytes())
+
+
+def same_random_choices() -> None:
+    """Lets a script that shuffles, splits or makes LoRA weights without a seed do the same in several runs."""
+    import numpy
+    import torch
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)

@@ -12,10 +12,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from unsloth_multigpu.config import ENV_LOG_DIR_OF_RUN, MultiGPUConfig
 from unsloth_multigpu.launch.membership import ENV_ROUND, explain
 from unsloth_multigpu.launch.rendezvous import Rounds
-from unsloth_multigpu.option import num_nodes
+from unsloth_multigpu.options import ENV_LOG_DIR_OF_RUN, MultiGPUConfig, num_nodes
 
 POLL_S = 0.1
 # How long the engine lets a rank that it ends go on after SIGTERM.

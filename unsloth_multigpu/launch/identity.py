@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_RUN_DIR
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_RUN_DIR
 
 DEFAULT_MASTER_PORT = 29500
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -13,16 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from unsloth_multigpu.config import (
-    ENV_LOG_DIR_OF_RUN,
-    ENV_RECEIPT,
-    ENV_RUN_DIR,
-    ENV_RUN_DRAWS,
-    ENV_RUN_ID,
-    ENV_RUN_SEED,
-    ENV_SUPERVISOR_PID,
-    MultiGPUConfig,
-)
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import read_beats
 from unsloth_multigpu.launch.allocator import allocator_variables
@@ -32,6 +22,9 @@ from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.logs import get_logger, tell
+from unsloth_multigpu.options import (
+    MultiGPUConfig,
+)
 
 logger = get_logger(__name__)
 
@@ -69,9 +62,7 @@ class DDPLauncher:
             watch = stack.enter_context(
                 Watch(run_dir, _tell_restart, log_dir=log_dir, num_ranks=self.num_ranks, config=self.config)
             )
-            # `verify` compares, and must not save.
-            grace_s = 0.0 if ENV_RECEIPT in os.environ else self.config.grace_s
-            stop = stack.enter_context(Stop(run_dir, self.num_ranks, grace_s, _end_engine))
+            stop = stack.enter_context(Stop(run_dir, self.num_ranks, self.config.grace_s, _end_engine))
             return _Supervisor(self, run_id, run_dir, log_dir, watch, stop).run()
 
 
@@ -162,25 +153,24 @@ def rank_environment(
     """
     from unsloth_multigpu.launch.draw import generator_digests
 
-    run_seed = str(shared_seed(config))
+    context = RunContext(
+        run_dir=str(run_dir),
+        supervisor_pid=os.getpid(),
+        log_dir=str(log_dir),
+        seed=shared_seed(config),
+        draws=generator_digests(),
+        run_id=run_id,
+    )
     defaults = {
         # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.
-        "PYTHONHASHSEED": run_seed,
+        "PYTHONHASHSEED": str(context.seed),
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
         **socket_interfaces(config),
         **({} if config.device == "cpu" else allocator_variables(environment)),
     }
     # "random" asks for any order; the ranks need one.
     is_unset = {name: environment.get(name, "") in ("", "random") for name in defaults}
-    return {
-        **{name: value for name, value in defaults.items() if is_unset[name]},
-        ENV_RUN_DIR: str(run_dir),
-        ENV_RUN_SEED: run_seed,
-        ENV_RUN_DRAWS: json.dumps(generator_digests()),
-        ENV_LOG_DIR_OF_RUN: str(log_dir),
-        ENV_SUPERVISOR_PID: str(os.getpid()),
-        ENV_RUN_ID: run_id,
-    }
+    return {**{name: value for name, value in defaults.items() if is_unset[name]}, **context.variables()}
 
 
 def exit_like(code: int) -> None:

@@ -31,14 +31,13 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.rendezvous import TCPStore
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.fault.beat import Beat, Node, decode_beats, encode_beats
 from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.nodes import address_towards, is_one_node, listen_at, split_endpoint
 from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, serve_store
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.option import num_nodes
+from unsloth_multigpu.options import MultiGPUConfig, num_nodes
 
 logger = get_logger(__name__)
 

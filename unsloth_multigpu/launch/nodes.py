@@ -12,9 +12,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.option import num_nodes
+from unsloth_multigpu.options import MultiGPUConfig, num_nodes
 
 _SIOCGIFCONF = 0x8912
 _IFREQ_BYTES = 40

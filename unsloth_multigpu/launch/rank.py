@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from unsloth_multigpu.config import ENV_ATTEMPT, ENV_RUN_DIR, ENV_SUPERVISOR_PID
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.fault.beat import BeatPage
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -24,11 +24,14 @@ from unsloth_multigpu.report import EventWriter
 _PR_SET_PDEATHSIG = 1
 
 
-def enter_rank(identity: RankIdentity, hang_timeout_s: float = 120.0) -> tuple[EventWriter | None, BeatPage]:
+def enter_rank(
+    identity: RankIdentity, context: RunContext, hang_timeout_s: float = 120.0
+) -> tuple[EventWriter | None, BeatPage]:
     """Prepares this process as a rank.
 
     Args:
         identity: Place of this rank.
+        context: What its supervisor tells it.
         hang_timeout_s: The supervisor's limit for a rank that makes no progress.
 
     Returns:
@@ -42,29 +45,31 @@ def enter_rank(identity: RankIdentity, hang_timeout_s: float = 120.0) -> tuple[E
 
     _quiet_side_effects(identity)
     atexit.register(_leave_group)
-    run_dir = os.environ.get(ENV_RUN_DIR)
+    run_dir = context.run_dir
     if run_dir is None:
         os.environ.update(identity.variables())
         return None, BeatPage(None, identity.rank)
     if identity.local_rank > 0 and not os.environ.get("PYTHONBREAKPOINT"):
         os.environ["PYTHONBREAKPOINT"] = "0"  # There is nobody at its prompt; the one of rank 0 is for the user.
-    die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
+    assert context.supervisor_pid is not None
+    die_with_supervisor(context.supervisor_pid)
     if sys.stderr is not None:  # Closed by whoever started the command.
         faulthandler.enable()
     _ignore_stop_signal()
     beat = BeatPage(run_dir, identity.rank)
     start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
-    events = EventWriter(run_dir, identity.rank, int(os.environ.get(ENV_ATTEMPT, "0")), beat)
+    events = EventWriter(run_dir, identity.rank, context.attempt, beat)
     events.write("started", pid=os.getpid())
-    _report_exception(identity, events)
+    _report_exception(identity, events, run_dir)
     return events, beat
 
 
-def enter_notebook(identity: RankIdentity, hang_timeout_s: float) -> tuple[BeatPage, Callable[[], None]]:
+def enter_notebook(identity: RankIdentity, run_dir: str, hang_timeout_s: float) -> tuple[BeatPage, Callable[[], None]]:
     """Prepares this process as a rank of a notebook, whose kernel sees by itself how a cell ends.
 
     Args:
         identity: Place of this rank.
+        run_dir: The private folder of the notebook's ranks.
         hang_timeout_s: The kernel's limit for a rank that makes no progress.
 
     Returns:
@@ -73,7 +78,6 @@ def enter_notebook(identity: RankIdentity, hang_timeout_s: float) -> tuple[BeatP
     from unsloth_multigpu.fault.pulse import start_pulse
 
     _quiet_side_effects(identity)
-    run_dir = os.environ[ENV_RUN_DIR]
     beat = BeatPage(run_dir, identity.rank)
     return beat, start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
 
@@ -122,7 +126,7 @@ def _ignore_stop_signal() -> None:
         signal.siginterrupt(signal.SIGUSR1, False)
 
 
-def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
+def _report_exception(identity: RankIdentity, events: EventWriter, run_dir: str) -> None:
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         _has_failed.set()
         # Gives a text also where the exception's own str() raises.
@@ -146,7 +150,7 @@ def _report_exception(identity: RankIdentity, events: EventWriter) -> None:
 
     def exiting() -> None:
         # The run's folder is gone once the supervisor has ended, and nobody reads the event then.
-        if os.path.isdir(os.environ[ENV_RUN_DIR]):
+        if os.path.isdir(run_dir):
             events.write("exiting")
 
     sys.excepthook = report

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.rendezvous import TCPStore
 
-from unsloth_multigpu.config import ENV_ATTEMPT
+from unsloth_multigpu.context import attempt_variables
 from unsloth_multigpu.errors import LaunchError
 
 # A connection to this very machine.
@@ -54,7 +54,7 @@ class Rounds(RendezvousHandler):
         """Called before each start of the ranks, which inherit the environment as it is then."""
         self._begin_round(self._num_rounds)
         info = self._handler.next_rendezvous()
-        os.environ[ENV_ATTEMPT] = str(self._num_rounds)
+        os.environ.update(attempt_variables(self._num_rounds))
         self._num_rounds += 1
         return info
 

@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from unsloth_multigpu.config import ENV_RANK_PID, ENV_RUN_DIR
 from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.launch.identity import RankIdentity, read_identity
+from unsloth_multigpu.options import ENV_RANK_PID, ENV_RUN_DIR
 
 _SPAWN = "torch.multiprocessing.spawn"
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.fault.beat import Beat, Node, read_beats
 from unsloth_multigpu.fault.watchdog import Hang, find_hang
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
@@ -26,6 +25,7 @@ from unsloth_multigpu.launch.process import (
 )
 from unsloth_multigpu.launch.stack import main_frames, place_of, stack_path
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.report import Event, read_events
 
 logger = get_logger(__name__)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.identity import RankIdentity
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
+from unsloth_multigpu.options import ENV_RUN_DIR, MultiGPUConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.notebook.recovery import Trainings
     from unsloth_multigpu.notebook.shell import KernelShell
     from unsloth_multigpu.session import Session
+    from unsloth_multigpu.train.loop import Loop
 
 
 class ReplayedLineError(SetupError, ConfigError):
@@ -54,7 +56,12 @@ class CellProgram:
         return None if self.session is None else self._trainings
 
     def open_session(
-        self, opener: Callable[..., Session], config: MultiGPUConfig, identity: RankIdentity, console: Console
+        self,
+        opener: Callable[..., Session],
+        config: MultiGPUConfig,
+        identity: RankIdentity,
+        console: Console,
+        context: RunContext,
     ) -> Session:
         """Opens the session of this process.
 
@@ -63,8 +70,9 @@ class CellProgram:
             config: The run's options.
             identity: Place of this rank.
             console: Where logs go.
+            context: What this rank is told.
         """
-        self._session = opener(config, identity, console, self)
+        self._session = opener(config, identity, console, context, program=self)
         return self._session
 
     def is_apart(self) -> bool:
@@ -88,7 +96,8 @@ class CellProgram:
         session.on_close.callback(self._trainings.end, keeps_global_batch=config.keeps_global_batch)
         before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
         session.on_close.enter_context(RankVariables({}, before).in_effect())
-        session.beat, end_pulse = enter_notebook(session.identity, config.hang_timeout_s)
+        assert session.context.run_dir is not None
+        session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir, config.hang_timeout_s)
         session.on_close.callback(end_pulse)
 
     def prepare(self, manager: DDPManager) -> None:
@@ -115,10 +124,10 @@ class CellProgram:
         """The training has ended well."""
         self._num_finished += 1
 
-    def note_training(self, trainer: Any) -> None:
+    def note_training(self, loop: Loop) -> None:
         """Keeps in mind a trainer that may have to be made equal on all ranks."""
         if self._trainings is not None:
-            self._trainings.note(trainer, self._num_begun - 1)
+            self._trainings.note(self._num_begun - 1, loop)
 
     def note_wrapper(self, model: nn.Module) -> None:
         """Keeps in mind a wrapper that holds the process group."""
@@ -203,10 +212,15 @@ class WorkerProgram(CellProgram):
             raise ReplayedLineError("This call was made again since.", hint="Go on there.")
 
     def open_session(
-        self, opener: Callable[..., Session], config: MultiGPUConfig, identity: RankIdentity, console: Console
+        self,
+        opener: Callable[..., Session],
+        config: MultiGPUConfig,
+        identity: RankIdentity,
+        console: Console,
+        context: RunContext,
     ) -> Session:
         """As above. `disable_multi_gpu()` waits here for rank 0's, which ends this process: it runs nothing alone."""
-        session = super().open_session(opener, config, identity, console)
+        session = super().open_session(opener, config, identity, console, context)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
         return session
 

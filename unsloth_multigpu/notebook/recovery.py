@@ -16,27 +16,24 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.core.manager import DDPManager, local_device
 from unsloth_multigpu.core.replica import kept_buffers
-from unsloth_multigpu.core.seam import Steered
 from unsloth_multigpu.core.wrap import inner_name
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.proof.replicas import replicated_tensors
+from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)
 
-# What our steering changes in TrainingArguments while it trains.
-_STEERED_ARGUMENTS = ("gradient_accumulation_steps", "average_tokens_across_devices")
 # Values that a message can hold as they are.
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """A trainer, and what it had before its training was steered."""
+    """A trainer, and what steers it."""
 
     trainer: weakref.ref[Any]
-    arguments: dict[str, Any]
-    own_names: dict[str, frozenset[str]]
+    loop: Loop
 
 
 class Trainings:
@@ -58,17 +55,16 @@ class Trainings:
         """True where an exception has ended a training before its end."""
         return any(trainer.is_in_train for noted in self._noted.values() if (trainer := noted.trainer()) is not None)
 
-    def note(self, trainer: Any, number: int) -> None:
+    def note(self, number: int, loop: Loop) -> None:
         """Keeps in mind a trainer that is about to be steered.
 
         Args:
-            trainer: A `transformers.Trainer` or subclass.
             number: Which training of this session it is.
+            loop: What steers it. It does not hold the Trainer any more once it has let go of it.
         """
+        trainer = loop.trainer
         self._noted = {n: noted for n, noted in self._noted.items() if noted.trainer() not in (None, trainer)}
-        names = {name: frozenset(vars(owner)) for name, owner in _owners(trainer).items()}
-        arguments = {name: getattr(trainer.args, name) for name in _STEERED_ARGUMENTS}
-        self._noted[number] = _Noted(weakref.ref(trainer), arguments, names)
+        self._noted[number] = _Noted(weakref.ref(trainer), loop)
 
     def note_wrapper(self, model: nn.Module) -> None:
         """Keeps in mind the wrapper that a plain loop trains, which holds the process group."""
@@ -79,8 +75,8 @@ class Trainings:
         """Takes what belongs to a process group, and to a training that was cut off, from all trainers."""
         for noted in self._noted.values():
             if (trainer := noted.trainer()) is not None:
-                if trainer.is_in_train:  # Its training was cut off.
-                    _take_steering_off(trainer, noted)
+                noted.loop.let_go()  # An exception may have struck while it was just letting go.
+                trainer.is_in_train = False
                 _take_ddp_off(trainer)
         for wrapper in self._wrappers:
             _retire(wrapper)
@@ -143,35 +139,6 @@ def _refuse_part_of_batch(*_args: Any, **_kwargs: Any) -> Any:
         "This Trainer was built as one of several ranks: its steps would see a part of the samples only.",
         hint="Make a new Trainer, with new arguments.",
     )
-
-
-def _take_steering_off(trainer: Any, noted: _Noted) -> None:
-    """What an exception has left behind that struck while our own methods were just being taken off."""
-    for path, owner in _owners(trainer).items():
-        before = noted.own_names[path]
-        for name, value in list(vars(owner).items()):
-            if not callable(value) or not hasattr(type(owner), name):
-                continue
-            if name not in before:
-                delattr(owner, name)
-            while isinstance(value, Steered) and name in before:
-                value = value.original
-                setattr(owner, name, value)
-    for name, value in noted.arguments.items():
-        setattr(trainer.args, name, value)
-    for callback in [c for c in trainer.callback_handler.callbacks if _is_ours(type(c))]:
-        trainer.remove_callback(callback)
-    trainer.is_in_train = False
-
-
-def _owners(trainer: Any) -> dict[str, Any]:
-    """The objects whose methods are steered."""
-    handler = trainer.callback_handler
-    return {"trainer": trainer, "accelerator": trainer.accelerator, "callback_handler": handler}
-
-
-def _is_ours(made: Any) -> bool:
-    return str(getattr(made, "__module__", "")).startswith("unsloth_multigpu.")
 
 
 def _take_ddp_off(trainer: Any) -> None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import ConfigError, SetupError, VersionError
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
 
 _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.config import ENV_NOTEBOOK, MultiGPUConfig
+from unsloth_multigpu.context import RunContext
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
 from unsloth_multigpu.launch.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.launch.identity import RankIdentity
@@ -29,6 +29,7 @@ from unsloth_multigpu.notebook.program import KernelProgram, WorkerProgram
 from unsloth_multigpu.notebook.refusal import check_kernel, line_of_cell
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
+from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session
@@ -178,7 +179,9 @@ class Notebook:
     def open_session(self, opener: Callable[..., Session], console: Console) -> Session:
         """Opens the group, and the session of rank 0 by `opener`."""
         self._open_group()
-        return self.program.open_session(opener, self._config, self._identity, console)
+        # Read again: this kernel has become a rank since the line was reached.
+        context = RunContext.read(os.environ)
+        return self.program.open_session(opener, self._config, self._identity, console, context)
 
     def begin_rest_of_cell(self) -> None:
         """From the line on, this cell runs on all ranks."""

@@ -17,7 +17,6 @@ import types
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from unsloth_multigpu.config import ENV_NOTEBOOK, ENV_SUPERVISOR_PID
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
@@ -32,6 +31,7 @@ from unsloth_multigpu.notebook.worker_shell import (
     share_calls,
     share_questions,
 )
+from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_SUPERVISOR_PID
 
 _TRACEBACK_CHARACTERS = 8000
 

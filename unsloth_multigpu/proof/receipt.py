@@ -6,23 +6,24 @@ import atexit
 import json
 import os
 import platform
-import random
 import shutil
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from unsloth_multigpu.config import ENV_RECEIPT, MultiGPUConfig
-from unsloth_multigpu.core.seam import instance_attribute, steered
+from unsloth_multigpu.core.seam import instance_attribute
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.proof.fingerprint import fingerprints
 from unsloth_multigpu.proof.source import Source, find_precision, find_sources, turn_dropout_off
+from unsloth_multigpu.proof.verify import ReceiptRequest
 from unsloth_multigpu.versions import installed_version
 
 UPDATES_FILE = "updates.safetensors"
@@ -38,43 +39,7 @@ _SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_tota
 _TRACKERS = "transformers.integrations"
 
 
-@dataclass(frozen=True)
-class ReceiptRequest:
-    """What `verify` asks of a run.
-
-    Args:
-        folder: Where every rank leaves `rank_N.json`, and rank 0 its updates.
-        num_steps: Optimizer steps after which the run ends.
-        num_gpus: Ranks of this run; wins over the script's own number.
-        dropout: False = every dropout probability is set to 0.
-    """
-
-    folder: str
-    num_steps: int
-    num_gpus: int
-    dropout: bool
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> ReceiptRequest | None:
-        """The request that `environment` carries, if it does."""
-        text = environment.get(ENV_RECEIPT)
-        return None if text is None else cls(**json.loads(text))
-
-    def variables(self) -> dict[str, str]:
-        """The environment that carries this request."""
-        return {ENV_RECEIPT: json.dumps(asdict(self))}
-
-
-def same_random_choices() -> None:
-    """Lets a script that shuffles, splits or makes LoRA weights without a seed do the same in both runs."""
-    import numpy
-
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
-
-
-class Recorder:
+class Recorder(Part):
     """Follows one training of this rank, and ends it after the steps that were asked for.
 
     Args:
@@ -82,12 +47,14 @@ class Recorder:
         request: What to record.
         rank: This rank.
         config: The run's options.
-        is_filler: Tells whether the inputs of `training_step` only keep this rank in the exchange of gradients.
-        inexact: Tells why ranks cannot share the loss of a micro-batch exactly; "" where they can, or do not.
+        steps: What deals the samples; None where the training is not steered.
 
     Raises:
         SetupError: The training is not one of whole weights on every rank.
     """
+
+    place = "recorder"
+    keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
 
     def __init__(
         self,
@@ -95,8 +62,7 @@ class Recorder:
         request: ReceiptRequest,
         rank: int,
         config: MultiGPUConfig,
-        is_filler: Callable[[], bool],
-        inexact: Callable[[], str] = lambda: "",
+        steps: Any = None,
     ) -> None:
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise SetupError(
@@ -107,8 +73,7 @@ class Recorder:
         self._request = request
         self._rank = rank
         self._config = config
-        self._is_filler = is_filler
-        self._inexact = inexact
+        self._steps = steps
         self._first_step = 0
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
         self._figures: dict[int, dict[str, float | None]] = defaultdict(dict)
@@ -117,24 +82,24 @@ class Recorder:
         self._facts: dict[str, Any] = {}
 
     @contextmanager
-    def on_trainer(self) -> Iterator[None]:
-        """Records while it is open. Enter it before anything else puts methods on the trainer."""
+    def around(self) -> Iterator[None]:
+        """Nothing is saved, uploaded or sent to trackers."""
         trainer, handler = self._trainer, self._trainer.callback_handler
+        for name, value in _SETTINGS.items():
+            setattr(trainer.args, name, value)
+        handler.callbacks = [c for c in handler.callbacks if not _is_tracker(c)]
         with ExitStack() as stack:
-            for name, value in _SETTINGS.items():
-                stack.enter_context(instance_attribute(trainer.args, name, value))
-            stack.enter_context(steered(trainer, "training_step", self._training_step))
             for owner in (trainer, trainer.model):
                 for name in (n for n in _SAVERS if hasattr(owner, n)):
                     stack.enter_context(instance_attribute(owner, name, _do_nothing))
-            stack.enter_context(
-                instance_attribute(handler, "callbacks", [c for c in handler.callbacks if not _is_tracker(c)])
-            )
-            trainer.add_callback(_recording_callback(self))
             yield
 
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._training_step}
+
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_filler():
+        current = None if self._steps is None else self._steps.current
+        if current is None or not current.piece.is_filler:  # Which only keeps this rank in the exchange of gradients.
             self._samples[self._step() + 1].update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)
 
@@ -142,9 +107,8 @@ class Recorder:
         """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
         return int(self._trainer.state.global_step) - self._first_step
 
-    def begin(self) -> None:
-        """Called when the training begins, with the model that it trains."""
-        trainer, state = self._trainer, self._trainer.state
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self._trainer
         self._first_step = int(state.global_step)
         # A run that was resumed brings it; the Trainer would load it at the end, and remove the others.
         state.best_model_checkpoint = None
@@ -156,8 +120,7 @@ class Recorder:
             _check_space(self._request, sum(p.nbytes for p in trained.values()))
             self._weights_before = {name: p.to("cpu", copy=True) for name, p in trained.items()}
 
-    def note_gradients(self) -> None:
-        """Called between the last backward and the optimizer's step."""
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = [(n, p.grad) for n, p in self._trainer.model.named_parameters() if p.grad is not None]
         if self._rank != 0 or not named:
             return
@@ -171,14 +134,20 @@ class Recorder:
             for (name, _), share in zip(named, (norms / total).tolist(), strict=True):
                 self._gradient_shares[name] = max(share, self._gradient_shares.get(name, 0.0))
 
-    def note_logs(self, logs: Mapping[str, Any]) -> None:
-        """Called with what the Trainer logs after a step."""
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
         if "loss" in logs:
             found = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
             self._figures[self._step()].update(found)
 
-    def steer(self, control: Any) -> None:
-        """Called at the end of a step and of an epoch: each step is logged, nothing saved, and the last one ends it."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def _steer(self, control: Any) -> None:
+        """Each step is logged, nothing saved, and the last one ends the training."""
         control.should_log = True
         control.should_save = control.should_evaluate = False
         if self._step() >= self._request.num_steps:
@@ -201,7 +170,7 @@ class Recorder:
     def write(self) -> None:
         """Leaves what was recorded in the request's folder."""
         self._save_updates()
-        if inexact := self._inexact():
+        if self._steps is not None and (inexact := self._steps.inexact):
             # Found before the first step, or in a later one.
             advice = "set gradient_accumulation_steps to a multiple of the ranks"
             self._facts["sources"].append(asdict(Source("loss", inexact, advice)))
@@ -241,7 +210,7 @@ def _facts(trainer: Any, config: MultiGPUConfig) -> dict[str, Any]:
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "precision": find_precision(trainer),
         "sources": [asdict(source) for source in find_sources(trainer, config)],
-        "config": asdict(config),
+        "config": config.plain_values(),
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _LIBRARIES}},
     }
 
@@ -263,25 +232,3 @@ def _is_tracker(callback: Any) -> bool:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands in for what saves or uploads."""
-
-
-def _recording_callback(recorder: Recorder) -> Any:
-    from transformers import TrainerCallback
-
-    class Recording(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.begin()
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.note_gradients()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.steer(control)
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            recorder.steer(control)
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any) -> None:
-            recorder.note_logs(logs)
-
-    return Recording()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from unsloth_multigpu.config import MultiGPUConfig
+from unsloth_multigpu.options import MultiGPUConfig
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _other_samples(trainer: Any, config: MultiGPUConfig) -> Iterator[Source]:
     if not config.meets_every_step:
         yield Source(
             "local steps",
-            f"sync={config.sync!r}: ranks step by themselves, which is not what one process computes",
+            f"sync='{config.sync}': ranks step by themselves, which is not what one process computes",
             "compare with sync='ddp'",
         )
     if hasattr(trainer.args, "steps_per_generation"):

@@ -1,14 +1,13 @@
-"""Which strategy the options of a run name."""
+"""From the strategy that the user named to the object that does it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
 from unsloth_multigpu.sync.allreduce import AllReduceSync
 from unsloth_multigpu.sync.asynchronous import AsyncParameterServerSync
 from unsloth_multigpu.sync.local import DiLoCoSync, LocalSGDSync
@@ -19,10 +18,10 @@ from unsloth_multigpu.sync.strategy import GradientSync
 def make_sync(
     config: MultiGPUConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool
 ) -> GradientSync:
-    """The strategy that `config.sync` names, with its options or their defaults.
+    """What makes ranks meet as `config.sync` says.
 
     Args:
-        config: `sync` is not "ddp", which is torch's own and needs no strategy of ours.
+        config: `sync` is not DDP, which is torch's own and needs nothing of ours.
         model: On this rank's device, without a wrapper.
         optimizer: torch's, not accelerate's wrapper.
         is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
@@ -30,25 +29,22 @@ def make_sync(
     Raises:
         SetupError: The strategy cannot work with a scaled loss.
     """
-    options: dict[str, Any] = {
-        "bucket_mb": config.sync_bucket_mb,
-        "every_steps": config.sync_every_steps,
-        "learning_rate": config.outer_learning_rate,
-        "momentum": config.outer_momentum,
-    }
-    # None = the strategy's own default. The config refuses options that the strategy does not know.
-    given = {name: value for name, value in options.items() if value is not None}
-    if config.sync != "parameter_server":
-        strategies = {"allreduce": AllReduceSync, "local_sgd": LocalSGDSync, "diloco": DiLoCoSync}
-        return strategies[config.sync](model, optimizer, **given)
-    if config.max_staleness_steps is None:
-        return ParameterServerSync(model, optimizer, **given, is_loss_scaled=is_loss_scaled)
+    asked = config.sync
+    if isinstance(asked, AllReduce):
+        return AllReduceSync(model, optimizer, asked.bucket_mb)
+    if isinstance(asked, DiLoCo):
+        return DiLoCoSync(model, optimizer, asked.every_steps, asked.outer_learning_rate, asked.outer_momentum)
+    if isinstance(asked, LocalSGD):
+        return LocalSGDSync(model, optimizer, asked.every_steps)
+    assert isinstance(asked, ParameterServer)
+    if asked.max_staleness_steps is None:
+        return ParameterServerSync(model, optimizer, asked.bucket_mb, is_loss_scaled=is_loss_scaled)
     # Each rank's scale would be its own, and the server could not tell whose gradient has which.
     if is_loss_scaled:
         raise SetupError(
-            f"max_staleness_steps={config.max_staleness_steps} cannot work with fp16=True, whose gradients are scaled.",
+            f"max_staleness_steps={asked.max_staleness_steps} cannot work with fp16=True, whose gradients are scaled.",
             hint="Use bf16=True, or leave max_staleness_steps out.",
         )
     return AsyncParameterServerSync(
-        model, optimizer, max_staleness_steps=config.max_staleness_steps, timeout_s=config.timeout_s
+        model, optimizer, max_staleness_steps=asked.max_staleness_steps, timeout_s=config.timeout_s
     )

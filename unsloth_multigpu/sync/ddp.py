@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.config import MultiGPUConfig
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import MultiGPUConfig
 
 # Attributes of a model's config that mean: some steps leave some parameters without a gradient.
 _CONDITIONAL_PARTS = (

@@ -9,6 +9,8 @@ import torch
 from tiny_llama import RaggedRows, collate, tiny_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from unsloth_multigpu.part import EVENTS
+
 OWNERS = ("accelerator", "callback_handler")
 
 
@@ -17,7 +19,8 @@ def train(folder):
 
     Returns:
         "seams": attribute -> our functions on it, from the outside in; "calls": how often each of them was called;
-        "callbacks": classes, in their order; "left": attributes that are still ours behind the training.
+        "callbacks": classes, in their order; "events": event -> classes of ours that answer it, in their order;
+        "left": attributes that are still ours behind the training.
     """
     torch.manual_seed(0)
     look = Look()
@@ -52,6 +55,7 @@ def train(folder):
         "seams": look.seams,
         "calls": {name: look.calls[name] for name in sorted(functions)},
         "callbacks": look.callbacks,
+        "events": dict(sorted(look.events.items())),
         "left": sorted(look.ours()),
     }
 
@@ -60,7 +64,7 @@ class Look(TrainerCallback):
     """Notes all of it when the first step begins."""
 
     def __init__(self):
-        self.seams, self.calls, self.callbacks = {}, Counter(), []
+        self.seams, self.calls, self.callbacks, self.events = {}, Counter(), [], {}
         self.trainer = None
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -79,7 +83,12 @@ class Look(TrainerCallback):
         if event == "call" and "unsloth_multigpu" in frame.f_code.co_filename:
             instance = frame.f_locals.get("self")
             prefix = "" if instance is None else f"{type(instance).__name__}."
-            self.calls[prefix + frame.f_code.co_name] += 1
+            name = frame.f_code.co_name
+            self.calls[prefix + name] += 1
+            if name in EVENTS and instance is not None:
+                answering = self.events.setdefault(name, [])
+                if type(instance).__name__ not in answering:
+                    answering.append(type(instance).__name__)
 
 
 def layers_of(value):

@@ -25,7 +25,6 @@ ump.enable_multi_gpu(
     grace_s=args.grace,
     max_restarts=args.max_restarts,
     sync=args.sync,
-    sync_every_steps=4 if args.sync == "local_sgd" else None,
 )
 
 import torch  # noqa: E402

@@ -20,8 +20,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from unsloth_multigpu.sync.server import WeightServer  # noqa: E402
 
 rank = int(os.environ["RANK"])
-DILOCO = {"sync": "diloco", "sync_every_steps": 4}
-ASYNC = {"sync": "parameter_server", "max_staleness_steps": 3, "timeout_s": 100.0}
+DILOCO = {"sync": ump.DiLoCo(every_steps=4)}
+ASYNC = {"sync": ump.ParameterServer(max_staleness_steps=3), "timeout_s": 100.0}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -82,7 +82,7 @@ def difference_by_hand():
     """A rank that steps by itself, on ragged rows: steps of 4, 4 and 1 rows, the last of which rank 0 has none of."""
     model, watch = tiny(), Watch()
     by_hand, rows = copy.deepcopy(model), Rows(9)
-    line = {"sync": "local_sgd", "sync_every_steps": 100}
+    line = {"sync": ump.LocalSGD(every_steps=100)}
     plain = {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1, "lr_scheduler_type": "constant"}
     trainer_of(model, line, 9, [watch], num_train_epochs=1, **plain).train()
     parts = [[[0, 1], [4, 5], []], [[2, 3], [6, 7], [8]]][rank]

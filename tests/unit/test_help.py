@@ -1,0 +1,38 @@
+"""What `--help` says, frozen in help.txt: a change of an option shows as a difference that a reader can judge.
+
+`UPDATE_HELP=1 pytest tests/unit/test_help.py` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unsloth_multigpu.cli import main
+
+FROZEN = Path(__file__).parent / "help.txt"
+COMMANDS = ("", "run", "verify", "doctor", "bench", "chaos")
+
+
+def shown_help(capsys: pytest.CaptureFixture[str]) -> str:
+    texts = []
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as left:
+            main.main([*command.split(), "--help"])
+        assert left.value.code == 0
+        texts.append(f"$ {' '.join(['unsloth-multigpu', *command.split(), '--help'])}\n{capsys.readouterr().out}")
+    return "\n".join(texts)
+
+
+def test_help_of_every_command_is_the_frozen_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = shown_help(capsys)
+    if os.environ.get("UPDATE_HELP") == "1":
+        FROZEN.write_text(text, encoding="utf-8")
+    # Versions of Python break lines at other places.
+    assert text.split() == FROZEN.read_text(encoding="utf-8").split()

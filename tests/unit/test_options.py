@@ -1,0 +1,331 @@
+"""The table of options: every row is whole, and every place that is made from it, or repeats it, says the same."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unsloth_multigpu as ump
+from unsloth_multigpu import plugin
+from unsloth_multigpu.cli.options import options_markdown
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options, variable
+from unsloth_multigpu.row import Count, Row, Scope, flag, option, rows
+from unsloth_multigpu.strategy import (
+    DDP,
+    STRATEGIES,
+    AllReduce,
+    DiLoCo,
+    LocalSGD,
+    ParameterServer,
+    Strategy,
+    read_strategy,
+)
+from unsloth_multigpu.table import EVERYDAY, OLDER, SECTIONS, SeldomOptions
+
+ROOT = Path(__file__).parents[2]
+TABLE = rows(MultiGPUConfig)
+CARRIED = [(cls, name, row) for cls in STRATEGIES.values() for name, row in rows(cls).items()]
+# An option -> a value that asks for something, beside others that it needs.
+ASKING: dict[str, dict[str, Any]] = {
+    "batch_size_per_gpu": {"batch_size_per_gpu": 4},
+    "enable_ddp": {"enable_ddp": False},
+    "global_batch": {"global_batch": "scale"},
+    "sync": {"sync": "allreduce"},
+    "balance": {"balance": "tokens"},
+    "resume": {"resume": "auto"},
+    "grad_compression": {"grad_compression": "bf16"},
+    "gradient_aggregation": {"gradient_aggregation": "sum"},
+    "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 64},
+    "micro_batch_overhead_tokens": {"micro_batch_overhead_tokens": 64},
+    "micro_batch_floor_tokens": {"micro_batch_floor_tokens": 64},
+    "rank_speeds": {"rank_speeds": [1, 0.5]},
+    "max_restarts": {"max_restarts": 1},
+    "on_nan": {"on_nan": "skip"},
+    "nnodes": {"nnodes": "1:2", "rdzv_endpoint": "host:1", "rdzv_id": "job"},
+    "rdzv_endpoint": {"rdzv_endpoint": "host:1"},
+    "rdzv_id": {"rdzv_id": "job"},
+    "find_unused_parameters": {"find_unused_parameters": True},
+}
+# Where nobody follows what was asked of a scope.
+OUT_OF_SCOPE: dict[Scope, list[dict[str, Any]]] = {
+    Scope.RANKS: [{"enable_ddp": False}],
+    Scope.SERIAL: [{}],
+    Scope.DDP: [{"sync": "allreduce"}, {"sync": "local_sgd"}],
+    Scope.PLANNER: [{"global_batch": "scale"}, {"batch_size_per_gpu": 2}, {"sync": "diloco"}],
+    Scope.NODES: [{}],
+}
+
+
+def incomplete(name: str, row: Row) -> list[str]:
+    """What is missing in a row."""
+    found = [] if re.fullmatch(r"(\S.*\.|\S.*\.\")", row.help) else ["help, which is whole sentences"]
+    found += ["what the default stands for"] if row.default is None and not row.otherwise else []
+    found += ["a kind that takes the default"] if row.default is not None and not is_taken(name, row) else []
+    return found
+
+
+def is_taken(name: str, row: Row) -> bool:
+    return bool(row.kind.take(name, row.default) == row.default)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_row_is_whole(name: str) -> None:
+    row = TABLE[name]
+    assert incomplete(name, row) == []
+    assert row.section in SECTIONS
+    assert (row.section == OLDER) == (row.older is not None)
+    assert set(row.commands) <= {"run", "verify", "chaos"}
+    assert "run" in row.commands or not row.commands  # What a tool hands on, a run has.
+
+
+@pytest.mark.parametrize(("cls", "name", "row"), CARRIED, ids=[f"{cls.name} {name}" for cls, name, _ in CARRIED])
+def test_row_of_a_strategy_is_whole(cls: type[Strategy], name: str, row: Row) -> None:
+    assert incomplete(name, row) == []
+    assert f"        {name}: " in str(inspect.getdoc(cls)).replace("\n    ", "\n        ")
+
+
+def test_option_without_a_row_or_help_is_caught() -> None:
+    planted = dataclasses.make_dataclass("Planted", [("count", int, option(1, Count(0), ""))])
+    assert incomplete("count", rows(planted)["count"]) == ["help, which is whole sentences"]
+    with pytest.raises(KeyError, match="row"):
+        rows(dataclasses.make_dataclass("Bare", [("count", int, 1)]))
+
+
+def test_line_has_the_options_of_the_table_in_its_order() -> None:
+    signature = inspect.signature(ump.enable_multi_gpu).parameters
+    *everyday, replay, seldom = signature.values()
+    # The third argument stands where the older plugin had it.
+    assert [p.name for p in everyday] == [n for n, row in TABLE.items() if row.section == EVERYDAY or n == "enable_ddp"]
+    assert [p.name for p in everyday[:3]] == list(TABLE)[:3] == ["num_gpus", "batch_size_per_gpu", "enable_ddp"]
+    assert {p.default for p in everyday} == {None}
+    assert (replay.name, replay.default, seldom.kind) == ("replay", False, inspect.Parameter.VAR_KEYWORD)
+    others = {name: row for name, row in TABLE.items() if name not in signature}
+    named = [(row.older and row.older.argument) or name for name, row in others.items()]
+    assert list(SeldomOptions.__annotations__) == named
+    # What is taken in a second type as well.
+    wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]", "rank_speeds": "Sequence[float]"}
+    wider["nnodes"] = "str | int"
+    types = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(MultiGPUConfig)}
+    annotations = {p.name: p.annotation for p in everyday}
+    annotations |= {
+        name: a.__forward_arg__ for name, a in zip(others, SeldomOptions.__annotations__.values(), strict=True)
+    }
+    assert annotations == {name: f"{wider.get(name, kind)} | None" for name, kind in types.items()}
+
+
+def test_docstring_of_the_line_has_its_keywords() -> None:
+    documented = re.findall(r"^    (\w+): ", str(inspect.getdoc(ump.enable_multi_gpu)), flags=re.MULTILINE)
+    assert documented[: len(inspect.signature(ump.enable_multi_gpu).parameters)] == list(
+        inspect.signature(ump.enable_multi_gpu).parameters
+    )
+
+
+class Opened(Exception):
+    pass
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[MultiGPUConfig]:
+    """The configs with which sessions would have been opened."""
+    configs: list[MultiGPUConfig] = []
+
+    def open_here(config: MultiGPUConfig, *_: Any, **__: Any) -> None:
+        configs.append(config)
+        raise Opened("opened")
+
+    monkeypatch.setattr(plugin, "_open_here", open_here)
+    for name in list(os.environ):
+        if name.startswith(ENV_PREFIX):
+            monkeypatch.delenv(name)
+    return configs
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> None:
+    values: dict[str, dict[str, Any]] = {
+        **ASKING,
+        "num_gpus": {"num_gpus": 3},
+        "device": {"device": "cpu"},
+        "seed_per_rank": {"seed_per_rank": False},
+        "log_dir": {"log_dir": Path("mine")},
+        "gradient_aggregation": {"gradient_aggregation": "mean"},
+        "timeout_s": {"timeout_s": 60},
+        "hang_timeout_s": {"hang_timeout_s": 60},
+        "grace_s": {"grace_s": 60},
+        "inexact": {"inexact": "raise"},
+        "verify_every": {"verify_every": 7},
+        "rdzv_endpoint": ASKING["nnodes"],
+        "rdzv_id": ASKING["nnodes"],
+        "ddp_backend": {"ddp_backend": "gloo"},
+        "gradient_checkpointing": {"enable_gradient_checkpointing": True},
+        "memory_optimization": {"enable_memory_optimization": True},
+        "debug": {"debug": True},
+    }
+    assert values.keys() == TABLE.keys()
+    for name, keywords in values.items():
+        with pytest.raises(Opened, match="opened"):
+            ump.enable_multi_gpu(**keywords)
+        assert getattr(opened.pop(), name) not in (TABLE[name].default, None), name
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+
+
+def test_strategy_is_a_type_of_its_own_or_its_text(opened: list[MultiGPUConfig]) -> None:
+    for given in (ump.DiLoCo(every_steps=8), "diloco:every_steps=8"):
+        with pytest.raises(Opened, match="opened"):
+            ump.enable_multi_gpu(sync=given)
+        assert opened.pop().sync == DiLoCo(every_steps=8, outer_learning_rate=0.7, outer_momentum=0.9)
+
+
+SCOPED = [(scope, name) for name, row in TABLE.items() for scope in Scope if scope in row.scopes]
+
+
+def test_options_that_ask_something_are_those_with_a_scope() -> None:
+    assert set(ASKING) == {name for _, name in SCOPED}
+
+
+@pytest.mark.parametrize(("scope", "name"), SCOPED, ids=[f"{name} {scope.name}" for scope, name in SCOPED])
+def test_option_is_refused_where_nobody_follows_it(scope: Scope, name: str) -> None:
+    options = {k: v for k, v in ASKING[name].items() if k == name or name == "nnodes"}
+    if scope is Scope.TRAINER:
+        # Whether a plain loop trains is known later: core.wrap asks for what stands here.
+        (asked,) = MultiGPUConfig(**options).asked(scope)
+        assert asked.startswith(f"{name}=")
+    for place in OUT_OF_SCOPE.get(scope, ()):
+        with pytest.raises(ConfigError, match=f"^{name}="):
+            MultiGPUConfig(**{**place, **options})
+
+
+def test_default_asks_nobody_for_anything() -> None:
+    for config in (MultiGPUConfig(), MultiGPUConfig(balance="off", on_nan="off", gradient_aggregation="mean")):
+        assert [config.asked(scope) for scope in Scope] == [[]] * len(Scope)
+
+
+def test_every_option_is_read() -> None:
+    read = set()
+    for path in (ROOT / "unsloth_multigpu").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value)
+                is_config = owner.endswith("config") or (owner == "self" and path.name == "options.py")
+                read |= {node.attr} if is_config else set()
+    assert set(TABLE) - read == set()
+
+
+def test_commands_have_flags_of_the_table() -> None:
+    for command in ("run", "verify", "chaos"):
+        table = command_options(command)
+        assert list(table) == [name for name, row in TABLE.items() if command in row.commands]
+        assert all(text.startswith(TABLE[name].help) for name, (_, text) in table.items())
+    assert command_options("chaos", {"balance": "off"})["balance"][1].endswith(" [off]")
+    assert command_options("run")["max_restarts"][1].endswith(" [0]")
+    assert command_options("run")["enable_ddp"][1].endswith(" [on]")
+    assert command_options("run")["sync"][1].endswith(" [ddp]")
+
+
+def test_page_is_made_from_the_table() -> None:
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    assert page == options_markdown(), "write it anew: unsloth-multigpu doctor --options > docs/options.md"
+    for name, row in TABLE.items():
+        (line,) = [text for text in page.splitlines() if f"| `{variable(name)}`" in text]
+        assert row.help.replace("|", "\\|") in line
+        assert (f"`{flag(name)}`" in line) == ("run" in row.commands)
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_readme_has_the_everyday_options_and_the_link(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = [name for name in re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) if name in TABLE]
+    assert named == [name for name, row in TABLE.items() if row.section == EVERYDAY]
+    assert "(docs/options.md)" in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (DDP(), "ddp"),
+        (AllReduce(), "allreduce"),
+        (AllReduce(bucket_mb=0), "allreduce:bucket_mb=0"),
+        (AllReduce(bucket_mb=2.5), "allreduce:bucket_mb=2.5"),
+        (ParameterServer(max_staleness_steps=0), "parameter_server:max_staleness_steps=0"),
+        (LocalSGD(every_steps=8), "local_sgd:every_steps=8"),
+        (DiLoCo(16, 0.1, 0), "diloco:outer_learning_rate=0.1,outer_momentum=0"),
+    ],
+)
+def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
+    assert str(strategy) == text
+    assert read_strategy("sync", text) == strategy
+    config = MultiGPUConfig.resolve({}, {variable("sync"): text})
+    assert (config.sync, config.plain_values()["sync"], config.of_the_run()["sync"]) == (strategy, text, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("", "sync=''; expected 'ddp' or 'allreduce' or", "Set sync='ddp'."),
+        ("DiLoCo", "sync='DiLoCo'; expected 'ddp' or", "Set sync='ddp'."),
+        ("diloco(every_steps=8)", "sync='diloco(every_steps=8)'; expected", "Set sync='ddp'."),
+        ("ddp:bucket_mb=4", "ddp has no option 'bucket_mb'", "ddp has no options."),
+        ("diloco:", "diloco has no option ''", "Options of diloco: every_steps, outer_learning_rate, outer_momentum."),
+        ("diloco:every=8", "diloco has no option 'every'", "Did you mean every_steps? Options of diloco: every_steps,"),
+        (
+            "local_sgd:outer_momentum=0",
+            "local_sgd has no option 'outer_momentum'",
+            "Options of local_sgd: every_steps.",
+        ),
+        ("diloco:every_steps", "every_steps has no value", "Set sync=diloco:every_steps=16, say."),
+        ("diloco:every_steps=", "every_steps=''; expected a whole number", "every_steps=2, say"),
+        ("diloco:every_steps=4,every_steps=8", "every_steps is given twice", "every_steps=16, say"),
+        ("diloco:every_steps=4,", "diloco has no option ''", "Options of diloco"),
+        ("local_sgd:every_steps=0", "every_steps=0; expected a whole number of at least 1", "every_steps=1"),
+        ("local_sgd:every_steps=1.5", "every_steps='1.5'; expected a whole number", "every_steps=2"),
+        ("allreduce:bucket_mb=-1", "bucket_mb=-1.0; expected a number of at least 0", "Leave bucket_mb out"),
+        ("diloco:outer_momentum=nan", "outer_momentum=nan; expected a number of at least 0", "out"),
+        ("diloco:outer_momentum=1", "outer_momentum=1.0 grows without a limit", "Leave outer_momentum out"),
+        ("parameter_server:max_staleness_steps=-1", "max_staleness_steps=-1; expected", "max_staleness_steps=1"),
+        (
+            "parameter_server:bucket_mb=4,max_staleness_steps=1",
+            "bucket_mb=4 has no meaning with max_staleness_steps",
+            "Leave one of them out.",
+        ),
+    ],
+)
+def test_wrong_text_of_a_strategy_is_named_with_a_hint(text: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        MultiGPUConfig.resolve({"sync": text}, {})
+    assert str(error.value.args[0]).startswith(f"sync={text!r}; ")
+    assert message in error.value.args[0]
+    assert hint in error.value.hint
+    if text:
+        with pytest.raises(ConfigError, match=re.escape(f"UNSLOTH_MULTIGPU_SYNC={text!r}; ")):
+            MultiGPUConfig.resolve({}, {variable("sync"): text})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AllReduce(bucket_mb=-1), "bucket_mb=-1; expected a number of at least 0"),
+        (lambda: LocalSGD(every_steps=0), "every_steps=0; expected a whole number of at least 1"),
+        (lambda: LocalSGD(every_steps=2.5), "every_steps=2.5; expected a whole number of at least 1"),
+        (lambda: DiLoCo(outer_learning_rate=float("inf")), "outer_learning_rate=inf; expected a number"),
+        (lambda: ParameterServer(max_staleness_steps=True), "max_staleness_steps=True; expected a whole number"),
+        (lambda: ParameterServer(bucket_mb=1, max_staleness_steps=1), "bucket_mb=1 has no meaning with max_stal"),
+    ],
+)
+def test_strategy_refuses_a_value_where_it_is_made(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        make()
+
+
+def test_strategies_say_what_ranks_do() -> None:
+    every = {"allreduce": (True, True), "ddp": (True, True), "parameter_server": (True, False)}
+    for name, cls in STRATEGIES.items():
+        assert (cls().meets_every_step, cls().has_one_gradient) == every.get(name, (False, False))
+    assert not ParameterServer(max_staleness_steps=0).meets_every_step

@@ -1,0 +1,78 @@
+"""The table of options as Markdown: `unsloth-multigpu doctor --options > docs/options.md`."""
+
+from __future__ import annotations
+
+from unsloth_multigpu.options import MultiGPUConfig, variable
+from unsloth_multigpu.row import Row, Scope, flag, rows
+from unsloth_multigpu.strategy import STRATEGIES, Strategy
+from unsloth_multigpu.table import SECTIONS
+
+_INTRODUCTION = """<!-- Generated: unsloth-multigpu doctor --options > docs/options.md -->
+# Options
+
+Every option of a run: an argument of `enable_multi_gpu()`, and a variable that is read where the argument is not given.
+Arguments win over variables, variables over defaults. Those with a flag are options of `unsloth-multigpu run`, too. An
+unknown argument or variable with our prefix is an error, and so is an option that nobody would follow. The last column
+says who follows an option that not every run follows, or, in front of a colon, which of its values:
+
+"""
+_OLDER = """
+These are the older plugin's. They are taken with a `DeprecationWarning` that names the replacement.
+"""
+_REPLAY = """
+`enable_multi_gpu(replay=True)` is no option of a run: in a [notebook](notebook.md) where a model was loaded before the
+line, the workers run those cells too.
+"""
+_STRATEGIES = """
+## Strategies
+
+`sync` takes a strategy with its options, `sync=ump.DiLoCo(every_steps=8)`, or its name, `sync="diloco"`, for its
+defaults. A text has options behind a colon, also in `UNSLOTH_MULTIGPU_SYNC` and `--sync`:
+`diloco:every_steps=8,outer_momentum=0`. The README says
+[what each does to a training](../README.md#other-ways-to-train-to-compare-with).
+"""
+
+
+def options_markdown() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION, *(f"- {scope.value[0]}: {scope.value[1]}\n" for scope in Scope)]
+    table = rows(MultiGPUConfig)
+    for section in SECTIONS:
+        members = {name: row for name, row in table.items() if row.section == section}
+        parts.append(f"\n## {section}\n")
+        parts.append(_OLDER if any(row.older for row in members.values()) else "")
+        parts.append("\n| Argument | Default | Variable, flag | Meaning | Followed by |\n|---|---|---|---|---|\n")
+        parts += [_option_line(name, row) for name, row in members.items()]
+    parts += [_REPLAY, _STRATEGIES]
+    parts.append("\n| Strategy | Option | Default | Meaning |\n|---|---|---|---|\n")
+    parts += [line for cls in STRATEGIES.values() for line in _strategy_lines(cls)]
+    return "".join(parts)
+
+
+def _option_line(name: str, row: Row) -> str:
+    argument = name if row.older is None else row.older.argument or name
+    flags = [f"`{flag(name)}`" for command in ("run",) if command in row.commands]
+    meaning = row.help if row.older is None else f"{row.help} Use {row.older.replacement}."
+    asked_by = "" if row.asking is None else f"{', '.join(_code(v) for v in row.asking)}: "
+    scopes = ", ".join(scope.value[0] for scope in Scope if scope in row.scopes)
+    names = ", ".join([f"`{variable(name)}`", *flags])
+    return _line(f"`{argument}`", _default(row), names, meaning, asked_by + scopes if scopes else "")
+
+
+def _strategy_lines(cls: type[Strategy]) -> list[str]:
+    first = _line(f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", cls.exchanges)
+    return [first, *(_line("", f"`{name}`", _default(row), row.help) for name, row in rows(cls).items())]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _default(row: Row) -> str:
+    return row.otherwise if row.default is None else _code(row.default)
+
+
+def _code(value: object) -> str:
+    if isinstance(value, (str, Strategy)):
+        return f'`"{value}"`'
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"

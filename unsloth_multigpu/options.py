@@ -1,0 +1,261 @@
+"""The one configuration of a run: frozen, checked when it is made, and the only reader of UNSLOTH_MULTIGPU_* variables.
+
+What the options are is in `table`; here is what comes from it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.row import Nodes, Scope, did_you_mean, rows, take_values
+from unsloth_multigpu.strategy import DDP, STRATEGIES, Strategy
+from unsloth_multigpu.table import OptionTable
+
+ENV_PREFIX = "UNSLOTH_MULTIGPU_"
+# Variables that the launcher hands to its ranks; they are no options.
+ENV_RUN_DIR = ENV_PREFIX + "RUN_DIR"
+ENV_SUPERVISOR_PID = ENV_PREFIX + "SUPERVISOR_PID"
+ENV_LOG_DIR_OF_RUN = ENV_PREFIX + "RUN_LOG_DIR"
+ENV_RUN_SEED = ENV_PREFIX + "RUN_SEED"
+# Digests of the supervisor's random generators at the line: a JSON object, see launch.draw.
+ENV_RUN_DRAWS = ENV_PREFIX + "RUN_DRAWS"
+# How often the ranks were started before, by a failure or because a node came or went.
+ENV_ATTEMPT = ENV_PREFIX + "ATTEMPT"
+# Identifier of a run, the same for all its attempts.
+ENV_RUN_ID = ENV_PREFIX + "RUN_ID"
+# Process id of a rank that multiprocessing has started: what it starts itself inherits the other variables.
+ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
+# A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.
+ENV_TOOL = ENV_PREFIX + "TOOL"
+# What a worker of a notebook needs to know: a JSON object, see notebook.start.
+ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
+# Marks the processes of one check of `unsloth-multigpu doctor`, see cli.probe.
+ENV_PROBE = ENV_PREFIX + "PROBE"
+INTERNAL_VARIABLES = frozenset(
+    {
+        ENV_RUN_DIR,
+        ENV_SUPERVISOR_PID,
+        ENV_LOG_DIR_OF_RUN,
+        ENV_RUN_SEED,
+        ENV_RUN_DRAWS,
+        ENV_ATTEMPT,
+        ENV_RUN_ID,
+        ENV_RANK_PID,
+        ENV_TOOL,
+        ENV_NOTEBOOK,
+        ENV_PROBE,
+    }
+)
+
+
+@dataclass(frozen=True)
+class MultiGPUConfig(OptionTable):
+    """Every option of a run; `docs/options.md` describes them. `MultiGPUConfig.resolve` makes one from arguments,
+    environment and defaults.
+
+    Raises:
+        ConfigError: An option has a value that cannot be used, alone or beside another.
+    """
+
+    def __post_init__(self) -> None:
+        take_values(self)
+        _check_together(self)
+
+    @classmethod
+    def resolve(cls, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MultiGPUConfig:
+        """Arguments win over the environment, the environment over the defaults.
+
+        Args:
+            arguments: What the caller gave; a missing name or None means "not given".
+            environment: Variables to read; None = `os.environ`.
+
+        Raises:
+            ConfigError: A value cannot be used, or a variable with our prefix names no option.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        from_environment = _read_environment(os.environ if environment is None else environment)
+        return cls(**{**from_environment, **given})
+
+    def plain_values(self) -> dict[str, Any]:
+        """Name -> value that JSON can hold: the strategy is its text."""
+        return {name: str(value) if isinstance(value, Strategy) else value for name, value in vars(self).items()}
+
+    def of_the_run(self) -> dict[str, Any]:
+        """The plain values of options that must be equal on all ranks; the others each node may set for itself."""
+        options = rows(self)
+        return {name: value for name, value in self.plain_values().items() if not options[name].is_of_node}
+
+    def asked(self, scope: Scope) -> list[str]:
+        """What was asked of `scope`, as name=value, in the order of the table."""
+        values = self.plain_values()
+        return [
+            f"{name}={values[name]!r}"
+            for name, row in rows(self).items()
+            if scope in row.scopes and row.asks(getattr(self, name))
+        ]
+
+    @property
+    def keeps_global_batch(self) -> bool:
+        """True if a step sees the samples of the one-process run; `batch_size_per_gpu` asks for another batch."""
+        return self.global_batch == "keep" and self.batch_size_per_gpu is None
+
+    @property
+    def meets_every_step(self) -> bool:
+        """True if all ranks make one optimizer step together, so that their weights are equal after each."""
+        return self.sync.meets_every_step
+
+
+def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, tuple[type[Any], str]]:
+    """The options of a run that a command has: name -> type of the value, text of `--help`.
+
+    Args:
+        command: "run", "verify" or "chaos".
+        defaults: Of that command, where they are others than a run's.
+    """
+    others = defaults or {}
+    return {
+        name: (row.kind.value_type, row.line(str(others[name]) if name in others else None))
+        for name, row in rows(MultiGPUConfig).items()
+        if command in row.commands
+    }
+
+
+def variable(name: str) -> str:
+    """The variable of an option."""
+    return ENV_PREFIX + name.upper()
+
+
+def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns keywords of `enable_multi_gpu` into options. The older plugin's get a DeprecationWarning each.
+
+    Raises:
+        ConfigError: A keyword that neither version knows.
+    """
+    options = rows(MultiGPUConfig)
+    older = {row.older.argument or name: (name, row.older) for name, row in options.items() if row.older}
+    found: dict[str, Any] = {}
+    for keyword, value in keywords.items():
+        if keyword in older:
+            name, replaced = older[keyword]
+            # The frames above are this function, enable_multi_gpu and the user's line.
+            warnings.warn(f"{keyword} is deprecated. Use {replaced.replacement}.", DeprecationWarning, stacklevel=3)
+            found[name] = value if value is None else options[name].kind.take(keyword, value)
+        elif keyword in options and not options[keyword].older:
+            found[keyword] = value
+        else:
+            known = [name for name, row in options.items() if not row.older]
+            carried = _carried(lambda cls, name: f"sync=ump.{cls.__name__}({name}=...)")
+            meant = did_you_mean(keyword, {**{name: name for name in (*known, *older)}, **carried})
+            raise ConfigError(
+                f"enable_multi_gpu() got {keyword}={value!r}, which it does not know.",
+                hint=f"{meant}Options: {', '.join(known)}.",
+            )
+    return found
+
+
+def num_nodes(nnodes: str) -> tuple[int, int]:
+    """Fewest and most nodes of "2" or "1:4".
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    fewest, _, most = Nodes().take("nnodes", nnodes).partition(":")
+    return int(fewest), int(most or fewest)
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    options = rows(MultiGPUConfig)
+    values: dict[str, Any] = {}
+    for shown, text in environment.items():
+        if not shown.startswith(ENV_PREFIX) or shown in INTERNAL_VARIABLES:
+            continue
+        name = shown[len(ENV_PREFIX) :].lower()
+        if name not in options:
+            known = ", ".join(sorted(map(variable, options)))
+            carried = _carried(lambda cls, name: f"{variable('sync')}={cls.name}:{name}=...")
+            meant = did_you_mean(name, {**{n: variable(n) for n in options}, **carried})
+            raise ConfigError(f"{shown}={text!r} names no option.", hint=f"{meant}Unset it. Variables: {known}.")
+        if text.strip() and text.strip().lower() != "none":
+            kind = options[name].kind
+            values[name] = kind.take(shown, kind.parse(shown, text.strip()))
+    return values
+
+
+def _carried(form: Callable[[type[Strategy], str], str]) -> dict[str, str]:
+    """Options that a strategy carries -> how they are given: by the first strategy that has them."""
+    return {name: form(cls, name) for cls in reversed(STRATEGIES.values()) for name in rows(cls)}
+
+
+def _check_together(config: MultiGPUConfig) -> None:
+    """Checks that the options fit together: that nobody is asked for what nobody would do."""
+    _check_nodes(config)
+    _check_planner(config)
+    _check_sync(config)
+    if config.enable_ddp and (given := config.asked(Scope.SERIAL)):
+        raise ConfigError(
+            f"{given[0]} is for enable_ddp=False; DDP averages the gradients of ranks.",
+            hint=f"Leave {given[0].partition('=')[0]} out.",
+        )
+    if not config.enable_ddp and (given := config.asked(Scope.RANKS)):
+        raise ConfigError(
+            f"{given[0]} is for several ranks; enable_ddp=False is the legacy path, one process that cuts the script's "
+            "batches.",
+            hint="Leave one of them out.",
+        )
+    if config.ddp_backend == "nccl" and config.device == "cpu":
+        raise ConfigError(
+            'ddp_backend="nccl" cannot run with device="cpu".', hint='Use ddp_backend="gloo" or leave it out.'
+        )
+
+
+def _check_nodes(config: MultiGPUConfig) -> None:
+    if num_nodes(config.nnodes) == (1, 1):
+        if given := config.asked(Scope.NODES):
+            raise ConfigError(f"{given[0]} is for several nodes.", hint="Leave it out, or set nnodes.")
+        return
+    for name, row in rows(config).items():
+        if Scope.NODES in row.scopes and getattr(config, name) is None:
+            raise ConfigError(
+                f"{name}=None, but nnodes={config.nnodes!r}: nodes would not find each other.",
+                hint='Set rdzv_endpoint="HOST:29400", the address of one of the nodes, and rdzv_id="any-name" on all.',
+            )
+
+
+def _check_planner(config: MultiGPUConfig) -> None:
+    given = config.asked(Scope.PLANNER)
+    if given and config.balance == "off":
+        raise ConfigError(
+            f"{given[0]} is for the planner, and balance='off'.", hint="Set balance='auto', or leave one of them out."
+        )
+    if given and not config.keeps_global_batch:
+        raise ConfigError(
+            f"{given[0]} deals the samples of a step, and global_batch='scale' leaves that to Hugging Face.",
+            hint="Set global_batch='keep' and leave batch_size_per_gpu out.",
+        )
+    if given and not config.meets_every_step:
+        raise ConfigError(
+            f"{given[0]} lets ranks end a step together; with sync='{config.sync}' they do not wait for each other.",
+            hint="Leave one of them out.",
+        )
+
+
+def _check_sync(config: MultiGPUConfig) -> None:
+    if not isinstance(config.sync, DDP) and (given := config.asked(Scope.DDP)):
+        raise ConfigError(
+            f"{given[0]} has no meaning for sync='{config.sync}'.", hint="Leave it out, or set sync='ddp'."
+        )
+    if config.on_nan == "skip" and not config.sync.has_one_gradient:
+        raise ConfigError(
+            f"on_nan='skip' needs one gradient that all ranks see; with sync='{config.sync}' each steps on its own.",
+            hint="Set on_nan='raise' or 'off'.",
+        )
+    if config.on_nan == "skip" and config.grad_compression == "powersgd":
+        raise ConfigError(
+            "on_nan='skip' cannot work with grad_compression='powersgd', which keeps a step's error for the next.",
+            hint="Set grad_compression='bf16', or on_nan='raise'.",
+        )

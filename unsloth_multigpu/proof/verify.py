@@ -1,0 +1,84 @@
+"""How `unsloth-multigpu verify` takes part in a run: what it asks, and what it changes for the comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.context import ToolRequest
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Part
+from unsloth_multigpu.tool import Tool
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.proof.receipt import Recorder
+
+# A comparison does not save when it is stopped.
+_NO_TIME_S = 1e-3
+
+
+@dataclass(frozen=True)
+class ReceiptRequest:
+    """What `verify` asks of a run.
+
+    Args:
+        folder: Where every rank leaves `rank_N.json`, and rank 0 its updates.
+        num_steps: Optimizer steps after which the run ends.
+        num_gpus: Ranks of this run; wins over the script's own number.
+        dropout: False = every dropout probability is set to 0.
+    """
+
+    folder: str
+    num_steps: int
+    num_gpus: int
+    dropout: bool
+
+    def variables(self) -> dict[str, str]:
+        """The environment that carries this request."""
+        return ToolRequest("unsloth_multigpu.proof.verify:Verify", asdict(self)).variables()
+
+
+class Verify(Tool):
+    """Records the first steps of a run and ends its ranks; see `ReceiptRequest`."""
+
+    is_comparison = draws_alike = True
+
+    def __init__(self, **values: Any) -> None:
+        self.request = ReceiptRequest(**values)
+        self._recorder: Recorder | None = None
+
+    def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        if not config.enable_ddp:
+            raise SetupError(
+                "verify compares one process with several ranks; enable_ddp=False, the legacy path, is one process.",
+                hint="Leave enable_ddp out for this comparison.",
+            )
+        # Two runs on this machine, as they would go by themselves; a signal ends them without a checkpoint.
+        alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None}
+        quick: dict[str, Any] = {"resume": "off", "grace_s": _NO_TIME_S}
+        return dataclasses.replace(config, num_gpus=self.request.num_gpus, verify_every=1, **alone, **quick)
+
+    def check_variables(self, others: list[str]) -> None:
+        if others:  # Nobody would end the training after the steps that were asked for.
+            raise SetupError(
+                f"verify compares runs in which every rank has all weights; {others[0]} is set.",
+                hint="Unset it for this comparison.",
+            )
+
+    def adjust_arguments(self, args: Any) -> None:
+        args.push_to_hub = False  # The Trainer makes the repository before train().
+
+    def part(self, trainer: Any, session: Any, steps: Any) -> Part:
+        from unsloth_multigpu.proof.receipt import Recorder
+
+        self._recorder = Recorder(trainer, self.request, session.identity.rank, session.config, steps)
+        return self._recorder
+
+    def end_training(self) -> None:
+        from unsloth_multigpu.proof.receipt import leave_process
+
+        assert self._recorder is not None
+        self._recorder.write()
+        leave_process()

@@ -1,0 +1,346 @@
+"""The table of options: each is one row, which says everything about it but what the code does with it.
+
+From it come the checks, the variables, the command line with `--help`, `docs/options.md`, and what is refused where
+nobody would follow it; see `options`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from unsloth_multigpu.row import (
+    Choice,
+    Count,
+    Endpoint,
+    Folder,
+    Nodes,
+    Number,
+    Older,
+    Scope,
+    Seconds,
+    Speeds,
+    Switch,
+    Text,
+    option,
+)
+from unsloth_multigpu.strategy import DDP, Strategy, StrategyKind
+
+# Sections of docs/options.md, in their order.
+EVERYDAY = "Everyday"
+GRADIENTS = "How gradients meet"
+DEALING = "Which samples, where"
+FAILING = "When something fails"
+PLACE = "Processes and devices"
+NODES = "Several nodes"
+OLDER = "Older plugin"
+SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, PLACE, NODES, OLDER)
+
+_WHICH_GPUS = "Leave it out for all GPUs, or give their number; CUDA_VISIBLE_DEVICES chooses which."
+_RUN_AND_VERIFY = ("run", "verify")
+_RUN_AND_CHAOS = ("run", "chaos")
+_EVERY_COMMAND = ("run", "verify", "chaos")
+_OF_A_PLAN = (Scope.RANKS, Scope.PLANNER, Scope.TRAINER)
+
+
+@dataclass(frozen=True)
+class OptionTable:
+    """Every option of a run, as a field with its row. The order is that of `--help` and of `docs/options.md`."""
+
+    num_gpus: int | None = option(
+        None,
+        Count(1, none_means="all visible accelerators", hint=_WHICH_GPUS),
+        "Ranks on this machine. More than there are GPUs is an error. Without a GPU, that many CPU ranks over gloo, "
+        "after a warning.",
+        otherwise="all visible GPUs; where there is none, this process alone",
+        section=EVERYDAY,
+        commands=_RUN_AND_CHAOS,
+        is_of_node=True,
+    )
+    batch_size_per_gpu: int | None = option(
+        None,
+        Count(1, none_means="the script's value"),
+        "Samples of one micro-batch on each rank, in place of per_device_train_batch_size. An optimizer step then sees "
+        'N times as many, as with global_batch="scale".',
+        Scope.RANKS,
+        otherwise="the script's",
+        section=EVERYDAY,
+        commands=_RUN_AND_VERIFY,
+    )
+    enable_ddp: bool = option(
+        True,
+        Switch(),
+        "One process per device. Off: the older plugin's serial path, which is slower than one GPU: this process "
+        "alone, with a copy of the model per device, which compute one after the other.",
+        Scope.TRAINER,
+        section=GRADIENTS,
+    )
+    global_batch: str = option(
+        "keep",
+        Choice(("keep", "scale")),
+        '"keep": an optimizer step sees the samples of the one-GPU run. "scale": every rank takes the script\'s batch '
+        "and Hugging Face deals the samples, as under torchrun; a step sees N times as many.",
+        Scope.RANKS,
+        section=EVERYDAY,
+        commands=_RUN_AND_VERIFY,
+    )
+    sync: Strategy = option(
+        DDP(),
+        StrategyKind(),
+        'How gradients meet: "ddp", "allreduce", "parameter_server", "local_sgd" or "diloco". Options of a strategy '
+        'stand behind a colon, as in "diloco:every_steps=8,outer_momentum=0"; in Python also as '
+        "ump.DiLoCo(every_steps=8).",
+        Scope.RANKS,
+        Scope.TRAINER,
+        section=EVERYDAY,
+        commands=_RUN_AND_VERIFY,
+    )
+    balance: str = option(
+        "auto",
+        Choice(("auto", "off", "tokens")),
+        '"auto": the samples of a step are dealt by length, so that all ranks finish together, where that leaves the '
+        'gradient as it is. "tokens": that, or an error that says why not; also in one process, where it saves '
+        'padding. "off": dealt in order.',
+        *_OF_A_PLAN,
+        asking=("tokens",),
+        section=EVERYDAY,
+        commands=_EVERY_COMMAND,
+    )
+    resume: str = option(
+        "off",
+        Choice(("off", "auto"), hint="Set {name}='auto' to go on, {name}='off' not to."),
+        '"auto": a training that was stopped goes on from the last whole checkpoint in its output folder, if the same '
+        'training wrote one. "off": as the script says.',
+        Scope.RANKS,
+        section=EVERYDAY,
+    )
+    device: str = option(
+        "auto",
+        Choice(("auto", "cpu", "cuda", "xpu")),
+        '"auto", "cpu", "cuda" (ROCm too) or "xpu". "auto": accelerators if there are any, else the CPU.',
+        section=PLACE,
+        commands=_EVERY_COMMAND,
+    )
+    seed_per_rank: bool = option(
+        True,
+        Switch(),
+        "Each rank draws its own dropout masks and augmentations. Rank 0 keeps the script's seed.",
+        section=PLACE,
+        commands=_RUN_AND_VERIFY,
+    )
+    log_dir: str = option(
+        "logs",
+        Folder(),
+        "Folder of rank_N.log, made if missing.",
+        section=PLACE,
+        commands=_RUN_AND_VERIFY,
+        is_of_node=True,
+    )
+    grad_compression: str | None = option(
+        None,
+        Choice(("bf16", "fp16", "powersgd")),
+        '"bf16", "fp16" or "powersgd": smaller gradients on a slow link. They are no longer exact. "bf16" and '
+        '"powersgd" need NCCL, and "powersgd" does not go with fp16=True.',
+        Scope.RANKS,
+        Scope.DDP,
+        Scope.TRAINER,
+        section=GRADIENTS,
+        commands=_RUN_AND_VERIFY,
+    )
+    gradient_aggregation: str | None = option(
+        None,
+        Choice(("mean", "sum", "weighted")),
+        'With enable_ddp=False, how the gradients of shards are put together: "weighted", "mean" or "sum". "mean" is '
+        "also taken with DDP, which averages the gradients of ranks.",
+        Scope.SERIAL,
+        asking=("sum", "weighted"),
+        otherwise="weighted",
+        section=GRADIENTS,
+    )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        Count(1, none_means="what equal numbers of rows could reach"),
+        "Most tokens of a micro-batch, rows x longest row. More lets short texts share a micro-batch; less saves "
+        "memory.",
+        *_OF_A_PLAN,
+        otherwise="what equal numbers of rows reach",
+        section=DEALING,
+        commands=_RUN_AND_VERIFY,
+    )
+    micro_batch_overhead_tokens: float | None = option(
+        None,
+        Number("tokens of at least 0"),
+        "What a micro-batch costs beside its rows, whatever is in it, as the time of that many tokens.",
+        *_OF_A_PLAN,
+        otherwise="measured in the first steps",
+        section=DEALING,
+        commands=(),
+    )
+    micro_batch_floor_tokens: float | None = option(
+        None,
+        Number("tokens of at least 0"),
+        "What a micro-batch costs at least: with fewer tokens it takes as long as with that many.",
+        *_OF_A_PLAN,
+        otherwise="measured in the first steps",
+        section=DEALING,
+        commands=(),
+    )
+    rank_speeds: tuple[float, ...] | None = option(
+        None,
+        Speeds(),
+        "How fast each rank computes, relative to the others: (1.0, 0.5); as a variable 1,0.5.",
+        *_OF_A_PLAN,
+        otherwise="measured while it trains",
+        section=DEALING,
+        commands=(),
+    )
+    max_restarts: int = option(
+        0,
+        Count(0),
+        "How often all ranks are started again after one failed.",
+        Scope.RANKS,
+        section=FAILING,
+        commands=_RUN_AND_CHAOS,
+    )
+    timeout_s: float = option(
+        1800.0,
+        Seconds(example=1800.0),
+        "Limit, in seconds, of a collective and of a wait for another rank.",
+        section=FAILING,
+    )
+    hang_timeout_s: float = option(
+        120.0,
+        Seconds(example=120.0, least=2.0, never=True, reason="ranks beat every 0.5 seconds"),
+        "Seconds without progress after which a training rank is called hung and the run ends. Longer while it loads, "
+        "saves, evaluates, compiles or makes its first step, and where micro-batches of this run take long (ten times "
+        "the longest). 0 = never.",
+        section=FAILING,
+        commands=_RUN_AND_CHAOS,
+    )
+    grace_s: float = option(
+        30.0,
+        Seconds(example=30.0),
+        "Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the run ends: the time to finish a step and to save.",
+        section=FAILING,
+        commands=_RUN_AND_CHAOS,
+    )
+    on_nan: str = option(
+        "raise",
+        Choice(("raise", "skip", "off")),
+        'What a gradient that is not finite does. "raise": it ends the run. "skip": the step is left out on all '
+        'ranks. "off": it is left to the script.',
+        Scope.RANKS,
+        asking=("skip",),
+        section=FAILING,
+    )
+    inexact: str = option(
+        "warn",
+        Choice(("warn", "raise")),
+        'Where ranks share a micro-batch whose loss cannot be shared exactly. "warn": it is said, with its size. '
+        '"raise": it is refused.',
+        section=FAILING,
+    )
+    verify_every: int = option(
+        100,
+        Count(0),
+        "Steps between two comparisons of all ranks' weights, the first of which is after the first step; 0 = never.",
+        section=FAILING,
+    )
+    nnodes: str = option(
+        "1",
+        Nodes(),
+        'Nodes of the run: "2", or "MIN:MAX" for nodes that come and go.',
+        Scope.RANKS,
+        section=NODES,
+    )
+    rdzv_endpoint: str | None = option(
+        None,
+        Endpoint(),
+        "Where the nodes meet: HOST:PORT, served by the node of that name.",
+        Scope.NODES,
+        section=NODES,
+        is_of_node=True,
+    )
+    rdzv_id: str | None = option(
+        None, Text(), "The run's name among those that meet there.", Scope.NODES, section=NODES
+    )
+    ddp_backend: str | None = option(
+        None,
+        Choice(("nccl", "gloo", "xccl")),
+        "Backend of the process group.",
+        otherwise="by device",
+        section=OLDER,
+        commands=(),
+        older=Older("TrainingArguments(ddp_backend=...)"),
+    )
+    find_unused_parameters: bool | None = option(
+        None,
+        Switch(),
+        "Given to DDP.",
+        Scope.RANKS,
+        Scope.DDP,
+        otherwise="by model",
+        section=OLDER,
+        commands=(),
+        older=Older("TrainingArguments(ddp_find_unused_parameters=...)"),
+    )
+    gradient_checkpointing: bool | None = option(
+        None,
+        Switch(),
+        "Given to TrainingArguments.",
+        otherwise="the script's",
+        section=OLDER,
+        commands=(),
+        older=Older("TrainingArguments(gradient_checkpointing=...)", argument="enable_gradient_checkpointing"),
+    )
+    memory_optimization: bool = option(
+        False,
+        Switch(),
+        "Lets CUDA's allocator use expandable segments.",
+        section=OLDER,
+        commands=(),
+        older=Older(
+            "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", argument="enable_memory_optimization"
+        ),
+    )
+    debug: bool = option(
+        False,
+        Switch(),
+        "This package logs at DEBUG level.",
+        section=OLDER,
+        commands=(),
+        is_of_node=True,
+        older=Older('logging.getLogger("unsloth_multigpu").setLevel("DEBUG")'),
+    )
+
+
+class SeldomOptions(TypedDict, total=False):
+    """The keywords of `enable_multi_gpu` that are not in its signature, for type checkers and editors."""
+
+    device: str | None
+    seed_per_rank: bool | None
+    log_dir: str | os.PathLike[str] | None
+    grad_compression: str | None
+    gradient_aggregation: str | None
+    max_tokens_per_micro_batch: int | None
+    micro_batch_overhead_tokens: float | None
+    micro_batch_floor_tokens: float | None
+    rank_speeds: Sequence[float] | None
+    max_restarts: int | None
+    timeout_s: float | None
+    hang_timeout_s: float | None
+    grace_s: float | None
+    on_nan: str | None
+    inexact: str | None
+    verify_every: int | None
+    nnodes: str | int | None
+    rdzv_endpoint: str | None
+    rdzv_id: str | None
+    # The older plugin's.
+    ddp_backend: str | None
+    find_unused_parameters: bool | None
+    enable_gradient_checkpointing: bool | None
+    enable_memory_optimization: bool | None
+    debug: bool | None

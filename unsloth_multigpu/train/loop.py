@@ -1,0 +1,134 @@
+"""The one loop: parts stand on a Trainer in the order of one table, by one override per method and one callback.
+
+The loop itself is Hugging Face's. What is here decides who stands around whom in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
+from typing import Any
+
+from unsloth_multigpu.core.seam import SEAMS, Steered, owner_of
+from unsloth_multigpu.part import EVENTS, Override, Part
+
+_MISSING: Any = object()
+
+# Name of each place, and why it is there. The override of the first row is the innermost one, next to the library's own
+# method; each later row is called before it and gets its result. Events reach the rows from the first to the last.
+PLACES: tuple[tuple[str, str], ...] = (
+    ("recorder", "Records what the script's own methods are given and return, with nothing of ours in between."),
+    ("decision", "Its events come first: what the ranks have agreed on is what the parts behind it act on."),
+    ("faults", "Planted inside of all that guards, which then meets them as faults of the script."),
+    ("micro-batch statistics", "The feed calls it for each micro-batch, to see what that adds to the statistics."),
+    ("feed", "From here outwards the Trainer's batch is one whole optimizer step."),
+    ("statistics", "Puts together what all micro-batches of a step have added, so it stands around the feed."),
+    ("view", "Hides from callbacks that the loop is fed with whole steps."),
+    ("metrics", "Reads what the feed has noted, before the Trainer logs, evaluates or saves."),
+    ("check", "Sees the loss of every micro-batch with its weight, and the gradient before it is sent."),
+    ("exchange", "Gradients meet once the check has judged them. Saving waits until weights have met."),
+    ("trained", "DDP must be made anew before a step computes, so it stands around all that computes."),
+    ("buffers", "Buffers are made equal behind the last update of a step, and before an evaluation reads them."),
+    ("resume", "What the training goes on from is known before anything is saved."),
+    ("checkpoints", "Saves what the exchange has made equal on all ranks."),
+    ("phases", "Marks on the rank's page what the parts inside of it do: to the supervisor it is one phase."),
+    ("progress", "Compares the ranks behind everything that changes weights, and before a checkpoint of them."),
+    ("preemption", "Has the last word on what happens behind a step: a stop overrules an evaluation."),
+)
+_ORDER = {name: i for i, (name, _) in enumerate(PLACES)}
+
+
+class Loop:
+    """Steers one training of one Trainer by parts.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        parts: In any order.
+
+    Raises:
+        KeyError: A part has a place that is not in `PLACES`.
+    """
+
+    def __init__(self, trainer: Any, parts: Iterable[Part]) -> None:
+        self.trainer = trainer
+        self.parts = tuple(sorted(parts, key=lambda part: _ORDER[part.place]))
+        # What is put back behind the training: the object, the attribute's name, its value, and whether it is put back
+        # although somebody else has set it meanwhile.
+        self._before: dict[tuple[int, str], tuple[Any, str, Any, bool]] = {}
+        self._callback: Any = None
+
+    @contextmanager
+    def steering(self) -> Iterator[None]:
+        """The parts stand on the Trainer while it is open."""
+        with ExitStack() as stack:
+            stack.callback(self.let_go)
+            self._callback = _callback_of(self)
+            for seam in SEAMS.values():
+                # Some are steered for a moment only, which an exception may cut off.
+                if (owner := owner_of(seam, self.trainer)) is not None:
+                    self._keep(owner, seam.name, is_ours=False)
+            for part in self.parts:
+                for name in part.keeps:
+                    path, _, attribute = name.rpartition(".")
+                    self._keep(attrgetter(path)(self.trainer) if path else self.trainer, attribute)
+                stack.enter_context(part.around())
+                for name, method in part.overrides().items():
+                    self._put(name, method, is_needed=part.is_needed(name))
+            self.trainer.add_callback(self._callback)
+            yield
+
+    def let_go(self) -> None:
+        """Leaves the Trainer as it was. To be called again where an exception has cut it off in the middle."""
+        if self.trainer is None:
+            return
+        handler = self.trainer.callback_handler
+        if self._callback in handler.callbacks:
+            handler.remove_callback(self._callback)
+        while self._before:
+            key, (owner, name, value, is_ours) = next(reversed(self._before.items()))
+            if is_ours or isinstance(vars(owner).get(name), Steered):
+                if value is not _MISSING:
+                    setattr(owner, name, value)
+                elif name in vars(owner):
+                    delattr(owner, name)
+            del self._before[key]
+        self.trainer, self.parts = None, ()
+
+    def _keep(self, owner: Any, name: str, *, is_ours: bool = True) -> None:
+        *_, value, _ = self._before.get((id(owner), name), (vars(owner).get(name, _MISSING), False))
+        self._before[id(owner), name] = (owner, name, value, is_ours)
+
+    def _put(self, name: str, method: Override, *, is_needed: bool) -> None:
+        owner = owner_of(SEAMS[name], self.trainer)
+        self._keep(owner, name)
+        replacement = Steered(method, getattr(owner, name))
+        replacement.is_needed = is_needed
+        setattr(owner, name, replacement)
+
+    def go_last(self) -> None:
+        """Puts our callback behind those that the script has added since: parts act on what callbacks decide."""
+        handler = self.trainer.callback_handler
+        if handler.callbacks[-1] is not self._callback:
+            # A new list: the old one is being walked through.
+            handler.callbacks = [*(c for c in handler.callbacks if c is not self._callback), self._callback]
+
+
+def _callback_of(loop: Loop) -> Any:
+    """The one callback, which hands each event to the parts that answer it."""
+    from transformers import TrainerCallback
+
+    def answering(event: str) -> Callable[..., None]:
+        own = getattr(Part, event)
+        methods = [getattr(part, event) for part in loop.parts if getattr(type(part), event) is not own]
+        may_be_late = event in ("on_train_begin", "on_epoch_begin", "on_step_begin")
+
+        def answer(_self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if may_be_late:
+                loop.go_last()
+            for method in methods:
+                method(args, state, control, **kwargs)
+
+        return answer
+
+    return type("LoopCallback", (TrainerCallback,), {event: answering(event) for event in EVENTS})()
