@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import ConfigError, LaunchError
 from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
-from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig, from_keywords
+from unsloth_multigpu.options import MultiGPUConfig, from_keywords
 from unsloth_multigpu.patching import PatchRegistry, PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
@@ -48,6 +47,7 @@ class MultiGPUStatus:
     report: RunReport | None = None
 
 
+# The session that is open, or the last one that was.
 _session: Session | None = None
 
 
@@ -105,8 +105,8 @@ def enable_multi_gpu(
         "resume": resume,
     }
     config = tool.adjusted(MultiGPUConfig.resolve({**everyday, **from_keywords(seldom)}))
-    if _session is not None:
-        _check_same_call(_session.config, config)
+    if (active := active_session()) is not None:
+        _check_same_call(active.config, config)
         return
     if is_helper():
         _refuse_unsteered_training()
@@ -126,12 +126,11 @@ def enable_multi_gpu(
 
 def _refuse_replay() -> None:
     """Raises in a worker of a notebook that runs a cell from before the line again, in which an earlier call failed."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None or ENV_NOTEBOOK not in os.environ else ipython.get_ipython()
-    if getattr(shell, "is_replay", lambda: False)():
-        from unsloth_multigpu.notebook.worker import ReplayedLineError
+    from unsloth_multigpu.notebook.start import find_program
 
-        raise ReplayedLineError("This call was made again since.", hint="Go on there.")
+    program = find_program()
+    if program is not None:
+        program.refuse_replay()
 
 
 def _refuse_unsteered_training() -> None:
@@ -151,8 +150,9 @@ def _open_here(
     config: MultiGPUConfig, context: RunContext, tool: Tool, console: Console, shell: Any, *, replay: bool
 ) -> Session:
     """Opens the session of this process: a rank, a notebook's kernel, or alone. A supervisor does not return."""
-    from unsloth_multigpu.notebook.start import open_notebook, wait_for_kernel_at_close
+    from unsloth_multigpu.notebook.start import Opening, find_program, open_notebook
 
+    had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ)
     if identity is None:
         if shell is None and needs_supervisor(config, config.num_gpus or 1):
@@ -160,54 +160,54 @@ def _open_here(
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             if shell is not None:
-                return open_notebook(config, num_ranks, console, shell, replay=replay)
+                opening = Opening(open_session, disable_multi_gpu, replay=replay, had_workers=had_workers)
+                return open_notebook(config, num_ranks, console, shell, opening)
             start_this_command(config, num_ranks)
         identity = SINGLE_PROCESS
+    program = find_program()
+    if program is not None:
+        return program.open_session(open_session, config, identity, console, context)
     session = open_session(config, identity, console, context, tool)
-    if identity.launcher == "notebook":
-        wait_for_kernel_at_close(session)
+    session.had_workers = had_workers
     return session
 
 
 def disable_multi_gpu() -> None:
     """Takes every patch out again. The process stays the rank that it is; without a session nothing happens."""
-    global _session
-    if _session is None:
-        return
-    session, _session = _session, None
-    session.close()
+    if (session := active_session()) is not None:
+        session.close()
 
 
 def active_session() -> Session | None:
     """What `enable_multi_gpu` has opened in this process."""
-    return _session
+    return None if _session is None or _session.is_closed else _session
 
 
 def is_multi_gpu_enabled() -> bool:
     """True between `enable_multi_gpu` and `disable_multi_gpu`."""
-    return _session is not None
+    return active_session() is not None
 
 
 def get_active_config() -> MultiGPUConfig | None:
     """The options in effect, or None if not enabled."""
-    return None if _session is None else _session.config
+    return None if (session := active_session()) is None else session.config
 
 
 def get_multi_gpu_status() -> MultiGPUStatus:
     """Where this process stands; see `MultiGPUStatus`."""
-    if _session is None:
+    if (session := active_session()) is None:
         return MultiGPUStatus(is_enabled=False)
-    identity = _session.identity
+    identity = session.identity
     return MultiGPUStatus(
         is_enabled=True,
         rank=identity.rank,
         local_rank=identity.local_rank,
         world_size=identity.world_size,
         launcher=identity.launcher,
-        log_dir=_session.context.log_dir,
-        config=_session.config,
-        patches=tuple(_session.registry.rows()),
-        report=_session.report,
+        log_dir=session.context.log_dir,
+        config=session.config,
+        patches=tuple(session.registry.rows()),
+        report=session.report,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import Patch, PatchRegistry
+from unsloth_multigpu.program import Program, ScriptProgram
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
@@ -29,7 +29,6 @@ from unsloth_multigpu.wire.identity import RankIdentity
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
-    from unsloth_multigpu.notebook.recovery import Trainings
 
 logger = get_logger(__name__)
 
@@ -52,20 +51,15 @@ class Session:
     registry: PatchRegistry = field(default_factory=lambda: PatchRegistry([]))
     report: RunReport | None = None
     on_close: ExitStack = field(default_factory=ExitStack)
-    # Raises where a training cannot begin.
-    before_training: Callable[[], None] = lambda: None
-    # In a notebook: True on a rank above 0 once rank 0 has ended its part of the cell; and the trainers to be healed.
-    has_rank_0_left: Callable[[], bool] = lambda: False
-    # In a notebook: this rank, or these, run a cell without the others.
-    is_apart: Callable[[], bool] = lambda: False
-    trainings: Trainings | None = None
-    num_trainings: int = 0
-    num_finished: int = 0
+    # What this process runs: a script, or the cells of a notebook.
+    program: Program = field(default_factory=ScriptProgram)
+    # True once this process was the kernel of a notebook's ranks, which it cannot start a second time.
+    had_workers: bool = False
     is_closed: bool = False
     # Calls of `run_training` that have not returned.
     num_running: int = 0
     # Counts the sessions of this process.
-    number: int = field(default_factory=itertools.count().__next__)
+    index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
 
     def manager(self) -> DDPManager:
@@ -73,44 +67,19 @@ class Session:
         if self._manager is None:
             from unsloth_multigpu.group.manager import DDPManager
 
-            # A notebook's store is new with each group, and calls that failed before count on some ranks only.
-            number = 0 if self.identity.launcher == "notebook" else self.number
-            self._manager = DDPManager(self.identity, self.config, number)
-            self._manager.has_rank_0_left = lambda: self.has_rank_0_left()
+            self._manager = DDPManager(self.identity, self.config, self.index)
+            self.program.prepare(self._manager)
         return self._manager
 
     def open_manager(self) -> DDPManager | None:
-        """The same; None once this session is closed, and in a notebook's cell that not all ranks run."""
-        if self.is_closed or self.is_apart():
-            return None
-        if self.identity.launcher == "notebook":
-            import torch.distributed as dist
+        """The same; None once this session is closed, and where this rank runs something without the others."""
+        return None if self.is_closed or not self.program.can_exchange() else self.manager()
 
-            if not dist.is_initialized():
-                return None  # Between two groups there is no store.
-        return self.manager()
-
-    def leave_group(self) -> None:
-        """In a notebook: the process group is about to be closed, and a new one opened."""
-        if self.trainings is not None:
-            self.trainings.unwrap()
-
-    def enter_group(self, num_trainings: int, *, heals: bool) -> None:
-        """In a notebook: a new process group was opened. Collective.
-
-        Args:
-            num_trainings: How many trainings rank 0 has begun.
-            heals: Rank 0 knows trainers, which are to be made equal on all ranks.
-
-        Raises:
-            DivergenceError: A trainer is another one on another rank.
-        """
+    def renew_manager(self) -> None:
+        """Makes a new manager, because a new process group was opened: what the old one exchanged is gone."""
         lengths = {} if self._manager is None else self._manager.lengths_of
-        self._manager = None  # What was exchanged by the old group is gone.
+        self._manager = None
         self.manager().lengths_of = lengths
-        self.num_trainings = num_trainings
-        if heals and self.trainings is not None:
-            self.num_finished = self.trainings.make_equal(self.manager(), self.num_finished)
 
     def close(self) -> None:
         """Takes every patch out again, and closes what was opened for the run."""
@@ -146,8 +115,7 @@ class Session:
 
     def _run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
-        self.before_training()
-        number, self.num_trainings = self.num_trainings, self.num_trainings + 1
+        train_index = self.program.begin_training()
         if not self.config.enable_ddp:
             return self._run_serial(trainer, original_train)
         steered = None
@@ -158,10 +126,8 @@ class Session:
         if self._steers():
             from unsloth_multigpu.train.trainer import DDPTrainer
 
-            # In a notebook the cell of a training that was cut off is run again: it is the same training.
-            place = number if self.trainings is None else self.num_finished
             steered = DDPTrainer(
-                *(trainer, self.manager(), self.events, self.beat, arguments, place, self.context),
+                *(trainer, self.manager(), self.events, self.beat, arguments, train_index, self.context),
                 is_comparison=self.tool.is_comparison,
             )
         steps = None if steered is None else steered.steps
@@ -171,9 +137,8 @@ class Session:
                 result = original_train()
         else:
             steered.parts += [] if extra is None else [extra]
-            note = (lambda _: None) if self.trainings is None else functools.partial(self.trainings.note, number)
-            result = steered.run(original_train, note)
-        self.num_finished += 1
+            result = steered.run(original_train, self.program.note_training)
+        self.program.end_training()
         self.tool.end_training()
         if steered is not None:
             self.report = steered.report
@@ -206,14 +171,25 @@ def open_session(
     console: Console,
     context: RunContext | None = None,
     tool: Tool | None = None,
+    program: Program | None = None,
 ) -> Session:
     """Makes this process the rank that `identity` says, and applies the patches.
+
+    Args:
+        config: The run's options.
+        identity: Place of this rank.
+        console: Where logs go.
+        context: What this rank is told; None = nothing.
+        tool: Takes part in the run.
+        program: What this process runs; None = a script.
 
     Raises:
         SetupError: Another launcher started another number of ranks than `num_gpus`, or several for enable_ddp=False.
         VersionError: A library outside the supported range.
     """
-    session = Session(config, identity, console, context or RunContext(), tool or Tool())
+    session = Session(
+        config, identity, console, context or RunContext(), tool or Tool(), program=program or ScriptProgram()
+    )
     if not config.enable_ddp and identity.world_size > 1:
         raise SetupError(
             f"enable_ddp=False, the legacy path, is one process, but {identity.launcher} started "
@@ -225,28 +201,7 @@ def open_session(
             f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
             hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
         )
-    if identity.launcher == "notebook":
-        from unsloth_multigpu.launch.rank import enter_notebook
-        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
-        from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
-
-        session.trainings = Trainings()
-        session.on_close.callback(become_one_process)
-        session.on_close.callback(session.trainings.end, keeps_global_batch=config.keeps_global_batch)
-        before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
-        session.on_close.enter_context(RankVariables({}, before).in_effect())
-        assert session.context.run_dir is not None
-        session.beat, end_pulse = enter_notebook(identity, session.context.run_dir, config.hang_timeout_s)
-        session.on_close.callback(end_pulse)
-    elif identity.launcher != "none":
-        from unsloth_multigpu.launch.rank import enter_rank
-
-        session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
-        _draw_alike(session)
-        if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
-            from unsloth_multigpu.group.lone import warn_of_lone_steps
-
-            session.on_close.callback(warn_of_lone_steps().remove)
+    session.program.enter(session)
     if session.tool.draws_alike:
         from unsloth_multigpu.launch.draw import same_random_choices
 
@@ -273,20 +228,6 @@ def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
         ", ".join(f"{row.name} {row.installed} (tested {row.supported})" for row in newer),
         compared,
     )
-
-
-def _draw_alike(session: Session) -> None:
-    """Lets what the script draws without a seed be the same on all ranks. A seed that it has set by now stays."""
-    if session.number:
-        return  # The ranks were made alike when this process enabled the first time.
-    if session.identity.world_size > 1:
-        import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
-    if session.context.seed is not None:
-        from unsloth_multigpu.launch.draw import seed_unseeded
-
-        seed_unseeded(session.context.seed, session.context.draws)
-    elif session.identity.world_size > 1:
-        session.manager().agree_on_draws()
 
 
 def _patches(session: Session) -> list[Patch]:

@@ -22,6 +22,7 @@ EARLIER = """
 !echo never again
 files = !echo a; echo b
 answer = int("4" + files[0].replace("a", "2"))
+names_before = set(vars(get_ipython())), set(dir(type(get_ipython())))
 """
 # A call that fails, and is put right in a later cell: what stands behind it was never run.
 MISTAKE = """
@@ -45,6 +46,13 @@ def total(value):
     tensor = torch.tensor([float(value)])
     dist.all_reduce(tensor)
     return tensor.item()
+"""
+# Attributes of the shell that its classes do not name, beside those that IPython is known to have.
+UNKNOWN = """
+def unknown(known=names_before[0]):
+    shell = get_ipython()
+    named = {name for kind in type(shell).__mro__ for name in vars(kind).get("__annotations__", ())}
+    return sorted(set(vars(shell)) - set(dir(type(shell))) - named - set(known))
 """
 
 
@@ -94,18 +102,18 @@ def front_end(folder: Path, packages: str) -> dict[str, str]:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    path = os.pathsep.join(filter(None, [str(folder / "site"), packages]))
+    path = os.pathsep.join([str(folder / "site"), packages])
     return {"PYTHONPATH": path, "PYTHONSTARTUP": str(folder / "python_startup.py")}
 
 
 @pytest.fixture(scope="module", params=["newest", "oldest"])
 def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookRun]:
     folder = tmp_path_factory.mktemp("notebook")
-    packages = oldest_ipython()["PYTHONPATH"] if request.param == "oldest" else ""
+    packages = oldest_ipython()["PYTHONPATH"] if request.param == "oldest" else str(run.ROOT)
     with NotebookRun(folder, front_end(folder, packages)) as started:
         errors = [started.hidden(source).error for source in HIDDEN]
         assert errors == ["ModuleNotFoundError", *[""] * (len(HIDDEN) - 1)]
-        for source in (EARLIER, MISTAKE, LINE, TOTAL):
+        for source in (EARLIER, MISTAKE, LINE, TOTAL + UNKNOWN):
             result = started.run(source, 120)
             assert result.error == ("ConfigError" if source is MISTAKE else ""), result
             if source is LINE:
@@ -381,6 +389,36 @@ total(1)
     assert "login of 1" not in result
 
 
+# The attributes of a shell of IPython itself.
+PLAIN = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+shell.run_cell("x = 1")
+# Its application, which a worker starts as well, adds one.
+print(sorted([*vars(shell), "_sys_modules_keys"]))
+"""
+
+
+def test_the_shell_of_the_user_has_no_attribute_of_ours(notebook: NotebookRun) -> None:
+    assert well(notebook.run("unknown(), total(len(unknown()))")) == "([], 0.0)"
+    assert well(notebook.run("total(set(dir(type(get_ipython()))) == names_before[1])")) == "2.0"
+    # A worker's shell was made before its first cell: it is compared with one of IPython's own.
+    program = notebook.folder / "plain.py"
+    program.write_text(PLAIN)
+    known = well(notebook.run(f"import sys\n!{{sys.executable}} {program}"))
+    assert well(notebook.run(f"%%rank 1\nprint(unknown({known}))")) == "[rank1] []"
+
+
+def test_a_process_that_a_worker_starts_is_no_rank(notebook: NotebookRun) -> None:
+    source = """
+import subprocess, sys
+code = "import unsloth_multigpu as ump; ump.enable_multi_gpu()"
+done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+print(done.stderr)
+"""
+    assert "was called in a process that a rank started" in notebook.run(f"%%rank 1\n{source}").text
+
+
 def test_a_cell_needs_no_folder_of_logs(notebook: NotebookRun) -> None:
     well(notebook.run(f"!rm -rf {notebook.folder}/own_logs"))
     assert well(notebook.run("%ranks on\ntotal(1)")) == "2.0"
@@ -409,6 +447,14 @@ def test_a_breakpoint_stops_rank_0_and_the_others_wait(notebook: NotebookRun) ->
     assert well(notebook.run("total(1)")) == "2.0"
 
 
+def test_a_reset_of_the_names_leaves_the_ranks_together(notebook: NotebookRun) -> None:
+    well(notebook.run("import builtins; builtins.kept = dict(globals())"))
+    well(notebook.run("%reset -f"))
+    assert well(notebook.run("import builtins\n'total' in globals()")) == "False"
+    well(notebook.run("globals().update((n, v) for n, v in builtins.kept.items() if not n.startswith('_'))"))
+    assert well(notebook.run("ump.enable_multi_gpu(num_gpus=2, log_dir='own_logs')\ntotal(1)")) == "2.0"
+
+
 def test_disabling_leaves_no_trace(notebook: NotebookRun) -> None:
     source = """
 import builtins, getpass
@@ -418,13 +464,18 @@ print(sorted({"system", "getoutput", "run_line_magic", "run_cell_magic", "var_ex
 print(shell.ast_transformers, shell.custom_exceptions, {"rank", "ranks"} & set(shell.magics_manager.magics["cell"]))
 print([f for found in shell.events.callbacks.values() for f in found if "unsloth" in f.__module__])
 print(builtins.input.__module__, getpass.getpass.__module__)
+print(unknown())
 """
     assert well(notebook.run(source)).splitlines() == [
         "[]",
         "[] () set()",
         "[]",
         "ipykernel.kernelbase ipykernel.kernelbase",
+        "[]",
     ]
     assert notebook.run("%ranks").error == "UsageError"
+    again = notebook.run("ump.enable_multi_gpu(num_gpus=1)\nump.disable_multi_gpu()\nump.enable_multi_gpu(num_gpus=2)")
+    assert again.error == "SetupError"
+    assert "enable_multi_gpu() was in effect in this kernel before" in again.value
     assert notebook.run("1/0").error == "ZeroDivisionError"
     assert notebook.children() == []

@@ -10,8 +10,22 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from tests.unit.test_house_rules import DATA, EDGES, FACE, FRONT, LAYERS, MODULES, OUTSIDE, PURE, ROOT, RUNTIME
-from tests.unit.test_house_rules import imports, module_name, own_module, room
+from tests.unit.test_house_rules import (
+    DATA,
+    EDGES,
+    FACE,
+    FRONT,
+    LAYERS,
+    MODULES,
+    OUTSIDE,
+    PURE,
+    ROOT,
+    RUNTIME,
+    imports,
+    module_name,
+    own_module,
+    room,
+)
 
 PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = ROOT / "docs" / "pictures" / "folders.svg"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import signal
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
-from tests.helpers.run import environment_with
+from tests.helpers.run import ROOT, environment_with
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 0.2
@@ -235,7 +236,7 @@ def oldest_ipython() -> dict[str, str]:
     packages = Path(sys.prefix) / "oldest-ipython"
     if not packages.is_dir():
         pytest.skip(f"{packages} is missing: `make setup` installs IPython 7.34 and ipykernel 6.17.1 there")
-    return {"PYTHONPATH": str(packages)}
+    return {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)])}
 
 
 def _text_of(kind: str, content: Mapping[str, Any]) -> str:

@@ -44,7 +44,7 @@ class Ranks:
             publish=lambda key, value="": self.store.__setitem__(key, value),
             is_published=self.store.__contains__,
             wait_for=lambda key, what, *, timeout_s: self.store[key],
-            has_rank_0_left=lambda: self.has_left,
+            is_abandoned=lambda: self.has_left,
         )
         (patch,) = dataset_patches(
             None if run_dir is None else str(run_dir), lambda: None if self.is_apart else manager

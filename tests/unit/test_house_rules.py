@@ -48,6 +48,7 @@ LAYERS = {
     "hooks": 7,
     "notebook": 7,
     "start": 8,
+    "program": 8,
     "session": 9,
     "plugin": 10,
     "plain": 11,
@@ -145,9 +146,11 @@ def is_allowed(module: str, layer: int, marks: set[str], target: str, where: str
         return where != "top" or layer in OUTSIDE  # It runs before every module of its folder.
     if "late" in its_marks and where == "top" and "late" not in marks:
         return False
+    if where == "typing":
+        return True  # A type may be named from below. Nothing is imported.
     if its > layer or (its == layer and room(target) != room(module) and not is_in_root(module, target)):
         return False
-    if where == "typing" or "pure" in its_marks:
+    if "pure" in its_marks:
         return True
     if "pure" in marks and layer not in OUTSIDE:
         return its <= max(PURE) or (room(target) == room(module) and where != "top")

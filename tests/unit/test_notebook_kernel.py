@@ -29,12 +29,13 @@ from unsloth_multigpu.errors import (
     SetupError,
 )
 from unsloth_multigpu.notebook import process
-from unsloth_multigpu.notebook import worker as worker_program
-from unsloth_multigpu.notebook.channel import Channel
-from unsloth_multigpu.notebook.group import _meet, _shut
+from unsloth_multigpu.notebook.group import _connections, _meet, _shut
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
+from unsloth_multigpu.notebook.process import Channel
 from unsloth_multigpu.notebook.refusal import KernelState, line_of_cell, refuse
+from unsloth_multigpu.notebook.value import Receiver
+from unsloth_multigpu.notebook.worker import Worker
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.stack import place_of
 
@@ -58,8 +59,8 @@ def test_channel_carries_whole_messages_of_any_size():
 def test_all_that_has_come_is_heard_before_the_end():
     ours, theirs = socket.socketpair()
     kernel, worker = Channel(ours, 5.0), Channel(theirs)
-    worker.send("waits", number=1)
-    worker.send("ended", number=1, source="x" * 10_000)
+    worker.send("waits", cell_number=1)
+    worker.send("ended", cell_number=1, source="x" * 10_000)
     worker.close()
     assert [message["kind"] for message in kernel.receive()] == ["waits", "ended"]
     assert kernel.receive() is None
@@ -91,7 +92,7 @@ def test_reader_that_does_not_read_ends_the_wait():
 PROGRAM = """
 import os, socket, struct, json, sys, time
 sys.path[:0] = [{root!r}]
-from unsloth_multigpu.notebook.channel import Channel
+from unsloth_multigpu.notebook.process import Channel
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 channel.send("ready", failures=[], stdin=os.readlink("/proc/self/fd/0"), leader=os.getsid(0) == os.getpid())
 print("hello from the worker", flush=True)
@@ -102,17 +103,22 @@ while True:
         if message["kind"] == "cell":
             {cell}
 """
-ANSWER = 'channel.send("ended", number=message["number"], error="", is_asked=False, is_left_alone=False, collective=-1)'
+ANSWER = (
+    'channel.send("ended", cell_number=message["cell_number"], error="", is_asked=False, is_left_alone=False, '
+    "collective=-1)"
+)
 
 
 @pytest.fixture
 def start_worker(tmp_path, monkeypatch):
     started = []
 
-    def start(cell: str = ANSWER) -> process.Worker:
+    def start(cell: str = ANSWER) -> process.WorkerProcess:
         source = PROGRAM.format(root=str(Path(__file__).parents[2]), cell=cell)
         monkeypatch.setattr(process, "_PROGRAM", source)
-        started.append(process.Worker(len(started) + 1, tmp_path / f"rank_{len(started) + 1}.log", dict(os.environ)))
+        started.append(
+            process.WorkerProcess(len(started) + 1, tmp_path / f"rank_{len(started) + 1}.log", dict(os.environ))
+        )
         return started[-1]
 
     yield start
@@ -170,7 +176,7 @@ def test_worker_that_cannot_be_started_leaves_nothing_open(tmp_path, monkeypatch
     monkeypatch.setattr("unsloth_multigpu.wire.child._BY_SHELL", ("/no/shell",))
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        process.Worker(1, tmp_path / "log", {})
+        process.WorkerProcess(1, tmp_path / "log", {})
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -324,7 +330,7 @@ WELL = KernelState()
     ("state", "options", "reason"),
     [
         (replace(WELL, is_main_thread=False), {}, "from a thread"),
-        (replace(WELL, was_enabled=True), {}, "in effect in this kernel before"),
+        (replace(WELL, had_workers=True), {}, "in effect in this kernel before"),
         (replace(WELL, has_group=True), {}, "already has a process group"),
         (replace(WELL, has_accelerator=True), {}, "made in this kernel for one process"),
         (replace(WELL, num_devices=1), {}, "num_gpus=2, but this kernel has opened 1 device"),
@@ -354,16 +360,17 @@ def test_interrupt_that_comes_late_ends_no_other_cell():
     """The worker has ended cell 4 and makes a new group as number 5: an interrupt there would let rank 0 wait alone."""
     ours, theirs = socket.socketpair()
     with theirs:
-        worker = worker_program.Worker(Channel(ours))
-        worker.number = 4
+        channel = Channel(ours)
+        worker = Worker(channel, Receiver(channel.send), program=None, shell=None)
+        worker.receiver.cell_number = 4
         handler = signal.signal(RAISE_SIGNAL, lambda *_: None)
         try:
-            worker._hear({"kind": "interrupt", "number": 4, "is_stop": True})
+            worker._hear({"kind": "interrupt", "cell_number": 4, "is_stop": True})
         finally:
             signal.signal(RAISE_SIGNAL, handler)
-        worker.number = 5
+        worker.receiver.cell_number = 5
         worker._raise_pending(RAISE_SIGNAL, None)
-        worker._hear({"kind": "interrupt", "number": 4, "is_stop": True})  # Not of this cell: no signal at all.
+        worker._hear({"kind": "interrupt", "cell_number": 4, "is_stop": True})  # Not of this cell: no signal at all.
         worker._pending = 5, KeyboardInterrupt()
         with pytest.raises(KeyboardInterrupt):
             worker._raise_pending(RAISE_SIGNAL, None)
@@ -378,29 +385,44 @@ def test_ranks_meet_in_python_with_a_limit(tmp_path):
 
 
 def test_connection_that_is_closed_meanwhile_is_passed_over():
-    """gloo closes its end while this process lists it; another file may have the number by then."""
-    one, other = socket.socketpair()
-    inode = os.readlink(f"/proc/self/fd/{one.fileno()}")[len("socket:[") : -1]
+    """gloo closes its end while this process lists it; another file may have the descriptor by then."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        one, _ = server.accept()
+    here, there = one.getsockname(), one.getpeername()
     descriptor = one.detach()
-    _shut(descriptor, "1")  # The number is another socket's: that one stays open.
+    listed = _connections(os.getpid())
+    assert {(descriptor, here, there), (other.fileno(), there, here)} <= set(listed)
+    _shut(descriptor, here, ("127.0.0.1", 1))  # The descriptor is another connection's: that one stays open.
     other.sendall(b"x")
     assert os.read(descriptor, 1) == b"x"
-    _shut(descriptor, inode)
+    _shut(descriptor, here, there)
     assert other.recv(1) == b""
     os.close(descriptor)
-    _shut(descriptor, inode)  # Nothing has the number any more.
+    _shut(descriptor, here, there)  # Nothing has the descriptor any more.
+    with Path(os.devnull).open() as file:
+        _shut(file.fileno(), here, there)  # A file has it.
+        assert file.read() == ""
     other.close()
+
+
+def test_connections_of_a_process_that_has_ended_are_none():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert _connections(ended.pid) == []
 
 
 def test_worker_that_cannot_listen_ends():
     """Its main thread would wait for orders for ever, and the kernel for the end of the cell."""
     code = (
         "import socket, sys\n"
-        "from unsloth_multigpu.notebook.channel import Channel\n"
+        "from unsloth_multigpu.notebook.process import Channel\n"
+        "from unsloth_multigpu.notebook.value import Receiver\n"
         "from unsloth_multigpu.notebook.worker import Worker\n"
         "ours, theirs = socket.socketpair()\n"
-        "Channel(theirs).send('abort', number=0)\n"  # Without the processes that it is to be cut off from.
-        "Worker(Channel(ours))._listen()\n"
+        "Channel(theirs).send('abort', cell_number=0)\n"  # Without the processes that it is to be cut off from.
+        "channel = Channel(ours)\n"
+        "Worker(channel, Receiver(channel.send), None, None)._listen()\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1

@@ -22,6 +22,7 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupErro
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import device_in_use, kept_random_state, read_random_state, write_random_state
 from unsloth_multigpu.logs import Console
+from unsloth_multigpu.notebook.group import store_of_group
 from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
@@ -209,6 +210,7 @@ def test_trainer_is_known_by_its_last_training_and_not_kept_alive() -> None:
 def _in_group(rank: int, store: Path) -> list[Any]:
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(store), 2))
     manager = DDPManager(RankIdentity(rank, rank, 2, 2, "notebook"), MultiGPUConfig(timeout_s=LIMIT_S, device="cpu"))
+    manager.connect_store = store_of_group
     results: list[Any] = []
     for work in (_heal, _different, _unsendable):
         try:
@@ -355,7 +357,7 @@ def one_store(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wait_for_rank_0_ends_when_it_has_left_the_cell(one_store: None) -> None:
     manager = _manager()
     manager.publish("there", "value")
-    manager.has_rank_0_left = lambda: True
+    manager.is_abandoned = lambda: True
     assert manager.wait_for("there", "what is there", timeout_s=LIMIT_S) == "value"
     with pytest.raises(DistributedError, match="rank 1 waits for a file, and rank 0 has left the cell"):
         manager.wait_for("file", "a file", timeout_s=LIMIT_S)

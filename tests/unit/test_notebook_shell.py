@@ -21,9 +21,9 @@ from traitlets.config import Config
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.notebook.magic import prefix_output, visible_memory
 from unsloth_multigpu.notebook.patches import notebook_patches
-from unsloth_multigpu.notebook.share import _keep_quiet, _wait_for_rank_0
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.notebook.worker_shell import WorkerShell, share_questions
 from unsloth_multigpu.patching import PatchRegistry
 
 
@@ -80,17 +80,31 @@ class Rank0:
         self.shown: list[BaseException] = []
         variables = RankVariables({"RANK": "0"})
         self.in_effect = variables.in_effect()
-        self.steering = KernelShell(self.shell, self.kernel, self.after.append, variables, folder)  # type: ignore[arg-type]
+        self.steering = KernelShell(self.shell, self.kernel, self.after.append, variables, folder, str)  # type: ignore[arg-type]
         self.shell.showtraceback = lambda exc_tuple=None, **_: self.shown.append((exc_tuple or sys.exc_info())[1])
 
     def run(self, source: str, *, store_history: bool = True) -> Any:
         return self.shell.run_cell(source, store_history=store_history)
 
 
-def make_shell() -> Any:
+def shell_options() -> dict[str, Any]:
     settings = Config()
     settings.HistoryManager.enabled = False
-    return InteractiveShell(config=settings, user_module=types.ModuleType("__main__"))
+    return {"config": settings, "user_module": types.ModuleType("__main__")}
+
+
+def make_shell() -> Any:
+    return InteractiveShell(**shell_options())
+
+
+def make_worker_shell(receiver: Any) -> Any:
+    """As a worker makes it, but for the one instance that IPython keeps for a process."""
+
+    class Shell(WorkerShell, InteractiveShell):  # type: ignore[misc, unused-ignore]
+        pass
+
+    program: Any = object()
+    return Shell(receiver, RankVariables({}, {"RANK": None}), program, **shell_options())
 
 
 @pytest.fixture
@@ -354,7 +368,7 @@ def test_the_shell_is_left_as_it_was(rank_0: Rank0) -> None:
 
     rank_0.steering.close()
     fresh, once = make_shell(), state(rank_0.shell)
-    steering = KernelShell(fresh, rank_0.kernel, print, RankVariables({}), Path())  # type: ignore[arg-type]
+    steering = KernelShell(fresh, rank_0.kernel, print, RankVariables({}), Path(), str)  # type: ignore[arg-type]
     before = state(fresh)
     steering.open()
     assert state(fresh) != before
@@ -384,7 +398,7 @@ class Waits:
     """Stands for `Receiver`: writes down what is waited for."""
 
     def __init__(self) -> None:
-        self.is_alone = False
+        self.is_detached = False
         self.kinds: list[str] = []
 
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
@@ -398,11 +412,9 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("RANK", "1")
     for owner, name in ((builtins, "input"), (getpass, "getpass"), (sys, "breakpointhook")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    shell, waits = make_shell(), Waits()
-    worker = SimpleNamespace(shown_error=None, shell=shell, waits=waits)
-    _wait_for_rank_0(shell, waits, RankVariables({}, {"RANK": None}))  # type: ignore[arg-type]
-    _keep_quiet(shell, worker)  # type: ignore[arg-type]
-    return worker
+    waits: Any = Waits()
+    share_questions(waits)
+    return SimpleNamespace(shell=make_worker_shell(waits), waits=waits)
 
 
 def test_a_worker_waits_for_what_rank_0_does(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -432,7 +444,7 @@ breakpoint()
 
 
 def test_a_worker_that_is_alone_does_it_itself(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    worker.waits.is_alone = True
+    worker.waits.is_detached = True
     assert worker.shell.run_cell("x = !echo [$RANK]\n%timeit -n1 -r1 x = 1").success
     assert worker.shell.user_ns["x"] == ["[]"]
     assert worker.waits.kinds == []
@@ -441,13 +453,13 @@ def test_a_worker_that_is_alone_does_it_itself(worker: Any, capfd: pytest.Captur
 
 def test_a_worker_notes_errors_that_ipython_keeps_to_itself(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert worker.shell.run_cell("%%capture\n1/0").success
-    assert isinstance(worker.shown_error, ZeroDivisionError)
+    assert isinstance(worker.shell.shown_error, ZeroDivisionError)
     # As %%time does before IPython 9.
     worker.shell.register_magic_function(lambda _line: worker.shell.showtraceback(), "line", "shows")
     assert worker.shell.run_cell("try: int('x')\nexcept ValueError:\n    %shows").success
-    assert isinstance(worker.shown_error, ValueError)
+    assert isinstance(worker.shell.shown_error, ValueError)
     assert worker.shell.run_cell("get_ipython().run_cell('def f(:')").success
-    assert isinstance(worker.shown_error, SyntaxError)
+    assert isinstance(worker.shell.shown_error, SyntaxError)
     capfd.readouterr()
 
 
@@ -460,7 +472,7 @@ def test_a_worker_notes_errors_that_ipython_keeps_to_itself(worker: Any, capfd: 
 )
 def test_what_a_cell_survives_is_no_error_of_it(worker: Any, source: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert worker.shell.run_cell(source).success
-    assert worker.shown_error is None
+    assert worker.shell.shown_error is None
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 

@@ -25,21 +25,26 @@ class Pair:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
-        self.kernel: Any = SimpleNamespace(current=None, send=self._send)
-        channel = SimpleNamespace(send=lambda kind, **fields: self.told.append((kind, fields)))
-        self.worker: Any = SimpleNamespace(
-            number=0, left=0, values={}, has_value=threading.Condition(), channel=channel, is_replay=False
-        )
-        self.publisher, self.receiver = Publisher(self.kernel), Receiver(self.worker)
+        self.has_told = threading.Event()
+        self.kernel: Any = SimpleNamespace(current=None, send=self.send)
+        self.publisher, self.receiver = Publisher(self.kernel), Receiver(self._tell)
+        self.receiver.is_replay = False
 
-    def _send(self, _kind: str, **fields: Any) -> None:
-        with self.worker.has_value:
-            self.worker.values[fields["key"]] = fields
-            self.worker.has_value.notify_all()
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self.told.append((kind, fields))
+        self.has_told.set()
+
+    def send(self, _kind: str, **fields: Any) -> None:
+        self.receiver.put(fields)
+
+    @property
+    def sent(self) -> list[str]:
+        """Keys of the values that were sent and not taken yet."""
+        return list(self.receiver._values)
 
     def begin(self, number: int) -> None:
         self.kernel.current = SimpleNamespace(number=number, stop_s=None)
-        self.worker.number = number
+        self.receiver.cell_number = number
 
 
 @pytest.fixture
@@ -59,21 +64,21 @@ def test_a_value_of_an_earlier_cell_is_none_of_this_one(pair: Pair) -> None:
     pair.begin(2)
     pair.publisher.make("a", lambda: "new")
     assert pair.receiver.wait_for("a") == "new"
-    assert pair.worker.values == {}
+    assert pair.sent == []
 
 
 def test_only_the_outermost_of_two_values_is_sent(pair: Pair) -> None:
     assert pair.publisher.make("%pip", lambda: pair.publisher.make("!", lambda: 5)) == 5
-    assert list(pair.worker.values) == ["%pip/0"]
-    with pair.publisher.alone():
+    assert pair.sent == ["%pip/0"]
+    with pair.publisher.detached():
         pair.publisher.make("!", lambda: 6)
-    assert list(pair.worker.values) == ["%pip/0"]
+    assert pair.sent == ["%pip/0"]
 
 
 def test_outside_a_cell_nothing_is_sent(pair: Pair) -> None:
     pair.kernel.current = None
     assert pair.publisher.make("a", lambda: 1) == 1
-    assert pair.worker.values == {}
+    assert pair.sent == []
 
 
 def test_what_is_sent_is_plain_and_what_is_kept_is_not(pair: Pair) -> None:
@@ -128,9 +133,9 @@ def test_stop_is_no_error_of_the_value(pair: Pair) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         pair.publisher.make("a", make)
-    assert pair.worker.values == {}
+    assert pair.sent == []
     assert pair.publisher.make("b", lambda: 1) == 1
-    assert list(pair.worker.values) == ["b/0"]
+    assert pair.sent == ["b/0"]
 
 
 def test_a_stop_that_the_program_swallowed_ends_the_cell(pair: Pair) -> None:
@@ -141,36 +146,34 @@ def test_a_stop_that_the_program_swallowed_ends_the_cell(pair: Pair) -> None:
         pair.kernel.current.stop_s = None
         with pytest.raises(KeyboardInterrupt):
             pair.publisher.make("a", call)
-    assert pair.worker.values == {}
+    assert pair.sent == []
     # A cell that has caught it may clean up here.
     assert pair.publisher.make("rm", lambda: 0) == 0
 
 
 def test_a_cell_does_not_inherit_what_an_earlier_one_was_in(pair: Pair) -> None:
-    alone = pair.publisher.alone()
+    alone = pair.publisher.detached()
     alone.__enter__()  # Left by force.
     pair.begin(2)
     pair.publisher.make("a", lambda: 1)
-    assert list(pair.worker.values) == ["a/0"]
+    assert pair.sent == ["a/0"]
     alone.__exit__(None, None, None)
     pair.publisher.make("a", lambda: 2)
-    assert list(pair.worker.values) == ["a/0", "a/1"]
+    assert pair.sent == ["a/0", "a/1"]
 
 
 def test_a_long_command_is_named_in_one_line(pair: Pair) -> None:
-    pair.worker.left = 1
+    pair.receiver.note_left(1)
     with pytest.raises(LeftAloneError, match=r"without !a b{117}\.\.\."):
         pair.receiver.wait_for("!a\n" + "b" * 500)
 
 
 def test_a_value_is_waited_for_and_a_long_wait_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unsloth_multigpu.notebook.value._TELL_AFTER_S", 0.01)
-    is_told = threading.Event()
-    pair.worker.channel.send = lambda kind, **fields: (pair.told.append((kind, fields)), is_told.set())
 
     def later() -> None:
-        assert is_told.wait(10)
-        pair._send("value", key="a/0", number=1, value="x" * 5_000_000, error=None)
+        assert pair.has_told.wait(10)
+        pair.send("value", key="a/0", cell_number=1, value="x" * 5_000_000, error=None)
 
     thread = threading.Thread(target=later)
     thread.start()
@@ -181,13 +184,13 @@ def test_a_value_is_waited_for_and_a_long_wait_is_told(pair: Pair, monkeypatch: 
 
 
 def test_a_worker_is_not_left_alone_for_ever(pair: Pair) -> None:
-    pair.worker.left = 1
+    pair.receiver.note_left(1)
     with pytest.raises(LeftAloneError, match=r"rank 0 has left the cell without input\(\)"):
         pair.receiver.wait_for("input()")
 
 
 def test_a_replay_passes_over_what_gives_no_value(pair: Pair) -> None:
-    pair.worker.is_replay = True
+    pair.receiver.is_replay = True
     assert pair.receiver.wait_for("%pip", is_value=False) is None
     with pytest.raises(LeftAloneError, match=r"input\(\) was run before enable_multi_gpu"):
         pair.receiver.wait_for("input()")

@@ -47,7 +47,7 @@ class Ranks:
             publish=lambda key, value="": sent.__setitem__(key, value),
             is_published=is_published,
             wait_for=lambda key, what, *, timeout_s: self.store[key],
-            has_rank_0_left=lambda: False,
+            is_abandoned=lambda: False,
         )
 
     def save(self, rank: int, path: Path) -> None:

@@ -31,7 +31,7 @@ class FakeManager:
         self._store = store
         self.has_left = False
 
-    def has_rank_0_left(self) -> bool:
+    def is_abandoned(self) -> bool:
         return self.has_left
 
     def publish(self, key: str, value: str = "") -> None:

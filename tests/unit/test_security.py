@@ -80,7 +80,7 @@ ALLOWED = {
     "wire/frames.py": {"socket.socket"},
     "wire/child.py": {"socket.socketpair"},
     "federated/worker.py": {"socket.socket", "pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
-    "notebook/channel.py": {"socket.socket"},
+    "notebook/process.py": {"socket.socket"},
     "notebook/worker.py": {"socket.socket"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.

@@ -39,15 +39,19 @@ class DDPManager:
     Args:
         identity: Place of this rank.
         config: The run's options.
-        number: Counts what `enable_multi_gpu` has opened in this process: a later one must not read an earlier's keys.
+        session_index: Which session of this process it is for: a later one must not read the keys of an earlier one.
+
+    Attributes:
+        connect_store: Connects to the store of this run, when it is first needed.
+        is_abandoned: True where rank 0 has left the code that this rank runs, and publishes nothing more in it.
     """
 
-    def __init__(self, identity: RankIdentity, config: MultiGPUConfig, number: int = 0) -> None:
+    def __init__(self, identity: RankIdentity, config: MultiGPUConfig, session_index: int = 0) -> None:
         self.identity = identity
         self.config = config
-        self._number = number
-        # In a notebook: rank 0 has ended its part of the cell that runs here, and publishes nothing more in it.
-        self.has_rank_0_left: Callable[[], bool] = lambda: False
+        self._session_index = session_index
+        self.connect_store: Callable[[], Store] = lambda: _connect_store(identity, config.timeout_s)
+        self.is_abandoned: Callable[[], bool] = lambda: False
         self._store: Store | None = None
         # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
         self.lengths_of: dict[str, list[int]] = {}
@@ -58,13 +62,13 @@ class DDPManager:
         """Keys and values shared by all ranks, which work before there is a process group and without collectives."""
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"{attempt}/{self._number}", self._store_of_run)
+            self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
         return self._store
 
     @functools.cached_property
     def _store_of_run(self) -> Store:
         """The same store, with what earlier attempts left in it where their launcher keeps it."""
-        return PrefixStore(_PREFIX, _connect_store(self.identity, self.config.timeout_s))
+        return PrefixStore(_PREFIX, self.connect_store())
 
     def open_group(self) -> None:
         """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
@@ -95,14 +99,14 @@ class DDPManager:
 
         Raises:
             RankTimeoutError: It was not published within `timeout_s`; `what` says what was waited for.
-            DistributedError: Rank 0 has left the notebook's cell without it.
+            DistributedError: Rank 0 has left the code that all ranks run without publishing it.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            has_left = self.has_rank_0_left()  # Asked first: what it published before is seen below.
+            is_abandoned = self.is_abandoned()  # Asked first: what rank 0 published before is seen below.
             if self.is_published(key):
                 break
-            if has_left:
+            if is_abandoned:
                 raise left_alone(self.identity.rank, what)
             if time.monotonic() > deadline:
                 raise RankTimeoutError(
@@ -319,9 +323,6 @@ def _wire_device() -> torch.device:
 
 
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
-    if identity.launcher == "notebook":
-        # A kernel and its workers meet by a file; a group that is made anew brings an empty store.
-        return dist.distributed_c10d._get_default_store()
     timeout = timedelta(seconds=timeout_s)
     # Torch elastic serves a store for the ranks. Elsewhere rank 0 does, and init_process_group joins the same server.
     is_server = identity.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -189,7 +189,7 @@ class _MapOrder:
         deadline = time.monotonic() + manager.config.timeout_s
         # Once the first rank has passed its call of this number it will not come to this one any more.
         while not manager.is_published(key) and not manager.is_published(call):
-            if manager.has_rank_0_left():
+            if manager.is_abandoned():
                 return  # The cell's part that only this rank does: nobody else needs it.
             if time.monotonic() > deadline:
                 raise RankTimeoutError(

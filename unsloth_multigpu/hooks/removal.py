@@ -182,7 +182,7 @@ class RemovalGuard:
                     f"rank {gate.rank} would remove what rank 0 saved: {what}, and rank 0 {reason}.",
                     hint="Remove it on all ranks, or on rank 0 alone: if ump.get_multi_gpu_status().rank == 0.",
                 )
-            has_left = manager.has_rank_0_left() or manager.is_published("saves/end")
+            has_left = manager.is_abandoned() or manager.is_published("saves/end")
             if not has_left:  # What it did before it left is seen in another turn.
                 time.sleep(_POLL_S)
 

@@ -251,7 +251,7 @@ class SaveGate:
         limit_s = manager.config.timeout_s
         begin = quiet_since = time.monotonic()
         while True:
-            has_left = manager.has_rank_0_left()  # Asked first: what it saved before is seen below.
+            has_left = manager.is_abandoned()  # Asked first: what it saved before is seen below.
             num_before = len(self.journal.entries)
             entries = self.journal.read(manager)
             if len(entries) > num_before:

@@ -1,0 +1,1 @@
+"""How does a notebook's kernel become one of several ranks?"""

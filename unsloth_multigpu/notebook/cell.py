@@ -1,4 +1,4 @@
-"""Cells as text: where the line stands, what only rank 0 runs, and what a worker may do again. Pure."""
+"""Cells as text: where the line stands, what only rank 0 runs, and what a worker runs again. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 
-# What changes the machine, asks the user, measures, or speaks to the front end: once is enough, and twice is wrong.
+# Magics that change the machine, ask the user, measure, or speak to the front end. They must run once only.
 _CELL_MAGICS = """
 ! bash bigquery cmd file html javascript js latex markdown memit mprun perl pypy python2 ruby script sh shell sql svg
 sx system timeit writefile
@@ -23,17 +23,17 @@ rmdir save sc shell store subshell sx system tb tensorboard timeit uv
 """
 RANK_0_CELL_MAGICS = frozenset(_CELL_MAGICS.split())
 RANK_0_LINE_MAGICS = frozenset(_LINE_MAGICS.split())
-# These run Python here, which may ask for its rank; the rest starts programs, which must not.
+# These run Python in this process, which may read its rank; the others start programs, which must not see it.
 MEASURING_MAGICS = frozenset({"timeit", "memit", "mprun", "debug", "pdb"})
-# They read the history of the shell, which ranks above 0 do not keep.
+# These read the history of the shell, which ranks above 0 do not keep.
 HISTORY_MAGICS = frozenset({"macro", "rerun"})
-# A front end's own magics, which a worker does not have.
+# Modules with magics of front ends, which a worker does not have.
 FRONT_ENDS = ("ipykernel.", "google.colab.")
-# Commands of the system by a name that the user has given them.
+# The module of aliases: commands of the system by a name that the user has chosen.
 _ALIASES = "IPython.core.alias."
-# What torch and gloo say when another rank is gone, or when the group was aborted.
+# Parts of the messages of torch and gloo when another rank has ended, or when the group was aborted.
 _BROKEN = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "ProcessGroup", "process group")
-# Values that rank 0 alone has, by how their call ends in the source.
+# Calls whose values only rank 0 has, by how they end in the source.
 _VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput", "userdata.get")
 _CHANGING = "add append clear discard extend insert pop popitem remove reverse setdefault sort update"
 _MUTATORS = frozenset(_CHANGING.split())
@@ -42,7 +42,7 @@ _RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
 
 
 def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool:
-    """True for a magic that rank 0 runs alone.
+    """True for a magic that only rank 0 runs.
 
     Args:
         kind: "line" or "cell".
@@ -53,23 +53,23 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
     if module is None or f"{module}.".startswith((*FRONT_ENDS, _ALIASES)):
         return True
     if name == "store" and "-r" in line.split():
-        return False  # It reads: every rank needs what it reads.
+        return False  # This form reads, and every rank needs what it reads.
     return name in (RANK_0_LINE_MAGICS if kind == "line" else RANK_0_CELL_MAGICS)
 
 
 def error_text(error: BaseException | None) -> str:
-    """An error in one line or a few, as ranks tell each other; "" = none."""
+    """An error as a short text, in which ranks tell each other of it; "" = no error."""
     return "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
 
 
 def names_broken_group(error: BaseException) -> bool:
-    """True for an error that may be only the echo of another rank's."""
+    """True for an error that may be only a consequence of another rank's error."""
     return any(text in f"{type(error).__name__} {error}" for text in _BROKEN)
 
 
-def log_header(number: int, source: str) -> str:
+def log_header(cell_number: int, source: str) -> str:
     """What a worker writes into its log before the output of a cell."""
-    return f"---- cell {number}\n{source}\n----\n"
+    return f"---- cell {cell_number}\n{source}\n----\n"
 
 
 def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:
@@ -103,7 +103,7 @@ def split_at(source: str, line: int, transform: Callable[[str], str] = lambda bo
         magic.args[2] = ast.Constant(rest)
         return before, ast.unparse(magic)
     found = [statement for statement in body if _first_line(statement) <= line <= (statement.end_lineno or 0)]
-    # Several of one line: a; b; c.
+    # There may be several statements in that line: a; b; c.
     found.sort(key=lambda statement: "enable_multi_gpu" not in ast.unparse(statement))
     if not found:
         return "", source
@@ -114,7 +114,7 @@ def split_at(source: str, line: int, transform: Callable[[str], str] = lambda bo
     lines = source.split("\n")
     first = _first_line(statement)
     start = lines[first - 1].encode()
-    # A decorator stands on a line of its own.
+    # A decorator is on a line of its own, before the column of its function.
     column = statement.col_offset if first == statement.lineno else 0
     before = "\n".join([*lines[: first - 1], start[:column].decode()])
     return before, "\n".join([start[column:].decode(), *lines[first:]])
@@ -126,7 +126,7 @@ def _first_line(statement: ast.stmt) -> int:
 
 
 def _magic_around(body: Sequence[ast.stmt]) -> ast.Call | None:
-    """The call of a cell that is one cell magic with Python in it."""
+    """The call, if the whole cell is one cell magic with Python in it."""
     call = body[0].value if len(body) == 1 and isinstance(body[0], ast.Expr) else None
     if not isinstance(call, ast.Call) or ast.unparse(call.func) != "get_ipython().run_cell_magic":
         return None
@@ -137,7 +137,7 @@ def _magic_around(body: Sequence[ast.stmt]) -> ast.Call | None:
 
 
 def replay_sources(sources: Iterable[str], values: Mapping[str, Any]) -> list[str]:
-    """What a worker runs so that it has what rank 0 has from these cells. Values that rank 0 alone has are written in.
+    """The code that gives a worker what rank 0 has from these cells. Values that only rank 0 has are written into it.
 
     Args:
         sources: Transformed cells, in order. One that is no Python did nothing and becomes "".
@@ -208,7 +208,7 @@ def _parse(source: str) -> ast.Module | None:
 
 
 def _changes(trees: Iterable[ast.Module | None]) -> Mapping[str, set[str]]:
-    """By name, all that binds or changes it, as text."""
+    """For each name: the statements that bind or change it, as text."""
     found = defaultdict(set)
     for tree in filter(None, trees):
         for node in ast.walk(tree):
@@ -239,7 +239,7 @@ def _is_value_of_rank_0(node: ast.AST) -> bool:
 
 
 def as_literal(value: Any) -> str | None:
-    """Python that makes a value of plain data; None for other values."""
+    """The Python literal of a plain value; None for other values."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return repr(value)
     if isinstance(value, list | tuple):

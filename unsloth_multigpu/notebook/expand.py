@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
-
-# Each thread has its own: subshells run commands as well.
-_user_frame: ContextVar[FrameType | None] = ContextVar("user_frame", default=None)
 
 
 @contextmanager
@@ -28,27 +25,34 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             object.__delattr__(owner, name)
 
 
-@contextmanager
-def expands_in(frame: FrameType) -> Iterator[None]:
-    """For a time `{name}` and `$name` of commands are looked up in a frame of the user's code."""
-    token = _user_frame.set(frame)
-    try:
-        yield
-    finally:
-        _user_frame.reset(token)
+class UserFrame:
+    """The frame of the user's code that runs a command. IPython counts frames up to it, and ours are in between.
 
+    Each thread has its own: subshells run commands as well.
+    """
 
-def expander(shell: Any) -> Callable[..., Any]:
-    """What stands in for `var_expand` of a shell: IPython counts frames, and ours are between."""
-    expand = type(shell).var_expand
+    def __init__(self) -> None:
+        self._frame: ContextVar[FrameType | None] = ContextVar("user_frame", default=None)
 
-    def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
-        frame, above = _user_frame.get(), sys._getframe()
+    @contextmanager
+    def at(self, frame: FrameType) -> Iterator[None]:
+        """Meanwhile `{name}` and `$name` of commands are looked up in this frame."""
+        token = self._frame.set(frame)
+        try:
+            yield
+        finally:
+            self._frame.reset(token)
+
+    def depth(self, depth: int) -> int:
+        """The `depth` for `var_expand` of IPython, for the function that stands in for it and calls this.
+
+        Args:
+            depth: What that function was given.
+        """
+        frame, above = self._frame.get(), sys._getframe(1)
         if frame is None:
-            return expand(shell, cmd, depth + 1, *args, **kwargs)
+            return depth + 1
         depth = 0
         while above is not frame and above.f_back is not None:
             depth, above = depth + 1, above.f_back
-        return expand(shell, cmd, depth, *args, **kwargs)
-
-    return var_expand
+        return depth

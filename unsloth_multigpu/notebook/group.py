@@ -1,4 +1,4 @@
-"""The process group of a notebook's ranks: made anew after a cell that failed, and aborted from another thread.
+"""The process group of a notebook's ranks: a new one after a cell that failed, and how another thread aborts it.
 
 Imported inside functions only.
 """
@@ -15,22 +15,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from torch.distributed import FileStore, Store
 
 from unsloth_multigpu.errors import RankTimeoutError
 
-# The ranks begin to make a group at the same time.
+# All ranks begin to make a group at the same time, so this is long.
 _MEET_LIMIT_S = 60.0
 _POLL_S = 0.002
-_ESTABLISHED = "01"
+
+Address = tuple[str, int]
 
 
 def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -> None:
     """Makes the default process group of this generation. Collective.
 
-    The ranks meet by a file in the run's private folder: no port, and nobody else can come in.
+    The ranks meet by a file in the run's private folder: no port is open, and no other user can join.
 
     Args:
         run_dir: The run's private folder.
@@ -67,6 +69,11 @@ def _meet(store: FileStore, rank: int, world_size: int, limit_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def store_of_group() -> Store:
+    """Keys and values that the ranks of the default process group share. A new group brings an empty store."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def close_group() -> None:
     """Ends the default process group, if there is one."""
     if dist.is_initialized():
@@ -74,10 +81,10 @@ def close_group() -> None:
 
 
 def abort_group(pids: Sequence[int]) -> None:
-    """Lets a collective in which another thread waits raise an error. The groups are of no use afterwards.
+    """Lets a collective in which another thread waits raise an error. The group cannot be used afterwards.
 
-    gloo: `abort()` wakes nobody (torch 2.13); shutting the connections between the ranks does, at once. A listening
-    socket is left alone: shutting that ends the process.
+    gloo: `abort()` does not end a wait (torch 2.13); shutting the connections between the ranks does, at once. A
+    listening socket is left alone: shutting one ends the process.
 
     Args:
         pids: Processes of all ranks.
@@ -85,25 +92,26 @@ def abort_group(pids: Sequence[int]) -> None:
     if not dist.is_initialized():
         return
     _abort_backends()
-    connections = _connections()
-    others = {connections[i] for pid in pids if pid != os.getpid() for i in _sockets(pid) if i in connections}
-    for inode, descriptor in _sockets(os.getpid()).items():
-        here, there = connections.get(inode, ("", ""))
-        if (there, here) in others:
-            _shut(descriptor, inode)
+    theirs = {(there, here) for pid in pids if pid != os.getpid() for _, here, there in _connections(pid)}
+    for descriptor, here, there in _connections(os.getpid()):
+        if (here, there) in theirs:
+            _shut(descriptor, here, there)
 
 
-def _shut(descriptor: int, inode: str) -> None:
-    """Shuts one connection. gloo may have closed its end by now, and its number may be another's."""
+def _shut(descriptor: int, here: Address, there: Address) -> None:
+    """Shuts one connection, unless gloo has closed it by now: its descriptor may belong to something else then."""
     try:
         own = os.dup(descriptor)
     except OSError:
         return
-    if os.readlink(f"/proc/self/fd/{own}") != f"socket:[{inode}]":
+    try:
+        end = socket.socket(fileno=own)
+    except OSError:  # It is not a socket any more.
         os.close(own)
         return
-    with socket.socket(fileno=own) as end, suppress(OSError):  # The other end was quicker.
-        end.shutdown(socket.SHUT_RDWR)
+    with end, suppress(OSError):  # The other side may have been quicker.
+        if (_address(end.getsockname()), _address(end.getpeername())) == (here, there):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def _abort_backends() -> None:
@@ -122,30 +130,19 @@ def _abort_backends() -> None:
         backend._group_end()
 
 
-def _connections() -> dict[str, tuple[str, str]]:
-    """Both ends of every connection of this machine, as the system writes them, by the socket's inode."""
-    found = {}
-    for name in ("tcp", "tcp6"):
-        table = Path(f"/proc/self/net/{name}")
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            fields = line.split()
-            if fields[3] == _ESTABLISHED:
-                found[fields[9]] = (fields[1], fields[2])
-    return found
-
-
-def _sockets(pid: int) -> dict[str, int]:
-    """Descriptors of a process's sockets by inode; nothing of a process that has ended."""
-    found = {}
+def _connections(pid: int) -> list[tuple[int, Address, Address]]:
+    """Descriptor, own address and the other side's of each TCP connection of a process; none if it has ended."""
     try:
-        entries = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return {}
-    for entry in entries:
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{entry}")
-        except OSError:
-            continue  # Closed meanwhile.
-        if target.startswith("socket:["):
-            found[target[len("socket:[") : -1]] = int(entry)
-    return found
+        process = psutil.Process(pid)
+        # Kernels of older images hold psutil 5 from their start, where it has this name.
+        found = getattr(process, "net_connections", None) or process.connections
+        connections = found(kind="tcp")
+    except psutil.NoSuchProcess:
+        return []
+    established = [c for c in connections if c.status == psutil.CONN_ESTABLISHED]
+    return [(c.fd, _address(c.laddr), _address(c.raddr)) for c in established]
+
+
+def _address(address: Sequence[Any]) -> Address:
+    """Host and port. `getsockname` writes the interface behind the host, psutil does not: "fe80::1%eth0"."""
+    return str(address[0]).partition("%")[0], int(address[1])

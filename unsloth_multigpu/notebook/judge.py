@@ -7,25 +7,26 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# From a fault until the kernel's own part of the cell is ended, in seconds. Long where a worker raised: an error that
-# all ranks make shows best as rank 0's own.
+# From a fault until the kernel's own part of the cell is ended, in seconds. Longest where a worker raised: if rank 0
+# is about to raise the same error, its own traceback is the best one to show.
 _GRACE_S = {"raised": 1.4, "died": 0.25, "hung": 0.0, "diverged": 0.0}
-# An exception in Python code ends it; a main thread inside a collective needs the group to be aborted as well. Where
-# ranks have diverged it is known to be inside one.
+# From that exception until the group is aborted, in seconds: the exception ends Python code, but not a collective.
+# Where ranks have diverged, the main thread is known to be inside a collective.
 _ABORT_AFTER_S = {"raised": 0.5, "died": 0.5, "hung": 0.5, "diverged": 0.1}
 _STOP_ABORT_AFTER_S = 1.0
-# Stop comes often twice, and the second one while the ranks are being made equal again.
+# Users often press Stop twice, and the second time the ranks are just being made equal again.
 _HEALING_STOP_AFTER_S = 10.0
 _MISSED_STOP_AFTER_S = 0.05
 _CANCEL_AFTER_S = 0.2
-# Rank 0 leaves the cell by an error: the others come home. An error that all ranks make ends their part meanwhile.
+# From the moment that rank 0 leaves the cell by an error until the others are asked to leave it. Where all ranks
+# raise that error, they leave by themselves meanwhile.
 _ASK_AFTER_S = 0.3
 _ASK_ABORT_AFTER_S = 0.8
-# They were interrupted by Stop: a second interrupt would fall into what the first one has begun to end.
+# The same after Stop, which has interrupted them already: a second interrupt would disturb the first one's clean-up.
 _ASK_AFTER_STOP_S = 0.5
 _ASK_ABORT_AFTER_STOP_S = 0.5
 _KILL_AFTER_S = 10.0
-# A collective that has begun on one rank may take a moment to begin on another.
+# Ranks do not begin a collective at exactly the same time.
 DIVERGED_AFTER_S = 1.0
 
 Main = Literal["runs", "unwinds", "left"]
@@ -33,7 +34,7 @@ Kind = Literal["raised", "died", "hung", "diverged"]
 
 
 class Action(enum.Enum):
-    """What the kernel does, each at most once in a cell."""
+    """What the kernel can do. It takes each action at most once in a cell."""
 
     PASS_STOP = "interrupt the workers as well"
     CANCEL = "cancel the task of a cell that awaits"
@@ -86,7 +87,7 @@ def next_actions(view: View) -> list[Action]:
 
 
 def _end_own_part(view: View) -> dict[Action, float]:
-    """When each action is due that ends what the kernel's main thread does."""
+    """Times of the actions that end what the kernel's main thread does."""
     due_s = {}
     if view.failure is not None:
         due_s[Action.RAISE] = view.failure_s + _GRACE_S[view.failure]
@@ -104,12 +105,12 @@ def _end_own_part(view: View) -> dict[Action, float]:
 
 
 def _bring_workers_home(view: View) -> dict[Action, float]:
-    """When each action is due that ends what the workers do, the kernel's own part being over."""
+    """Times of the actions that end what the workers do, after the kernel's own part has ended."""
     is_well = not view.is_error and view.stop_s is None and view.failure is None
     if is_well or not view.pending:
         return {}
     if view.failure == "died" and view.main == "left":
-        return {Action.KILL: view.now_s}  # The kernel goes on alone, whatever they do.
+        return {Action.KILL: view.now_s}  # The kernel goes on alone in any case.
     if view.failure == "diverged":
         due_s = {Action.ASK: view.now_s}
         abort_after_s = _ABORT_AFTER_S["diverged"]
@@ -129,9 +130,9 @@ def _bring_workers_home(view: View) -> dict[Action, float]:
 def find_divergence(
     main: Main, own: int, ended: Mapping[int, int], running: Mapping[int, int], num_workers: int
 ) -> str | None:
-    """Names ranks that wait for ever, because one has begun a collective that the others will never join.
+    """Names ranks that would wait forever, because one has begun a collective that the others will never join.
 
-    A proof and not a timeout: whoever has ended its part of the cell, or waits for something that only rank 0 makes,
+    This is a proof, not a timeout: a rank that has ended its part of the cell, or that waits for a value of rank 0,
     begins no more collectives.
 
     Args:

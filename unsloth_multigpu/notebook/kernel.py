@@ -15,7 +15,7 @@ from typing import Any
 from unsloth_multigpu.errors import DistributedError, DivergenceError, LaunchError, MultiGPUError
 from unsloth_multigpu.notebook.cell import error_text, names_broken_group
 from unsloth_multigpu.notebook.judge import Action, Kind, Main
-from unsloth_multigpu.notebook.process import Worker, died
+from unsloth_multigpu.notebook.process import WorkerProcess, died
 
 _WAIT_S = 0.05
 
@@ -25,15 +25,15 @@ class Cell:
     """What all ranks run together: a cell, or the making of a new process group between two cells.
 
     Attributes:
-        number: Counts what is sent to the workers to be run.
-        task: Of a cell that awaits; None where the cell does not.
-        is_healing: No code of the user runs.
+        number: Counts the cells and groups that are sent to the workers.
+        task: The task of a cell that awaits; None if it does not.
+        is_healing: A new group is made; no code of the user runs.
         error: What the kernel's own part ended with.
         stop_s: When the user pressed Stop.
-        is_stop_missed: Stop came where it must not raise.
+        is_stop_missed: Stop came at a moment when nothing may be raised.
         failure: The first fault of another rank.
-        failure_error: What the user is to read of it.
-        is_shown: The user has read `failure_error` already.
+        failure_error: The error that tells the user of it.
+        is_shown: `failure_error` has been shown to the user.
     """
 
     number: int
@@ -53,8 +53,8 @@ class Cell:
     done: dict[Action, float] = field(default_factory=dict)
 
     def enter(self, main: Main) -> None:
-        """Notes what the kernel's main thread does from now on."""
-        if self.main != "unwinds":  # It leaves the cell by the error that it has begun to write.
+        """Notes what the main thread of the kernel does from now on."""
+        if self.main != "unwinds":  # Else it left the cell when it began to write its traceback.
             self.main_since_s = time.monotonic()
         self.main = main
 
@@ -65,11 +65,11 @@ class Cell:
             self.failure = kind
 
     def is_elsewhere(self) -> bool:
-        """True for a cell that awaits, while the main thread, which asks, is in the event loop or in another task."""
+        """True for a cell that awaits, if the calling main thread is in the event loop or in another task."""
         return self.task is not None and asyncio.current_task(self.task.get_loop()) is not self.task
 
     def cancel(self) -> None:
-        """Cancels a cell that awaits. From any thread."""
+        """Cancels a cell that awaits. Any thread may call it."""
         if self.task is not None:
             self.task.get_loop().call_soon_threadsafe(self.task.cancel)
 
@@ -83,13 +83,13 @@ class Kernel:
 
     Attributes:
         changed: Notified by the monitor when a worker has said something or has ended.
-        attend: Set by the monitor: turns its attention to what begins or ends now.
-        is_undisturbed: No error may be raised in the main thread.
-        is_broken: The last cell has left the process group, or ranks, in a state that is not known.
-        is_common: It ended alike on all ranks, with or without an error, and nobody was interrupted.
+        attend: Set by the monitor: makes it look at once, because a cell begins or ends.
+        is_undisturbed: No error may be raised in the main thread now.
+        is_broken: After the last cell the state of the process group, or of some ranks, is unknown.
+        is_common: The last cell ended in the same way on all ranks, with or without an error, and was not interrupted.
     """
 
-    def __init__(self, workers: Sequence[Worker], last_collective: Callable[[], int]) -> None:
+    def __init__(self, workers: Sequence[WorkerProcess], last_collective: Callable[[], int]) -> None:
         self.workers = workers
         self.last_collective = last_collective
         self.cell: Cell | None = None
@@ -102,12 +102,12 @@ class Kernel:
 
     @property
     def current(self) -> Cell | None:
-        """The cell that runs, to the thread that runs it; None to every other one, and in a forked child."""
+        """The cell that runs, for the thread that runs it; None for any other thread, and in a forked child."""
         return self.cell if threading.get_ident() == self._main_thread else None
 
     @property
     def pids(self) -> list[int]:
-        """Processes of all ranks."""
+        """Process ids of all ranks, in order."""
         return [os.getpid(), *(worker.pid for worker in self.workers)]
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -118,7 +118,7 @@ class Kernel:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Nothing is raised in the main thread meanwhile: neither by Stop nor by the monitor, which hears of it."""
+        """Lets neither Stop nor the monitor raise in the main thread meanwhile. The monitor still sees Stop."""
         if threading.get_ident() != self._main_thread or self.is_undisturbed:
             yield
             return
@@ -131,7 +131,7 @@ class Kernel:
             self.is_undisturbed = False
             signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
-    def _note_stop(self, _number: int, _frame: object) -> None:
+    def _note_stop(self, _signal_number: int, _frame: object) -> None:
         if self.cell is not None and self.cell.main == "runs":
             self.cell.is_stop_missed = True
 
@@ -144,7 +144,7 @@ class Kernel:
         """
         self._wait_for(lambda worker: worker.is_ready, "starting the workers", limit_s)
 
-    def _wait_for(self, condition: Callable[[Worker], bool], what: str, limit_s: float) -> None:
+    def _wait_for(self, condition: Callable[[WorkerProcess], bool], what: str, limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
         with self.changed:
             while not all(condition(worker) for worker in self.workers):
@@ -165,16 +165,16 @@ class Kernel:
             self.changed.wait_for(lambda: all(w.exit_code is not None for w in self.workers), limit_s)
 
     def replay(self, source: str, limit_s: float, *, execution_count: int = 0) -> None:
-        """Runs code on the workers alone.
+        """Runs code on the workers only, not on rank 0.
 
         Raises:
             DistributedError: It failed there.
         """
-        number = self._next_number()
-        self.send("cell", number=number, source=source, execution_count=execution_count)
-        self._wait_for(lambda worker: number in worker.ended, "running an earlier cell again", limit_s)
+        cell_number = self._next_cell_number()
+        self.send("cell", cell_number=cell_number, source=source, execution_count=execution_count)
+        self._wait_for(lambda worker: cell_number in worker.ended, "running an earlier cell again", limit_s)
         for worker in self.workers:
-            message = worker.ended[number]
+            message = worker.ended[cell_number]
             if message["error"]:
                 raise DistributedError(
                     f"Code from before enable_multi_gpu() failed on rank {worker.rank}: {message['error']}\n"
@@ -199,11 +199,11 @@ class Kernel:
             execution_count: The cell's number in the notebook.
         """
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
-        return self._begin(Cell(self._next_number(), task), "cell", {**message, "folder": _folder()})
+        return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})
 
     def begin_healing(self, order: Mapping[str, Any]) -> Cell:
         """Lets the workers make a new process group, as `order` says; `finish` ends it."""
-        return self._begin(Cell(self._next_number(), is_healing=True), "open", order)
+        return self._begin(Cell(self._next_cell_number(), is_healing=True), "open", order)
 
     def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
         with self.undisturbed():
@@ -213,43 +213,43 @@ class Kernel:
                 if worker.exit_code is not None:  # It has ended between two cells.
                     cell.fail("died", died(worker))
             self.cell = cell
-            self.send(kind, number=cell.number, **fields)
+            self.send(kind, cell_number=cell.number, **fields)
             self.attend()
         return cell
 
     def finish(self, error: BaseException | None) -> BaseException | None:
-        """Ends the cell on all ranks, the kernel's own part having ended with `error`.
+        """Ends the cell on all ranks, after the kernel's own part has ended with `error`.
 
         Returns:
-            What the user is to be told instead of `error`; None = nothing else.
+            What to show the user instead of `error`; None = show `error`.
         """
         cell = self.cell
         assert cell is not None
         with self.undisturbed():
             cell.error = error
             cell.enter("left")
-            self.send("left", number=cell.number)
+            self.send("left", cell_number=cell.number)
             self.attend()
             with self.changed:
                 while self.pending():
                     self.changed.wait(_WAIT_S)
             self.cell = None
         told, messages = self._outcome(cell), self._messages(cell)
-        numbers = {message.get("collective") for message in messages} | {self.last_collective()}
-        is_cut = any((cell.done, cell.stop_s, len(numbers) > 1, error is not None and names_broken_group(error)))
+        collectives = {message.get("collective") for message in messages} | {self.last_collective()}
+        is_cut = any((cell.done, cell.stop_s, len(collectives) > 1, error is not None and names_broken_group(error)))
         self.is_common = not is_cut and [m["error"] for m in messages] == [error_text(error)] * len(self.workers)
         self.is_broken = is_cut or (cell.failure is not None and not self.is_common)
         return told
 
     def pending(self) -> frozenset[int]:
-        """Workers that live and have not ended the cell."""
+        """Workers that are alive and have not ended the cell."""
         cell = self.cell
         if cell is None:
             return frozenset()
         return frozenset(w.rank for w in self.workers if w.exit_code is None and cell.number not in w.ended)
 
     def forget(self) -> None:
-        """In a forked child: the workers are the kernel's, and no cell of the child's."""
+        """For a forked child: the workers and the cell belong to the kernel, not to the child."""
         for worker in self.workers:
             worker.close()
         self.workers, self.cell = (), None
@@ -266,7 +266,7 @@ class Kernel:
             return cell.failure_error
         if cell.failure_error is not None and not isinstance(cell.error, MultiGPUError):
             kinds = {message["error"].partition(":")[0] for message in messages}
-            # The same error on all ranks is the user's own, and shown once. So is what rank 0 raised first.
+            # An error that all ranks raise is the user's own: rank 0's is shown. So is what rank 0 raised first.
             is_common = cell.error is not None and kinds == {type(cell.error).__name__}
             is_first = not is_echo and cell.main_since_s < cell.failure_s
             return None if is_common or is_first else cell.failure_error
@@ -282,13 +282,13 @@ class Kernel:
             why = alone[0].partition(": ")[2].partition("\nHint:")[0]
             text = f"Another rank has come to something that rank 0 makes for all, and rank 0 has not: {why}"
             return DivergenceError(text, hint=hint)
-        numbers = {self.last_collective(), *(message["collective"] for message in messages)}
-        if len(numbers) == 1:
+        collectives = {self.last_collective(), *(message["collective"] for message in messages)}
+        if len(collectives) == 1:
             return None
-        text = f"The ranks have made different numbers of collectives in this cell: {sorted(numbers)}."
+        text = f"The ranks have made different numbers of collectives in this cell: {sorted(collectives)}."
         return DivergenceError(text, hint=hint)
 
-    def _next_number(self) -> int:
+    def _next_cell_number(self) -> int:
         self._num_cells += 1
         return self._num_cells
 
@@ -296,5 +296,5 @@ class Kernel:
 def _folder() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # Somebody has removed it.
+    except FileNotFoundError:  # The folder has been removed.
         return ""

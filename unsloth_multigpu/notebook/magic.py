@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.notebook.cell import log_header
 from unsloth_multigpu.notebook.kernel import Kernel
-from unsloth_multigpu.notebook.process import Worker
+from unsloth_multigpu.notebook.process import WorkerProcess
 from unsloth_multigpu.notebook.share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.wire.beat import Beat, read_beats
@@ -34,19 +33,23 @@ class RankMagics:
     Args:
         shell: `get_ipython()`.
         kernel: Knows the workers.
-        publisher: Held back in a cell that not all ranks run.
+        publisher: Sends nothing in a cell that not all ranks run.
         run_dir: The run's private folder, with the pages of all ranks.
+        device_of: Names the device of a rank.
     """
 
-    def __init__(self, shell: Any, kernel: Kernel, publisher: Publisher, run_dir: Path) -> None:
+    def __init__(
+        self, shell: Any, kernel: Kernel, publisher: Publisher, run_dir: Path, device_of: Callable[[int], str]
+    ) -> None:
         self._shell = shell
         self._kernel = kernel
         self._publisher = publisher
         self._run_dir = run_dir
+        self._device_of = device_of
         self._shows_all = False
-        # No other rank runs what rank 0 runs now.
+        # True while no other rank runs what rank 0 runs.
         self.is_apart = False
-        # Of the cell that runs: its source, the ranks whose output is shown, and where each log stood.
+        # Of the cell that runs: its source, the ranks whose output is shown, and how long each log was.
         self._source = ""
         self._shown: set[int] = set()
         self._offsets: dict[int, int] = {}
@@ -64,14 +67,14 @@ class RankMagics:
         self._shown = {worker.rank for worker in workers} if self._shows_all else set()
         self._offsets = {worker.rank: _size_of(worker.log) for worker in workers}
 
-    def end(self, number: int) -> None:
+    def end(self, cell_number: int) -> None:
         """The cell has ended on all ranks: shows what workers have written."""
         for worker in self._kernel.workers:
             if worker.rank in self._shown:
                 with suppress(FileNotFoundError), worker.log.open("rb") as log:
                     log.seek(self._offsets[worker.rank])
                     text = log.read().decode("utf-8", "replace")
-                    sys.stdout.write(prefix_output(text, log_header(number, self._source), worker.rank))
+                    sys.stdout.write(prefix_output(text, log_header(cell_number, self._source), worker.rank))
 
     def rank(self, line: str, cell: str) -> None:
         """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others pass it over."""
@@ -80,7 +83,7 @@ class RankMagics:
         if 0 in ranks:
             self.is_apart = ranks == {0}
             try:
-                with self._publisher.alone():
+                with self._publisher.detached():
                     result = self._shell.run_cell(cell)
             finally:
                 self.is_apart = False
@@ -106,12 +109,12 @@ class RankMagics:
 
     def _table(self) -> str:
         with self._kernel.changed:
-            # They run this cell too; who has come as far as here says so by waiting.
+            # The workers run this cell too. One that has come to this line says that it waits.
             self._kernel.changed.wait_for(lambda: all(map(self._is_idle, self._kernel.workers)), _IDLE_LIMIT_S)
         beats, now_s = read_beats(self._run_dir), time.monotonic()
         rows = [("rank", "pid", "device", "state", "step", "phase", "since", "RSS", "device memory", "log")]
-        workers: Sequence[Worker | None] = [None, *self._kernel.workers]
-        devices = _devices(len(workers))
+        workers: Sequence[WorkerProcess | None] = [None, *self._kernel.workers]
+        devices = [self._device_of(rank) for rank in range(len(workers))]
         used = _device_memory()
         for rank, worker in enumerate(workers):
             beat, pid = beats.get(rank, Beat()), os.getpid() if worker is None else worker.pid
@@ -123,7 +126,7 @@ class RankMagics:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
-    def _state(self, worker: Worker | None) -> str:
+    def _state(self, worker: WorkerProcess | None) -> str:
         if worker is None:
             return "this kernel"
         if worker.exit_code is not None:
@@ -131,7 +134,7 @@ class RankMagics:
             return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return "idle" if self._is_idle(worker) else "busy"
 
-    def _is_idle(self, worker: Worker) -> bool:
+    def _is_idle(self, worker: WorkerProcess) -> bool:
         return worker.waits is not None or worker.rank not in self._kernel.pending()
 
 
@@ -160,27 +163,18 @@ def prefix_output(text: str, header: str, rank: int) -> str:
     return "".join(f"[rank{rank}] {line}\n" for line in [*cut, *lines[-_MOST_LINES:]])
 
 
-def _devices(num_ranks: int) -> list[str]:
-    from unsloth_multigpu import plugin
-    from unsloth_multigpu.group.manager import local_device
-
-    session = plugin.active_session()
-    if session is None:
-        return ["-"] * num_ranks
-    places = [dataclasses.replace(session.identity, rank=rank, local_rank=rank) for rank in range(num_ranks)]
-    return [str(local_device(place, session.config)) for place in places]
-
-
 def _rss(pid: int) -> str:
+    """Memory of this machine that a process holds; "-" if it has ended."""
+    import psutil
+
     try:
-        num_pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    except OSError:
+        return f"{psutil.Process(pid).memory_info().rss / 2**30:.2f} GiB"
+    except psutil.NoSuchProcess:
         return "-"
-    return f"{num_pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.2f} GiB"
 
 
 def _device_memory() -> list[str]:
-    """What is in use on each visible NVIDIA card, by all processes. CUDA could tell, but would open each card here."""
+    """Memory in use on each visible NVIDIA card, by all processes. To ask CUDA would open each card here."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

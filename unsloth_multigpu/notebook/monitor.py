@@ -19,14 +19,14 @@ from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, View, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
-from unsloth_multigpu.notebook.process import Worker, died
+from unsloth_multigpu.notebook.process import WorkerProcess, died
 from unsloth_multigpu.wire.beat import read_beats
 from unsloth_multigpu.wire.process import send_to_main_thread
 from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 
 logger = get_logger(__name__)
 
-# By which the monitor raises an error in the main thread.
+# The monitor sends it to the main thread, whose handler then raises the error.
 RAISE_SIGNAL = signal.SIGUSR1
 _POLL_MS = 50
 _LOOK_S = 0.2
@@ -36,9 +36,10 @@ _KILLED_BECAUSE = "it did not leave the cell"
 
 
 class Monitor:
-    """Opened and closed by the main thread; everything else happens in a thread of its own.
+    """Watches from a second thread. The main thread opens and closes it.
 
-    Signals are seen by the descriptor to which Python writes them, even while the main thread is inside a collective.
+    Signals are read from the descriptor to which Python writes them (`signal.set_wakeup_fd`), so they are seen even
+    while the main thread is inside a collective.
 
     Args:
         kernel: Workers and the cell that runs.
@@ -73,7 +74,7 @@ class Monitor:
             stack.callback(self._end_thread)
             self._stack = stack.pop_all()
         kernel.attend = self.attend
-        # There is no way to take it back: it holds nothing.
+        # It cannot be unregistered, so it holds only a weak reference.
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 
     def close(self) -> None:
@@ -82,12 +83,12 @@ class Monitor:
         self._stack.close()
 
     def attend(self) -> None:
-        """Lets the thread look at once. In the main thread, whose signals another library may have taken since."""
+        """Makes the thread look at once. Called by the main thread, whose signals another library may have taken."""
         self._own_signals()
         self._wake()
 
     def forget(self) -> None:
-        """In a forked child: nothing here is the child's."""
+        """For a forked child: gives up what belongs to the kernel."""
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
         self._kernel.forget()
@@ -102,7 +103,7 @@ class Monitor:
 
     def _give_signals_back(self) -> None:
         now = signal.set_wakeup_fd(-1)
-        # What somebody has put there since stays; what was there before may be closed by now.
+        # A descriptor that other code has set since stays; the one from before may be closed by now.
         with suppress(OSError, ValueError):
             signal.set_wakeup_fd(self._wakeup_before if now == self._write_end else now)
 
@@ -112,16 +113,16 @@ class Monitor:
         self._thread.join()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # Full of what wakes it as well.
+        with suppress(BlockingIOError):  # The pipe is full, which wakes the thread as well.
             os.write(self._write_end, b"\0")
 
-    def _raise_pending(self, _number: int, _frame: object) -> None:
+    def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         cell = self._kernel.cell
         is_healing = cell is not None and cell.is_healing
         if self._pending_error is None or (self._kernel.is_undisturbed and not is_healing):
-            return  # It comes again.
+            return  # The signal is sent again.
         error, self._pending_error = self._pending_error, None
-        # Not while the main thread writes its traceback: it would end inside IPython.
+        # While the main thread writes its traceback, an error would end IPython's own code.
         if cell is None or cell.main != "runs":
             return
         if cell.is_elsewhere():
@@ -133,7 +134,7 @@ class Monitor:
         try:
             self._watch()
         except BaseException as error:
-            # Nobody would end a cell any more: the kernel goes on alone.
+            # Without this thread no cell would end: the kernel goes on alone.
             for worker in self._kernel.workers:
                 worker.kill(f"the kernel's monitor has failed ({type(error).__name__}: {error})")
                 worker.collect()
@@ -158,17 +159,17 @@ class Monitor:
                 self._look(cell)
                 self._step(cell)
 
-    def _take_signals(self, numbers: bytes) -> None:
-        others = numbers.replace(b"\0", b"")
+    def _take_signals(self, signal_numbers: bytes) -> None:
+        others = signal_numbers.replace(b"\0", b"")
         if self._wakeup_before >= 0 and others:
             with suppress(OSError):  # It is full, or closed by now.
                 os.write(self._wakeup_before, others)
         cell = self._kernel.cell
-        if signal.SIGINT in numbers and cell is not None and cell.stop_s is None:
+        if signal.SIGINT in signal_numbers and cell is not None and cell.stop_s is None:
             cell.stop_s = time.monotonic()
 
-    def _is_heard(self, worker: Worker, descriptor: int) -> bool:
-        """Takes what has come; False when nothing more will."""
+    def _is_heard(self, worker: WorkerProcess, descriptor: int) -> bool:
+        """Takes what has come from a worker; False if nothing more will come from this descriptor."""
         kernel = self._kernel
         messages = worker.channel.receive() if descriptor == worker.channel.fileno() else None
         if messages is None and worker.exit_code is None:
@@ -181,22 +182,22 @@ class Monitor:
             kernel.changed.notify_all()
         return messages is not None
 
-    def _take(self, worker: Worker, message: Mapping[str, Any]) -> None:
+    def _take(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         kind, cell = message["kind"], self._kernel.cell
         if kind == "ready":
             worker.start_failures, worker.is_ready = message["failures"], True
         elif kind == "waits":
-            if cell is not None and cell.number == message["number"]:
+            if cell is not None and cell.number == message["cell_number"]:
                 worker.waits = message["collective"]
         elif kind == "ended":
             worker.waits = None
             is_own = message["error"] and not message["is_asked"] and not message["is_left_alone"]
-            if cell is not None and cell.number == message["number"] and is_own and cell.stop_s is None:
+            if cell is not None and cell.number == message["cell_number"] and is_own and cell.stop_s is None:
                 cell.fail("raised", _raised(worker, message))
-            worker.ended[message["number"]] = dict(message)
+            worker.ended[message["cell_number"]] = dict(message)
 
     def _step(self, cell: Cell) -> None:
-        """Does what is due."""
+        """Takes the actions that are due now."""
         view = View(
             now_s=time.monotonic(),
             main=cell.main,
@@ -215,7 +216,7 @@ class Monitor:
             logger.debug("cell=%d %s", cell.number, action.value)
             cell.done[action] = time.monotonic()
             self._act(cell, action)
-        # Again and again: it is not raised where the main thread must not be disturbed. Each signal wakes this thread.
+        # Repeated: the handler raises nothing while the main thread is undisturbed. Each signal wakes this thread.
         if self._pending_error is not None and cell.main == "runs" and view.now_s - self._signalled_s > _SIGNAL_S:
             self._signalled_s = view.now_s
             signal.pthread_kill(self._main_thread, RAISE_SIGNAL)
@@ -223,11 +224,11 @@ class Monitor:
     def _act(self, cell: Cell, action: Action) -> None:
         kernel = self._kernel
         if action == Action.PASS_STOP:
-            kernel.send("interrupt", number=cell.number, is_stop=True)
+            kernel.send("interrupt", cell_number=cell.number, is_stop=True)
         elif action == Action.ASK:
-            kernel.send("interrupt", number=cell.number, is_stop=False)
+            kernel.send("interrupt", cell_number=cell.number, is_stop=False)
         elif action == Action.ASK_ABORT:
-            kernel.send("abort", number=cell.number, pids=kernel.pids)
+            kernel.send("abort", cell_number=cell.number, pids=kernel.pids)
         elif action == Action.KILL:
             for worker in kernel.workers:
                 if worker.rank in kernel.pending():
@@ -240,7 +241,7 @@ class Monitor:
             self._pending_error = cell.failure_error or KeyboardInterrupt()
 
     def _look(self, cell: Cell) -> None:
-        """Looks for what no message tells."""
+        """Looks for divergence and hangs, which no message tells."""
         if cell.failure is not None or cell.stop_s is not None or time.monotonic() - self._looked_s < _LOOK_S:
             return
         self._looked_s = time.monotonic()
@@ -257,7 +258,7 @@ class Monitor:
             elif worker.waits is not None:
                 ended[worker.rank] = worker.waits
             elif message is None and beat is not None and beat.alive_s > cell.begin_s:
-                running[worker.rank] = beat.collective  # Of this group, and not of the one before.
+                running[worker.rank] = beat.collective  # Written since the cell began, so it is of this group.
         text = find_divergence(cell.main, self._kernel.last_collective(), ended, running, len(self._kernel.workers))
         if text is None:
             cell.diverged_since_s = None
@@ -281,11 +282,11 @@ class Monitor:
         """The user's line that a rank is in."""
         path = stack_path(self._run_dir, rank)
         send_to_main_thread(self._kernel.pids[rank], signal.SIGUSR2)
-        time.sleep(_STACK_S)  # A process that is stopped writes nothing.
+        time.sleep(_STACK_S)  # The process writes its stacks meanwhile; a stopped one writes nothing.
         return place_of(main_frames(path.read_text(encoding="utf-8", errors="replace")))
 
 
-def _raised(worker: Worker, message: Mapping[str, Any]) -> DistributedError:
+def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedError:
     is_name = message["error"].startswith("NameError")
     why = "If rank 0 has that name, it was made where only rank 0 runs: make it in a cell. " if is_name else ""
     return DistributedError(

@@ -1,24 +1,26 @@
-"""One worker process, as the kernel sees it."""
+"""One worker process, as the kernel sees it, and the channel between the two."""
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.notebook.channel import Channel
 from unsloth_multigpu.wire.child import Child
+from unsloth_multigpu.wire.frames import Frames
 
-# A message that a worker has not read after so long ends it: its thread reads unless native code keeps the lock.
+# A worker that reads no message for so long is killed. Its thread reads, unless native code holds Python's lock.
 _SEND_LIMIT_S = 30.0
 _PROGRAM = "from unsloth_multigpu.notebook.worker import main; main()"
 
 
-class Worker(Child):
-    """Starts the process of a rank above 0, and holds what is known of it.
+class WorkerProcess(Child):
+    """Starts the process of a rank above 0, and keeps what it has told.
 
     Args:
         rank: Which rank.
@@ -26,10 +28,10 @@ class Worker(Child):
         environment: All of its variables.
 
     Attributes:
-        is_ready: It waits for cells.
-        start_failures: What it could not do of what the kernel did before its first cell.
-        ended: The message by which it ended a cell, by the cell's number. The last ones.
-        waits: The last collective before what it waits for rank 0 to make, in this cell; None = it does not wait.
+        is_ready: It takes cells.
+        start_failures: The steps of the kernel's start that failed there; see `start_alike`.
+        ended: The message with which it ended a cell, by the number of the cell. Only the last ones are kept.
+        waits: While it waits for a value of rank 0, the number of its last collective; None = it does not wait.
     """
 
     def __init__(self, rank: int, log: Path, environment: Mapping[str, str]) -> None:
@@ -42,7 +44,7 @@ class Worker(Child):
         self.channel = Channel(self.connection, _SEND_LIMIT_S)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message; one that nobody reads ends a process that is stopped."""
+        """Sends a message. A process that does not read it is killed."""
         if self.exit_code is not None:
             return
         try:
@@ -50,7 +52,7 @@ class Worker(Child):
         except TimeoutError:
             self.kill(f"it has read nothing for {_SEND_LIMIT_S:g} seconds")
         except OSError:
-            self.kill()  # It is ending.
+            self.kill()  # The process is ending.
 
     def end(self, limit_s: float) -> None:
         """Asks the process to end, and kills it after `limit_s`."""
@@ -62,14 +64,54 @@ class Worker(Child):
         self.collect()
 
     def close(self) -> None:
-        """Lets go of the descriptors, here or in a forked child."""
+        """Closes the descriptors, in this process or in a forked child."""
         self.channel.close()
         os.close(self.pid_descriptor)
 
 
-def died(worker: Worker) -> DistributedError:
-    """What the user reads of a worker that has ended."""
+def died(worker: WorkerProcess) -> DistributedError:
+    """The error that tells the user that a worker has ended."""
     return DistributedError(
         worker.describe_death(),
         hint="This kernel goes on alone and keeps its model: save it. Restart the kernel to train on all ranks.",
     )
+
+
+class Channel:
+    """One end of a pair of sockets, over which kernel and worker send each other JSON. No pickle.
+
+    Any thread may send; one thread receives.
+
+    Args:
+        end: A connected stream socket, owned from now on.
+        send_limit_s: How long a message may wait for a reader that does not read; None = without limit.
+    """
+
+    def __init__(self, end: socket.socket, send_limit_s: float | None = None) -> None:
+        self._frames = Frames(end, send_limit_s)
+
+    def fileno(self) -> int:
+        """Readable when there is something to receive."""
+        return self._frames.fileno()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Sends one message: its kind, and fields that JSON can hold.
+
+        Raises:
+            OSError: The other side is gone, or does not read. A message that was cut off ends the pair.
+        """
+        self._frames.send(json.dumps({"kind": kind, **fields}).encode())
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Waits for bytes and returns the messages that are whole by now; None when the other side is gone."""
+        messages = self._frames.receive()
+        if messages is None:
+            return None
+        # All of them, so that what the other side said last is known before its end is.
+        while self._frames.has_more() and (more := self._frames.receive()) is not None:
+            messages += more
+        return [json.loads(message) for message in messages]
+
+    def close(self) -> None:
+        """Closes this end, which the other side sees."""
+        self._frames.close()

@@ -1,4 +1,4 @@
-"""What a kernel has beside its cells: its profile's files, lines and extensions, and what a front end has put there.
+"""What a kernel has besides its cells: the files, lines and extensions of its profile, and what a front end has added.
 
 A front end runs code of its own and of the user's settings without writing it down: VS Code names the notebook in
 `__vsc_ipynb_file__` and runs `jupyter.runStartupCommands`. Without it a cell that works on rank 0 fails on a worker.
@@ -21,15 +21,15 @@ from typing import Any
 from unsloth_multigpu.notebook.cell import FRONT_ENDS, as_literal, error_text
 from unsloth_multigpu.notebook.expand import attribute
 
-# IPython's own, which each shell has; and what starting the debugger leaves.
+# Names of IPython, which each shell has, and a name that the debugger leaves.
 _NOT_SENT = re.compile(r"_i*\d*|_+|_[iod]h|In|Out|debugpy")
-# All of it goes into one variable of the environment, of which Linux takes 128 KiB.
+# All of it goes into one environment variable, which may have 128 KiB on Linux.
 _NAME_CHARACTERS = 2_000
 _ALL_CHARACTERS = 60_000
 
 
 def describe_shell(shell: Any, bound: Collection[str]) -> dict[str, Any]:
-    """What a worker's shell begins with so that it is like this one, as JSON can say it.
+    """What a worker's shell needs to become like this one, as values that JSON can hold.
 
     Args:
         shell: `get_ipython()`.
@@ -41,7 +41,7 @@ def describe_shell(shell: Any, bound: Collection[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if isinstance(app, InteractiveShellApp):
         options = {name: getattr(app, name) for name in InteractiveShellApp.class_trait_names(config=True)}
-    # What rank 0 could not load is none of a worker's either; what speaks to a front end needs its kernel.
+    # Only what rank 0 has loaded. Extensions that speak to a front end need a kernel, which a worker has not.
     loaded = sorted(name for name in shell.extension_manager.loaded if not f"{name}.".startswith(FRONT_ENDS))
     return {
         "ipython_dir": shell.ipython_dir,
@@ -54,7 +54,7 @@ def describe_shell(shell: Any, bound: Collection[str]) -> dict[str, Any]:
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
-    """The sections of a configuration as far as JSON can say them."""
+    """The sections of a configuration, without values that JSON cannot hold."""
     from traitlets.config import Config, LazyConfigValue
 
     plain: dict[str, dict[str, Any]] = {}
@@ -65,13 +65,13 @@ def _plain_config(config: Any) -> dict[str, Any]:
             try:
                 text = json.dumps(known)
             except (TypeError, ValueError):
-                continue  # Functions and classes are of the front end.
+                continue  # Functions and classes belong to the front end.
             plain.setdefault(section, {})[name] = json.loads(text)
     return plain
 
 
 def _autoreload_magics(shell: Any) -> list[str]:
-    """Magics by which another shell reloads changed modules as this one does: else ranks would run different code."""
+    """Magics that make another shell reload changed modules as this one does, so that ranks run the same code."""
     magics = shell.magics_manager.registry.get("AutoreloadMagics")
     found = [] if magics is None else [v for v in vars(magics).values() if type(v).__name__ == "ModuleReloader"]
     if not found:
@@ -84,14 +84,14 @@ def _autoreload_magics(shell: Any) -> list[str]:
 
 
 def _names_to_send(values: Mapping[str, Any], bound: Collection[str]) -> dict[str, str]:
-    """By name the line that binds it in another process, of what no cell has bound."""
+    """For each name that no cell has bound: the line of Python that binds it in another process."""
     names: dict[str, str] = {}
     num_characters, early = 0, _early_modules()
     for name, value in values.items():
         if name in bound or _NOT_SENT.fullmatch(name) or not name.isidentifier() or keyword.iskeyword(name):
             continue
         line = _binding(name, value, early)
-        size = len(json.dumps([name, line]))  # It writes a Chinese character as six.
+        size = len(json.dumps([name, line]))  # JSON writes a Chinese character as six.
         if line and size <= min(_NAME_CHARACTERS, _ALL_CHARACTERS - num_characters):
             names[name] = line
             num_characters += size
@@ -99,7 +99,7 @@ def _names_to_send(values: Mapping[str, Any], bound: Collection[str]) -> dict[st
 
 
 def _binding(name: str, value: Any, early: Collection[str]) -> str:
-    """Python that binds it; "" where another process cannot make it."""
+    """The line of Python that binds a name to this value; "" if another process cannot make the value."""
     if isinstance(value, ModuleType):
         module = value.__name__
         return f"import {module} as {name}" if module in early and sys.modules[module] is value else ""
@@ -112,17 +112,16 @@ def _binding(name: str, value: Any, early: Collection[str]) -> str:
 
 
 def _early_modules() -> Collection[str]:
-    """Those that this process had before Unsloth: a worker, too, imports Unsloth before what Unsloth changes."""
+    """Modules that were imported before Unsloth. A worker also imports Unsloth before what Unsloth changes."""
     return {*itertools.takewhile(lambda name: name != "unsloth", list(sys.modules))} - {"__main__"}
 
 
-def make_shell(told: Mapping[str, Any]) -> Any:
-    """Makes a worker's shell, with the configuration and the profile of the kernel's.
+def shell_options(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by which a worker's shell gets the configuration and the profile of the kernel's.
 
     Args:
         told: What `describe_shell` gave.
     """
-    from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.profiledir import ProfileDir
     from traitlets.config import Config
 
@@ -130,32 +129,32 @@ def make_shell(told: Mapping[str, Any]) -> Any:
     settings.HistoryManager.enabled = False
     # IPython keeps each traceback as text; other modes take seconds for one.
     settings.InteractiveShell.xmode = "Minimal"
-    # Its log file is rank 0's, and nobody sits before a worker to debug.
+    # Its log file is rank 0's, and nobody can use a debugger in a worker.
     settings.InteractiveShell.update(logstart=False, logfile="", logappend="", pdb=False)
-    return InteractiveShell.instance(
-        config=settings,
-        ipython_dir=told["ipython_dir"],
-        profile_dir=ProfileDir.find_profile_dir(told["profile_dir"]),
-        user_module=sys.modules["__main__"],
-    )
+    return {
+        "config": settings,
+        "ipython_dir": told["ipython_dir"],
+        "profile_dir": ProfileDir.find_profile_dir(told["profile_dir"]),
+        "user_module": sys.modules["__main__"],
+    }
 
 
 def start_alike(shell: Any, told: Mapping[str, Any]) -> list[str]:
     """Does in a worker's shell what the kernel did before its first cell.
 
     Args:
-        shell: What `make_shell` gave.
+        shell: The worker's shell.
         told: What `describe_shell` gave.
 
     Returns:
-        What has failed, an entry for each. As in a kernel, it keeps nothing else from being done.
+        What has failed, an entry for each. As in a kernel, the rest is done nevertheless.
     """
     from IPython.core.shellapp import InteractiveShellApp
 
     notes = _Notes()
 
     class StartUp(InteractiveShellApp):  # type: ignore[misc, unused-ignore]
-        """IPython's own way from a profile to a shell."""
+        """IPython's own code that gives a shell what its profile says."""
 
         log = notes.log
         profile_dir = shell.profile_dir
@@ -168,7 +167,7 @@ def start_alike(shell: Any, told: Mapping[str, Any]) -> list[str]:
         start_up.init_gui_pylab()
         start_up.init_extensions()
         start_up.init_code()
-        # What those have bound is there already.
+        # A name that a startup file or an extension has bound stays as it is.
         lines = [line for name, line in told["names"].items() if name not in shell.user_ns]
         for line in [*told["magics"], *lines]:
             notes.log.info(line)
@@ -177,7 +176,7 @@ def start_alike(shell: Any, told: Mapping[str, Any]) -> list[str]:
 
 
 class _Notes(logging.Handler):
-    """Reads what IPython says of its start, which passes over all that fails.
+    """Reads what IPython logs while it starts: it only logs what fails.
 
     Attributes:
         failures: What has failed, and in which step.
@@ -199,7 +198,7 @@ class _Notes(logging.Handler):
 
     @contextmanager
     def of_errors_in(self, shell: Any) -> Iterator[None]:
-        """Notes what the shell shows of errors."""
+        """Notes the errors that the shell shows."""
         with ExitStack() as stack:
             for name in ("showtraceback", "showsyntaxerror", "showindentationerror"):
                 stack.enter_context(attribute(shell, name, self._noted(getattr(shell, name))))

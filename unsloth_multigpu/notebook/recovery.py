@@ -1,4 +1,4 @@
-"""Makes the ranks of a notebook equal again after a cell that did not end well on all of them.
+"""Makes the ranks of a notebook equal again, after a cell that failed or was stopped on some of them.
 
 Imported inside functions only.
 """
@@ -9,20 +9,25 @@ import hashlib
 import json
 import sys
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
-from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.manager import DDPManager, local_device
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
 from unsloth_multigpu.group.wrapper import inner_name
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.notebook.state import send_state
 from unsloth_multigpu.train.loop import Loop
 
 logger = get_logger(__name__)
+
+# Values that a message can hold as they are.
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class Trainings:
         facts = {number: _facts_of(trainer) for number, trainer in live.items()}
         texts = [json.loads(text) for text in manager.gather_texts(json.dumps([facts, num_finished]))]
         ranks = [text[0] for text in texts]
-        # A trainer that one rank has let go of can be trained by none.
+        # A trainer that one rank does not have any more cannot be trained again.
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
             _check_same_facts(number, [rank[str(number)] for rank in ranks])
             _send_trainer(manager, live[number])
@@ -117,13 +122,13 @@ class Trainings:
 
 
 def become_one_process() -> None:
-    """Lets accelerate see a process without ranks: what was made for several goes on alone."""
+    """Makes accelerate forget the other ranks, also in objects that were made for several processes."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.PartialState._shared_state:
         return
     kept = dict(state.AcceleratorState._shared_state)
-    # As transformers does for every TrainingArguments. All objects of these classes share one state: those that
-    # trainers hold are told as well. The precision and the like stay.
+    # As transformers does for every TrainingArguments. All objects of these classes share one state, so this changes
+    # those that trainers hold as well. Settings such as the precision stay.
     is_cpu = state.PartialState._shared_state["_cpu"]
     state.AcceleratorState._reset_state(reset_partial_state=True)
     alone = vars(state.PartialState(cpu=is_cpu))
@@ -139,22 +144,22 @@ def _refuse_part_of_batch(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _take_ddp_off(trainer: Any) -> None:
-    """The wrapper's group is gone, and its buckets may be in the middle of a step."""
+    """Removes the wrapper: its group has ended, and its buckets may be in the middle of a step."""
     accelerator = trainer.accelerator
     for model in (trainer.model_wrapped, *accelerator._models):
         if (ddp := _ddp_in(model)) is not None:
             ddp._remove_autograd_hooks()
     accelerator._models = [model for model in accelerator._models if _ddp_in(model) is None]
     trainer.model_wrapped = trainer.model
-    # Gradients are parts of the buckets.
+    # The gradients lie in the buckets.
     trainer.model.zero_grad(set_to_none=True)
     if getattr(trainer, "_buffered_inputs", None) is not None:
-        # TRL's generated samples, of which ranks may have used up different numbers.
+        # TRL's generated samples. Ranks may have used different numbers of them.
         trainer._buffered_inputs = None
 
 
 def _retire(wrapper: Any) -> None:
-    """Its optimizer is the script's, and may be a step apart from other ranks': nothing here can make it equal."""
+    """Makes a plain loop's wrapper raise: its optimizer may be a step apart from other ranks', and is not known."""
 
     def forward(*_args: Any, **_kwargs: Any) -> Any:
         raise DistributedError(
@@ -176,7 +181,7 @@ def _ddp_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
 
 
 def _optimizer_of(trainer: Any) -> Any:
-    """torch's own, within accelerate's; None before the first training."""
+    """torch's optimizer, inside accelerate's; None before the first training."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
@@ -185,7 +190,7 @@ def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
 
 
 def _facts_of(trainer: Any) -> dict[str, Any]:
-    """What must be equal for one rank to take over another's state."""
+    """What must be equal on two ranks before one can take the state of the other."""
     optimizer = _optimizer_of(trainer)
     weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in replicated_tensors(trainer.model)]
     shapes = optimizer and [tuple(p.shape) for p in _parameters_of(optimizer)]
@@ -248,7 +253,7 @@ def _send_trainer(manager: DDPManager, trainer: Any) -> None:
 
 
 def _take_optimizer_states(trainer: Any, states: list[Any] | None) -> None:
-    """Puts rank 0's states in place of this rank's; on rank 0 they are what is there."""
+    """Puts rank 0's states in place of this rank's. On rank 0 they are the same objects."""
     if states is None:
         if trainer.optimizer is not None:
             _optimizer_of(trainer).state.clear()
@@ -261,3 +266,72 @@ def _take_optimizer_states(trainer: Any, states: list[Any] | None) -> None:
             optimizer.state[parameter] = state
         else:
             optimizer.state.pop(parameter, None)
+
+
+def send_state(manager: DDPManager, mine: Any) -> tuple[Any, list[str]]:
+    """Gives every rank rank 0's state. Collective.
+
+    Tensors of the same shape and type are overwritten in place; for others new ones are made.
+
+    Args:
+        mine: This rank's state: dicts, lists, tuples, tensors, numbers and texts.
+
+    Returns:
+        Rank 0's state; and the type names of values that cannot be sent, of which each rank keeps its own.
+    """
+    sent: list[torch.Tensor] = []
+    kept: list[str] = []
+    if manager.identity.rank == 0:
+        plain = _to_plain(mine, sent, kept)
+        manager.broadcast_text(json.dumps([plain, kept]))
+        manager.broadcast_tensors(sent)
+        return mine, kept
+    plain, kept = json.loads(manager.broadcast_text(""))
+    state = _from_plain(plain, mine, sent, local_device(manager.identity, manager.config))
+    manager.broadcast_tensors(sent)
+    return state, kept
+
+
+def _to_plain(value: Any, tensors: list[torch.Tensor], kept: list[str]) -> Any:
+    """A value as `[kind, ...]`. Its tensors are appended to `tensors`, in order."""
+    if isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+        # For example torchao's: only the class itself can make one.
+        names, _ = value.__tensor_flatten__()
+        return ["wrapper", [[name, _to_plain(getattr(value, name), tensors, kept)] for name in names]]
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]
+    if isinstance(value, Mapping):
+        return ["dict", [[key, _to_plain(item, tensors, kept)] for key, item in value.items()]]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, [_to_plain(item, tensors, kept) for item in value]]
+    if isinstance(value, _PLAIN):
+        return ["plain", value]
+    kept.append(type(value).__name__)
+    return ["kept"]
+
+
+def _from_plain(plain: Any, mine: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    """Builds the value, with the parts of `mine` that fit. The tensors to be filled are appended to `tensors`."""
+    kind, *rest = plain
+    if kind == "wrapper":
+        for name, part in rest[0]:
+            _from_plain(part, getattr(mine, name, None), tensors, device)
+        return mine
+    if kind == "tensor":
+        shape, dtype, place = rest
+        fits = isinstance(mine, torch.Tensor) and list(mine.shape) == shape and str(mine.dtype) == f"torch.{dtype}"
+        if not fits:
+            mine = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if place == "cpu" else device)
+        tensors.append(mine)
+        return mine
+    if kind == "dict":
+        named = mine if isinstance(mine, Mapping) else {}
+        return {key: _from_plain(item, named.get(key), tensors, device) for key, item in rest[0]}
+    if kind == "plain":
+        return rest[0]
+    if kind == "kept":
+        return mine
+    own = list(mine) if isinstance(mine, (list, tuple)) else []
+    items = [_from_plain(item, own[i] if i < len(own) else None, tensors, device) for i, item in enumerate(rest[0])]
+    return tuple(items) if kind == "tuple" else items

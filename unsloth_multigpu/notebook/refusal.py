@@ -1,4 +1,4 @@
-"""What a kernel may not hold yet when it becomes rank 0."""
+"""Which kernels cannot become rank 0, and why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KernelState:
 
     Args:
         is_main_thread: The call comes from the main thread.
-        was_enabled: It was rank 0 before.
+        had_workers: It was rank 0 before.
         has_group: torch.distributed is initialised, or a launcher's variables are set.
         has_accelerator: A Trainer, TrainingArguments or an Accelerator were made.
         has_model: A model of transformers was loaded.
@@ -33,7 +33,7 @@ class KernelState:
     """
 
     is_main_thread: bool = True
-    was_enabled: bool = False
+    had_workers: bool = False
     has_group: bool = False
     has_accelerator: bool = False
     has_model: bool = False
@@ -41,11 +41,14 @@ class KernelState:
     is_one_device: bool = False
 
 
-_was_enabled = threading.Event()
-
-
-def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool) -> None:
+def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_workers: bool) -> None:
     """Refuses a kernel that cannot become rank 0.
+
+    Args:
+        config: The run's options.
+        num_ranks: Ranks, with this one.
+        replay: The workers run the earlier cells too.
+        had_workers: This kernel was rank 0 before.
 
     Raises:
         ConfigError: Options that a notebook does not have.
@@ -58,22 +61,17 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool) -> Non
                 f"{name} {row.installed} is installed, but notebooks need {name}{supported}.",
                 hint=f'pip install "{name}{supported}"',
             )
-    refuse(read_state(), config, num_ranks, replay=replay)
-
-
-def note_enabled() -> None:
-    """This kernel is rank 0 now: it cannot become that again."""
-    _was_enabled.set()
+    refuse(read_state(had_workers=had_workers), config, num_ranks, replay=replay)
 
 
 def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay: bool) -> None:
-    """Raises for the first reason against it; see `check_kernel`."""
+    """Raises for the first reason that is found; see `check_kernel`."""
     if config.max_restarts or config.nnodes != "1":
         name = f"max_restarts={config.max_restarts}" if config.max_restarts else f"nnodes={config.nnodes!r}"
         raise ConfigError(f"{name} is for scripts; a notebook's ranks are one kernel's.", hint="Leave it out.")
     if not state.is_main_thread:
         raise SetupError("enable_multi_gpu() was called from a thread or a subshell.", hint="Call it in a cell.")
-    if state.was_enabled:
+    if state.had_workers:
         raise SetupError("enable_multi_gpu() was in effect in this kernel before, its workers are gone.", hint=_RESTART)
     if state.has_group:
         raise SetupError("This kernel already has a process group, or a launcher's variables.", hint=_RESTART)
@@ -98,8 +96,12 @@ def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay
         )
 
 
-def read_state() -> KernelState:
-    """Looks at this process. Imports nothing."""
+def read_state(*, had_workers: bool) -> KernelState:
+    """Looks at this process. Imports nothing.
+
+    Args:
+        had_workers: See `check_kernel`.
+    """
     torch, dist = sys.modules.get("torch"), sys.modules.get("torch.distributed")
     accelerate = sys.modules.get("accelerate.state")
     transformers = sys.modules.get("transformers.modeling_utils")
@@ -108,7 +110,7 @@ def read_state() -> KernelState:
     has_opened = torch is not None and torch.cuda.is_initialized()
     return KernelState(
         is_main_thread=threading.current_thread() is threading.main_thread(),
-        was_enabled=_was_enabled.is_set(),
+        had_workers=had_workers,
         has_group=bool(dist and dist.is_available() and dist.is_initialized()) or "WORLD_SIZE" in os.environ,
         has_accelerator=partial_state is not None and bool(partial_state._shared_state),
         has_model=model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()),
@@ -125,7 +127,7 @@ def line_of_cell(shell: Any) -> int:
     """The line of the running cell that is being executed.
 
     Raises:
-        SetupError: The call comes from no cell that the workers could go on with.
+        SetupError: The call does not come from a cell, which the workers could go on with.
     """
     found = []
     frame: FrameType | None = sys._getframe()

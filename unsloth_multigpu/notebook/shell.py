@@ -27,14 +27,15 @@ _ROOT_CAUSE_LIMIT_S = 2.0
 
 
 class KernelShell:
-    """Steers a shell by public functions of IPython alone.
+    """Steers a shell, by public functions of IPython only.
 
     Args:
         shell: `get_ipython()`.
         kernel: Runs the cells on the other ranks.
-        after_cell: Called between two cells, with what the cell that has just ended is to be told to have failed by.
+        after_cell: Called between two cells, with the error of the cell that has just ended.
         variables: Kept from programs that cells start.
         run_dir: The run's private folder.
+        device_of: Names the device of a rank.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class KernelShell:
         after_cell: Callable[[BaseException | None], None],
         variables: RankVariables,
         run_dir: Path,
+        device_of: Callable[[int], str],
     ) -> None:
         self._shell = shell
         self._kernel = kernel
@@ -51,14 +53,14 @@ class KernelShell:
         self._variables = variables
         self._publisher = Publisher(kernel)
         self._input = SharedInput(self._publisher)
-        self._magics = RankMagics(shell, kernel, self._publisher, run_dir)
+        self._magics = RankMagics(shell, kernel, self._publisher, run_dir, device_of)
         self._stack = ExitStack()
-        # Of a front end: Colab adds what to do about an ImportError.
+        # A front end may have set one: Colab's adds advice to an ImportError.
         self._earlier_handler: tuple[tuple[type[BaseException], ...], Callable[..., Any]] = (), shell.showtraceback
-        # Cells that are in each other, as `%rerun` makes them; those of %%capture are part of their cell.
+        # How many cells run inside each other. Cells that a magic such as %%capture runs are counted by `_num_inner`.
         self._depth = 0
         self._num_inner = 0
-        # What a cell within the cell has shown, and may raise again.
+        # The error that a cell within the cell has shown. It may be raised again.
         self._inner_error: BaseException | None = None
         self._begin_error: BaseException | None = None
         # New versions of IPython count a cell when it begins, old ones when it ends.
@@ -95,15 +97,15 @@ class KernelShell:
 
     @property
     def is_apart(self) -> bool:
-        """No other rank runs what rank 0 runs now."""
+        """True while no other rank runs what rank 0 runs."""
         return self._magics.is_apart
 
     def begin(self, source: str) -> None:
-        """Begins a cell on the other ranks; the enabling one is running already."""
+        """Begins a cell on the other ranks. On this rank it runs already, if it is the one with the line."""
         self._depth, self._inner_error = 1, None
         self._magics.begin(source)
-        number = self._shell.execution_count - self._num_counted_early
-        self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=number)
+        execution_count = self._shell.execution_count - self._num_counted_early
+        self._kernel.begin(source, _random_state(), self._task_of(source), execution_count=execution_count)
         self._input.open()
 
     def _task_of(self, source: str) -> asyncio.Task[Any] | None:
@@ -117,7 +119,7 @@ class KernelShell:
         return None
 
     def _before(self, info: Any) -> None:
-        # A cell of a subshell, in a thread of its own, is run by rank 0 alone.
+        # Only rank 0 runs the cells of a subshell, which have a thread of their own.
         if threading.current_thread() is not threading.main_thread():
             return
         if not info.store_history:  # A silent request of a front end, or a cell inside a cell.
@@ -131,14 +133,14 @@ class KernelShell:
             try:
                 self.begin(info.raw_cell)
             except BaseException as error:
-                # IPython only prints it and runs the cell: here alone.
+                # IPython would only print it and run the cell on this rank only. `_Gate` raises it again.
                 self._begin_error = error
                 raise
 
     def _after(self, result: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        # IPython tells the end of an empty cell, but not its begin. None = a cell that awaited and was cancelled.
+        # IPython calls this for an empty cell, but not `_before`. None = a cell that awaited and was cancelled.
         if result is not None and not result.info.raw_cell.strip():
             return
         if result is not None and not result.info.store_history:
@@ -164,7 +166,7 @@ class KernelShell:
             self._fail(result, failed, is_shown=False)
 
     def _fail(self, result: Any, error: BaseException, *, is_shown: bool) -> None:
-        """Lets the reply be an error, at which nbclient and papermill stop."""
+        """Makes the reply to the front end an error, so that nbclient and papermill stop."""
         if not is_shown:
             self._shell.showtraceback((type(error), error, None))
         if result is not None:
@@ -178,7 +180,7 @@ class KernelShell:
         tb: TracebackType,
         tb_offset: int | None = None,
     ) -> None:
-        """Every exception of a cell comes by here before it is shown."""
+        """IPython calls this for every exception of a cell, in place of showing it."""
         cell = self._kernel.current
         if cell is None:
             shell.showtraceback((kind, error, tb), tb_offset=tb_offset)
@@ -186,21 +188,21 @@ class KernelShell:
         cell.error = error
         cell.enter("unwinds")
         with self._kernel.undisturbed():
-            # A cell within the cell may have shown it.
+            # A cell within the cell may have shown it already.
             if error is not self._inner_error:
                 self._show(cell, error, tb, tb_offset)
         if self._num_inner:
-            # What contains it may go on.
+            # It is the error of a cell within the cell, which may go on.
             self._inner_error, cell.error = error, None
             cell.enter("runs")
 
     def _show(self, cell: Cell, error: BaseException, tb: TracebackType, tb_offset: int | None) -> None:
         cause = self._cause_of(cell, error) or error
         if isinstance(cause, KeyboardInterrupt | MultiGPUError):
-            cause.__suppress_context__ = True  # What it interrupted is an echo of it.
+            cause.__suppress_context__ = True  # The error that it interrupted is a consequence of it.
         frames: TracebackType | None = tb
         if cause is cell.failure_error:
-            # It has its own traceback in its text; of this rank's, the place in the cell says it all.
+            # Its text has the traceback of the other rank. Of this rank's, only the line in the cell is shown.
             cell.is_shown, frames, tb_offset = True, _frames_of_cell(tb, self._shell.user_ns), 0
         elif cause is not error:
             frames = None
@@ -210,7 +212,7 @@ class KernelShell:
         self._shell.showtraceback((type(cause), cause, frames), tb_offset=tb_offset)
 
     def _cause_of(self, cell: Cell, error: BaseException) -> BaseException | None:
-        """What the user is to see instead of an exception that is only the echo of another rank's, or of Stop."""
+        """The error to show instead of one that is only a consequence of another rank's error, or of Stop."""
         if isinstance(error, asyncio.CancelledError):
             return cell.failure_error
         if not names_broken_group(error) or isinstance(error, MultiGPUError):
@@ -223,7 +225,7 @@ class KernelShell:
         return cell.failure_error
 
     def raise_begin_error(self) -> None:
-        """Raises what kept the cell from beginning on the other ranks, so that it does not run here alone."""
+        """Raises the error that kept the cell from beginning on other ranks, so that it does not run on this one."""
         error, self._begin_error = self._begin_error, None
         if error is not None:
             from IPython.core.error import InputRejected
@@ -232,7 +234,7 @@ class KernelShell:
 
 
 def _random_state() -> dict[str, Any]:
-    """With the device's, unless an error has left it unusable: the cell that saves what there is must begin."""
+    """Also the device's, unless an error has made it unusable: a cell that saves the model must still begin."""
     from unsloth_multigpu.group.random_state import device_in_use, read_random_state
 
     try:
@@ -243,7 +245,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> TracebackType | None:
-    """A traceback of those frames alone that run the user's cells."""
+    """The traceback without the frames that are not code of the user's cells."""
     if tb is None:
         return None
     rest = _frames_of_cell(tb.tb_next, user_ns)
@@ -251,7 +253,7 @@ def _frames_of_cell(tb: TracebackType | None, user_ns: Mapping[str, Any]) -> Tra
 
 
 class _Gate:
-    """The last place at which IPython lets a cell be refused: a transformer of syntax trees."""
+    """Refuses a cell. A transformer of syntax trees is the last place where IPython allows that."""
 
     def __init__(self, shell: KernelShell) -> None:
         self._kernel_shell = shell

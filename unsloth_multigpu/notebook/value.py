@@ -1,21 +1,19 @@
-"""Values that rank 0 alone makes: what a shell command returned, what the user typed. The other ranks wait for them."""
+"""Values that only rank 0 makes, such as the output of a command or what the user typed. Other ranks wait for them."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 
-if TYPE_CHECKING:
-    from unsloth_multigpu.notebook.worker import Worker
-
-# Told to the kernel only where the wait is one: a message costs more than most values.
+# A worker tells the kernel that it waits only after this time: most values come sooner, and a message costs time.
 _TELL_AFTER_S = 0.5
 _WAIT_S = 0.2
 _MESSAGE_CHARACTERS = 120
@@ -32,23 +30,23 @@ class FailedOnRank0Error(DistributedError):
 class Publisher:
     """Rank 0: makes values and sends them.
 
-    Values are known by the cell, their kind with its text, and how many of these there were in the cell: ranks that
-    take the same way through a cell ask for the same ones, and one that takes another does not get their value.
+    The key of a value is its kind with its text, and a count of that kind in the cell. Ranks that take the same path
+    through a cell ask for the same keys; a rank that takes another path does not get a wrong value.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._counts: Counter[str] = Counter()
-        self._number = 0
+        self._cell_number = 0
         self._depth = 0
 
     def make(self, kind: str, make: Callable[[], Any], to_plain: Callable[[Any], Any] = lambda value: value) -> Any:
-        """Calls `make`, and sends what it returns to the other ranks. Within another such call it only calls it.
+        """Calls `make` and sends its result to the other ranks. A call inside another one only calls `make`.
 
         Args:
-            kind: What is made, with the text of its command or question: the same on all ranks.
-            make: Runs here alone. What it raises is raised on the other ranks too.
-            to_plain: Its result as JSON can say it; the others get that.
+            kind: What is made, with the text of its command or question; the same on all ranks.
+            make: Runs on this rank only. What it raises is raised on the other ranks as well.
+            to_plain: Turns the result into values that JSON can hold. The other ranks get these.
         """
         cell = self._kernel.current
         if cell is None:
@@ -58,20 +56,20 @@ class Publisher:
             return _stoppable(cell, make)
         key = f"{kind}/{self._counts[kind]}"
         self._counts[kind] += 1
-        # Stop is no error of the value: the others are asked to leave the cell by themselves.
+        # KeyboardInterrupt is not sent as the value's error: Stop asks each rank to leave the cell.
         try:
-            with self.alone():
+            with self.detached():
                 value = _stoppable(cell, make)
             plain = to_plain(value)
         except Exception as error:
-            self._kernel.send("value", key=key, number=cell.number, error=describe_error(error))
+            self._kernel.send("value", key=key, cell_number=cell.number, error=describe_error(error))
             raise
-        self._kernel.send("value", key=key, number=cell.number, value=plain, error=None)
+        self._kernel.send("value", key=key, cell_number=cell.number, value=plain, error=None)
         return value
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """For a time nothing is sent: what runs here has no counterpart on the other ranks."""
+    def detached(self) -> Iterator[None]:
+        """Sends nothing meanwhile: the other ranks do not run this code."""
         if self._kernel.current is not None:
             self._know(self._kernel.current)
         self._depth += 1
@@ -81,62 +79,93 @@ class Publisher:
             self._depth = max(0, self._depth - 1)
 
     def _know(self, cell: Cell) -> None:
-        if cell.number != self._number:
-            # A cell may have been left by force, or by a thread that still runs.
-            self._number, self._counts, self._depth = cell.number, Counter(), 0
+        if cell.number != self._cell_number:
+            # The depth may not be 0: the last cell was left by force, or one of its threads still runs.
+            self._cell_number, self._counts, self._depth = cell.number, Counter(), 0
 
 
 class Receiver:
-    """A rank above 0: waits for values.
+    """A rank above 0: knows which cell runs, and waits for the values that rank 0 makes in it.
+
+    The main thread runs cells and waits; the thread that listens to the kernel calls `put` and `note_left`.
+
+    Args:
+        send: Sends a message to the kernel: its kind and fields.
 
     Attributes:
-        is_alone: See `alone`.
-        is_apart: See `alone`.
+        cell_number: Number of the cell that runs; 0 = none.
+        is_replay: The cell is one that rank 0 ran before it had other ranks. So is what the shell began with.
+        is_detached: See `detached`.
+        is_apart: See `detached`.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
+        self._values: dict[str, dict[str, Any]] = {}
+        self._has_news = threading.Condition()
+        # The last cell that rank 0 has left.
+        self._left_cell = 0
         self._counts: Counter[str] = Counter()
-        self._number = 0
-        self.is_alone = False
+        self._counted_cell = 0
+        self.cell_number = 0
+        self.is_replay = True
+        self.is_detached = False
         self.is_apart = False
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Rank 0 has left the cell that runs here, and makes no more values in it."""
+        return self._left_cell >= self.cell_number > 0
+
+    def put(self, message: dict[str, Any]) -> None:
+        """Takes the message with which rank 0 sends a value."""
+        with self._has_news:
+            self._values[message["key"]] = message
+            self._has_news.notify_all()
+
+    def note_left(self, cell_number: int) -> None:
+        """Rank 0 has left this cell."""
+        with self._has_news:
+            self._left_cell = cell_number
+            self._has_news.notify_all()
+
     @contextmanager
-    def alone(self, *, is_apart: bool) -> Iterator[None]:
-        """For a time this rank does by itself what it would wait for.
+    def detached(self, *, is_apart: bool) -> Iterator[None]:
+        """Meanwhile this rank does by itself what it would otherwise wait for.
 
         Args:
             is_apart: Rank 0 does not run this code.
         """
-        self.is_alone, self.is_apart = True, is_apart
+        self.is_detached, self.is_apart = True, is_apart
         try:
             yield
         finally:
-            self.is_alone = self.is_apart = False
+            self.is_detached = self.is_apart = False
 
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
         """Waits until rank 0 has made the value, as long as it takes.
 
         Args:
             kind: See `Publisher.make`.
-            is_value: The code goes on with it. What is none, such as `%pip`, is passed over in a cell that is run
-                again: rank 0 has done it then.
+            is_value: The code uses the result. What gives none, such as `%pip`, is skipped in a replayed cell, where
+                rank 0 has done it already.
 
         Raises:
-            FailedOnRank0Error: It could not, and its error is of a class that is not known here.
-            LeftAloneError: It has left the cell without, or is not in a cell.
+            FailedOnRank0Error: Rank 0 could not make it, and the class of its error is not known here.
+            LeftAloneError: Rank 0 has left the cell without making it, or it was made before this rank existed.
         """
-        worker = self._worker
-        if worker.is_replay:
+        if self.is_replay:
             if is_value:
                 raise LeftAloneError(
                     f"{_shortened(kind)} was run before enable_multi_gpu(), and its value is not known any more.",
                     hint="Restart the kernel, and call enable_multi_gpu() in the first cell.",
                 )
             return None
-        if worker.number != self._number:
-            self._number, self._counts = worker.number, Counter()
-            worker.values = {k: v for k, v in worker.values.items() if v["number"] >= self._number}
+        if self.cell_number != self._counted_cell:
+            self._counted_cell, self._counts = self.cell_number, Counter()
+            with self._has_news:
+                kept = {key: v for key, v in self._values.items() if v["cell_number"] >= self.cell_number}
+                self._values = kept
         key = f"{kind}/{self._counts[kind]}"
         self._counts[kind] += 1
         message = self._take(key, kind)
@@ -150,25 +179,25 @@ class Receiver:
     def _take(self, key: str, kind: str) -> dict[str, Any]:
         from unsloth_multigpu.launch.pulse import last_collective
 
-        worker, is_told = self._worker, False
-        with worker.has_value:
-            while worker.values.get(key, {}).get("number") != self._number:
-                if worker.left >= self._number:
+        is_told = False
+        with self._has_news:
+            while self._values.get(key, {}).get("cell_number") != self._counted_cell:
+                if self._left_cell >= self._counted_cell:
                     raise LeftAloneError(
                         f"rank 0 has left the cell without {_shortened(kind)}.",
                         hint="Let all ranks take the same way through the cell.",
                     )
-                if not worker.has_value.wait(_WAIT_S if is_told else _TELL_AFTER_S) and not is_told:
+                if not self._has_news.wait(_WAIT_S if is_told else _TELL_AFTER_S) and not is_told:
                     is_told = True
-                    worker.channel.send("waits", number=self._number, collective=last_collective())
-            message = worker.values.pop(key)
+                    self._send("waits", cell_number=self._counted_cell, collective=last_collective())
+            message = self._values.pop(key)
         if is_told:
-            worker.channel.send("waits", number=self._number, collective=None)
+            self._send("waits", cell_number=self._counted_cell, collective=None)
         return message
 
 
 def _stoppable(cell: Cell, make: Callable[[], Any]) -> Any:
-    """IPython ends a program by Stop and goes on, here alone: the other ranks are asked to leave the cell."""
+    """On Stop, IPython ends the program and goes on with the cell. That would be on rank 0 only, so it raises."""
     stop_s = cell.stop_s
     value = make()
     if cell.stop_s != stop_s:
@@ -183,7 +212,7 @@ def _shortened(kind: str) -> str:
 
 
 def describe_error(error: Exception) -> dict[str, Any]:
-    """An exception as JSON can say it: class, arguments and attributes as far as they are plain."""
+    """An exception as JSON: its class, and its arguments and attributes as far as they are plain values."""
     return {
         "class": [type(error).__module__, type(error).__qualname__],
         "arguments": [argument if _is_plain(argument) else str(argument) for argument in error.args],
@@ -193,11 +222,11 @@ def describe_error(error: Exception) -> dict[str, Any]:
 
 
 def rebuild_error(told: Mapping[str, Any]) -> Exception | None:
-    """The same exception, so that the same `except` catches it; None where its class is not found here."""
+    """The same exception, so that the same `except` catches it; None if its class is not found here."""
     module, name = told["class"]
     try:
         kind = getattr(importlib.import_module(module), name)
-        # Not by its constructor, which may want other arguments.
+        # Not by its constructor, which may take other arguments.
         error = kind.__new__(kind, *told["arguments"])
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
@@ -216,12 +245,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def plain_output(output: Any) -> Any:
-    """Output of a program, as lines or as one text; None for all else that a magic returns."""
+    """Output of a program, as lines or as one text; None for anything else that a magic returns."""
     return list(output) if isinstance(output, list) else str(output) if isinstance(output, str) else None
 
 
 def like_ipython(output: Any) -> Any:
-    """The same in the types of IPython, which can be asked for `x.s`."""
+    """The same in the types of IPython, which have `x.s`, `x.l` and so on."""
     from IPython.utils.text import LSString, SList
 
     return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output

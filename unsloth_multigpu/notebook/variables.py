@@ -1,4 +1,4 @@
-"""The variables by which this process is a rank: put in for the time of a notebook's ranks, and kept from programs."""
+"""The environment variables that make this process a rank: set while a notebook's ranks live, hidden from programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# By which a rank tells accelerate its device, and NCCL what that can do.
+# With these a rank tells accelerate its device, and NCCL what the device can do.
 DEVICE_VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_BYPASS_DEVICE_MAP"),
     *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
@@ -16,7 +16,7 @@ DEVICE_VARIABLES = (
 
 
 class RankVariables:
-    """Variables of the environment that only this process is to see.
+    """Environment variables that only this process is to see.
 
     A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others.
 
@@ -40,7 +40,7 @@ class RankVariables:
 
     @contextmanager
     def without(self) -> Iterator[str]:
-        """Takes the variables away for a time.
+        """Removes the variables for a time.
 
         Yields:
             What a command begins with instead in other threads, those of subshells: the cell that the main thread runs

@@ -56,8 +56,8 @@ def wrap_model_multi_gpu(
     from unsloth_multigpu.plain.wrap import wrap_model
 
     wrapped = wrap_model(model, _manager(), strategy, find_unused_parameters=find_unused_parameters)
-    if plugin._session is not None and plugin._session.trainings is not None:
-        plugin._session.trainings.note_wrapper(wrapped)
+    if (session := plugin.active_session()) is not None:
+        session.program.note_wrapper(wrapped)
     return wrapped
 
 
@@ -78,7 +78,7 @@ def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from unsloth_multigpu.plain.state import save_state_dict as save
 
     manager = _manager()
-    if plugin._session is None:
+    if plugin.active_session() is None:
         manager.open_group()
     save(model, path, manager)
 
@@ -154,8 +154,8 @@ def _step_of(config: MultiGPUConfig, global_batch: str | None, batch_size: int) 
 
 def _manager() -> DDPManager:
     """The session's, else one for the place that this process has without it."""
-    if plugin._session is not None:
-        return plugin._session.manager()
+    if (session := plugin.active_session()) is not None:
+        return session.manager()
     from unsloth_multigpu.plain.wrap import GroupManager, current_identity
 
     return GroupManager(current_identity(os.environ), MultiGPUConfig.resolve({}))

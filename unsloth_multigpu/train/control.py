@@ -189,7 +189,7 @@ class OneDecision(Part):
         def turn() -> None:
             what = f"what rank 0's callbacks decide after step {self._step} ({moment.name.lower()})"
             # Asked first: what it wrote before is seen afterwards.
-            if self._manager.has_rank_0_left() and read() is None:
+            if self._manager.is_abandoned() and read() is None:
                 raise left_alone(self._rank, what)
             if time.monotonic() > deadline_s:
                 raise RankTimeoutError(

@@ -1,0 +1,233 @@
+"""What a session asks about the cells that its process runs: cells fail, are stopped, and are run again.
+
+A script's answers are in `unsloth_multigpu.program`, with what each method is for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.logs import Console
+from unsloth_multigpu.notebook.kernel import Kernel
+from unsloth_multigpu.notebook.value import Receiver
+from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
+from unsloth_multigpu.options import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.wire.context import RunContext
+from unsloth_multigpu.wire.identity import RankIdentity
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.notebook.recovery import Trainings
+    from unsloth_multigpu.notebook.shell import KernelShell
+    from unsloth_multigpu.session import Session
+    from unsloth_multigpu.train.loop import Loop
+
+
+class ReplayedLineError(SetupError, ConfigError):
+    """Raised by the line in a cell that is run again, where rank 0's call has failed or was stopped."""
+
+
+class CellProgram:
+    """The cells that a rank of a notebook runs.
+
+    It outlives the process group of its session: after a cell that failed, `join_group` makes a new one.
+    """
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+        self._trainings: Trainings | None = None
+        self._num_begun = 0
+        self._num_finished = 0
+
+    @property
+    def session(self) -> Session | None:
+        """The session of this process, while it is open."""
+        return None if self._session is None or self._session.is_closed else self._session
+
+    @property
+    def trainings(self) -> Trainings | None:
+        """The trainers that this session has trained; None without an open session."""
+        return None if self.session is None else self._trainings
+
+    def open_session(
+        self,
+        opener: Callable[..., Session],
+        config: MultiGPUConfig,
+        identity: RankIdentity,
+        console: Console,
+        context: RunContext,
+    ) -> Session:
+        """Opens the session of this process.
+
+        Args:
+            opener: `unsloth_multigpu.session.open_session`.
+            config: The run's options.
+            identity: Place of this rank.
+            console: Where logs go.
+            context: What this rank is told.
+        """
+        self._session = opener(config, identity, console, context, program=self)
+        return self._session
+
+    def is_apart(self) -> bool:
+        """True while this rank, or some of the ranks, run a cell without the others."""
+        raise NotImplementedError
+
+    def is_abandoned(self) -> bool:
+        """True once rank 0 has left the cell that this rank runs."""
+        return False
+
+    def enter(self, session: Session) -> None:
+        """Makes this process a rank. The kernel sees by itself how a cell ends, so no events are written."""
+        from unsloth_multigpu.launch.rank import enter_notebook
+        from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
+
+        config = session.config
+        # The store is new with each group, and a call of the line that failed counts on some ranks only.
+        session.index = 0
+        self._trainings = Trainings()
+        session.on_close.callback(become_one_process)
+        session.on_close.callback(self._trainings.end, keeps_global_batch=config.keeps_global_batch)
+        before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
+        session.on_close.enter_context(RankVariables({}, before).in_effect())
+        assert session.context.run_dir is not None
+        session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir, config.hang_timeout_s)
+        session.on_close.callback(end_pulse)
+
+    def prepare(self, manager: DDPManager) -> None:
+        """The ranks meet by the store of their group, which a new group brings anew."""
+        from unsloth_multigpu.notebook.group import store_of_group
+
+        manager.connect_store = store_of_group
+        manager.is_abandoned = self.is_abandoned
+
+    def can_exchange(self) -> bool:
+        """False in a cell that not all ranks run, and between two groups, where there is no store."""
+        if self.is_apart():
+            return False
+        import torch.distributed as dist
+
+        return dist.is_initialized()
+
+    def begin_training(self) -> int:
+        """Trainings are counted as they end: one that was cut off is the same training when its cell is run again."""
+        self._num_begun += 1
+        return self._num_finished
+
+    def end_training(self) -> None:
+        """The training has ended well."""
+        self._num_finished += 1
+
+    def note_training(self, loop: Loop) -> None:
+        """Keeps in mind a trainer that may have to be made equal on all ranks."""
+        if self._trainings is not None:
+            self._trainings.note(self._num_begun - 1, loop)
+
+    def note_wrapper(self, model: nn.Module) -> None:
+        """Keeps in mind a wrapper that holds the process group."""
+        if self._trainings is not None:
+            self._trainings.note_wrapper(model)
+
+    def order(self) -> dict[str, Any]:
+        """Rank 0's part of the order to make a new group: its view of the trainings decides for all ranks."""
+        return {"heals": bool(self.trainings), "num_trainings": 0 if self.session is None else self._num_begun}
+
+    def join_group(self, order: Mapping[str, Any]) -> None:
+        """Makes a new process group in place of the old one, and makes the ranks' trainers equal. Collective.
+
+        Args:
+            order: What `Notebook.open_group` sends.
+
+        Raises:
+            DivergenceError: A trainer is another one on another rank. The group is there.
+        """
+        from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
+
+        # There is none at first: a worker runs the line in the cell that follows.
+        session, trainings = self.session, self.trainings
+        if trainings is not None:
+            trainings.unwrap()
+        abort_group(order["pids"])  # Collectives that nobody has waited for would keep it from ending.
+        close_group()
+        open_group(Path(os.environ[ENV_RUN_DIR]), order["generation"], order["backend"], order["timeout_s"])
+        if session is None or trainings is None:
+            return
+        session.renew_manager()
+        self._num_begun = order["num_trainings"]
+        if order["heals"]:
+            self._num_finished = trainings.make_equal(session.manager(), self._num_finished)
+
+
+class KernelProgram(CellProgram):
+    """Rank 0, the kernel.
+
+    Args:
+        kernel: Knows which cell runs.
+        shell: Knows which ranks run it.
+    """
+
+    def __init__(self, kernel: Kernel, shell: KernelShell) -> None:
+        super().__init__()
+        self._kernel = kernel
+        self._shell = shell
+
+    def is_apart(self) -> bool:
+        """True in a cell of `%%rank0`."""
+        return self._shell.is_apart
+
+    def begin_training(self) -> int:
+        """The other ranks take part in a training only where it is in a cell."""
+        if self._kernel.current is None:
+            raise SetupError(
+                "train() was called outside a cell of all ranks: from a thread, a subshell or a widget's callback.",
+                hint="Call it in a cell.",
+            )
+        return super().begin_training()
+
+
+class WorkerProgram(CellProgram):
+    """A rank above 0.
+
+    Args:
+        receiver: Knows which cell runs, and whether rank 0 runs it as well.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        super().__init__()
+        self._receiver = receiver
+
+    def refuse_replay(self) -> None:
+        """Refuses a call of the line in a cell from before the one in which rank 0's call succeeded.
+
+        Raises:
+            ReplayedLineError: Rank 0 has called it again since, in a later cell.
+        """
+        if self._receiver.is_replay:
+            raise ReplayedLineError("This call was made again since.", hint="Go on there.")
+
+    def open_session(
+        self,
+        opener: Callable[..., Session],
+        config: MultiGPUConfig,
+        identity: RankIdentity,
+        console: Console,
+        context: RunContext,
+    ) -> Session:
+        """As above. `disable_multi_gpu()` waits here for rank 0's, which ends this process: it runs nothing alone."""
+        session = super().open_session(opener, config, identity, console, context)
+        session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
+        return session
+
+    def is_apart(self) -> bool:
+        """True in a cell of `%%rank N` without rank 0."""
+        return self._receiver.is_apart
+
+    def is_abandoned(self) -> bool:
+        """As above."""
+        return self._receiver.is_abandoned

@@ -1,0 +1,100 @@
+"""What a rank runs, and what that changes for its session. A script's is here, that of cells in `notebook.program`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.session import Session
+    from unsloth_multigpu.train.loop import Loop
+
+
+class Program(Protocol):
+    """What a session asks about the code that its process runs."""
+
+    def enter(self, session: Session) -> None:
+        """Makes this process a rank. The session has no patches yet."""
+
+    def prepare(self, manager: DDPManager) -> None:
+        """Tells a new manager how this rank meets the others."""
+
+    def can_exchange(self) -> bool:
+        """False where the other ranks do not run what this rank runs now, or cannot be reached."""
+
+    def begin_training(self) -> int:
+        """Counts a call of `train()`.
+
+        Returns:
+            Which training it is, counted from 0: the same number for the same training when the code is run again.
+
+        Raises:
+            SetupError: A training cannot begin here.
+        """
+
+    def end_training(self) -> None:
+        """The call of `train()` has returned."""
+
+    def note_training(self, loop: Loop) -> None:
+        """All ranks are about to train the Trainer that this loop steers."""
+
+    def note_wrapper(self, model: nn.Module) -> None:
+        """A loop without a Trainer is about to train this wrapper."""
+
+
+class ScriptProgram:
+    """A script. It runs once from its first line to its last, and whoever started the process judges its end."""
+
+    def __init__(self) -> None:
+        self._num_begun = 0
+
+    def enter(self, session: Session) -> None:
+        """Makes this process a rank, where a launcher has started it as one."""
+        identity, config = session.identity, session.config
+        if identity.launcher == "none":
+            return
+        from unsloth_multigpu.launch.rank import enter_rank
+
+        session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
+        _draw_alike(session)
+        if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
+            from unsloth_multigpu.group.lone import warn_of_lone_steps
+
+            session.on_close.callback(warn_of_lone_steps().remove)
+
+    def prepare(self, manager: DDPManager) -> None:
+        """The manager finds the others by itself."""
+
+    def can_exchange(self) -> bool:
+        """All ranks run the same script."""
+        return True
+
+    def begin_training(self) -> int:
+        """Trainings are counted as they begin."""
+        self._num_begun += 1
+        return self._num_begun - 1
+
+    def end_training(self) -> None:
+        """Nothing to do: a training that fails ends the script."""
+
+    def note_training(self, loop: Loop) -> None:
+        """Nothing to keep in mind: nothing goes on after a failure."""
+
+    def note_wrapper(self, model: nn.Module) -> None:
+        """Nothing to keep in mind, as above."""
+
+
+def _draw_alike(session: Session) -> None:
+    """Lets what the script draws without a seed be the same on all ranks. A seed that it has set by now stays."""
+    if session.index:
+        return  # The ranks were made alike when this process enabled the first time.
+    if session.identity.world_size > 1:
+        import torch  # noqa: F401  # Its generator counts too, and a rank of several needs it anyway.
+    if session.context.seed is not None:
+        from unsloth_multigpu.launch.draw import seed_unseeded
+
+        seed_unseeded(session.context.seed, session.context.draws)
+    elif session.identity.world_size > 1:
+        session.manager().agree_on_draws()
