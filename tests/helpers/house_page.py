@@ -108,31 +108,40 @@ def written(page: str) -> str:
 
 
 def draw(path: Path) -> None:
-    """Folders in rows by their layer, and the arrows that do not follow from others."""
+    """Folders in rows by their layer, and the arrows that do not follow from others.
+
+    Files that lie in no folder and on one layer are one box. Everything imports the data, so those arrows are left out.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "folders"
     from matplotlib import pyplot as plt
 
-    found = arrows()
-    rooms = {name for pair in found for name in pair}
-    rows = [[n for n, of in LAYERS.items() if of == layer and n in rooms] for layer in sorted(set(LAYERS.values()))]
+    boxes = {name: _box(name) for name in LAYERS if LAYERS[name] not in (DATA, FACE)}
+    found = {(boxes[a], boxes[b]) for a, b in arrows() if a in boxes and b in boxes and boxes[a] != boxes[b]}
+    rows = [list(dict.fromkeys(b for n, b in boxes.items() if LAYERS[n] == y)) for y in sorted(set(LAYERS.values()))]
     rows = [row for row in rows if row]
-    places = {n: (i - (len(row) - 1) / 2, y) for y, row in enumerate(rows) for i, n in enumerate(row)}
-    figure, axes = plt.subplots(figsize=(11, 0.75 * len(rows)))
+    places = {n: (2 * i - (len(row) - 1) + 0.5 * (-1) ** y, y) for y, row in enumerate(rows) for i, n in enumerate(row)}
+    figure, axes = plt.subplots(figsize=(9, 0.75 * len(rows)))
     for a, b in sorted(needed(found)):
-        (ax, ay), (bx, by) = places[a], places[b]
-        style = {"arrowstyle": "-|>", "color": "0.55", "lw": 0.9, "shrinkA": 11, "shrinkB": 11}
-        axes.annotate("", (bx, by), (ax, ay), arrowprops={**style, "connectionstyle": "arc3,rad=0.08"})
+        style = {"arrowstyle": "-|>", "color": "0.5", "lw": 0.9, "shrinkA": 12, "shrinkB": 12}
+        axes.annotate("", places[b], places[a], arrowprops={**style, "connectionstyle": "arc3,rad=0.06"})
     for name, (x, y) in places.items():
-        box = {"boxstyle": "round,pad=0.35", "fc": "white", "ec": "0.2", "lw": 0.9}
-        axes.text(x, y, name, ha="center", va="center", fontsize=10, bbox=box)
-    widest = max(map(len, rows)) / 2
-    axes.set(xlim=(-widest - 0.2, widest + 0.2), ylim=(-0.6, len(rows) - 0.4))
+        frame = {"boxstyle": "round,pad=0.4", "fc": "white", "ec": "0.2", "lw": 0.9}
+        axes.text(x, y, name, ha="center", va="center", fontsize=10, bbox=frame)
+    axes.set(xlim=(-4.2, 4.2), ylim=(-0.6, len(rows) - 0.4))
     axes.axis("off")
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def _box(name: str) -> str:
+    def is_file(other: str) -> bool:
+        return (ROOT / "unsloth_multigpu" / f"{other}.py").is_file()
+
+    together = [other for other, of in LAYERS.items() if of == LAYERS[name] and is_file(other)]
+    return ", ".join(together) if is_file(name) else name
 
 
 if __name__ == "__main__":
