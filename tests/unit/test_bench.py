@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -685,8 +684,6 @@ def test_plots_do_without_a_run_to_compare_with() -> None:
 
 
 def test_command_line_loads_no_library_to_show_its_help() -> None:
-    names = [path.stem for path in Path(bench.__file__).parent.glob("bench*.py")]
-    assert {"bench", "bench_arm", "bench_option"} <= set(names)
     code = "import sys, unsloth_multigpu.cli.main as m\ntry: m.main(['bench', '--help'])\nexcept SystemExit: pass\n"
     code += "print(sorted({'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import pkgutil
 import signal
@@ -44,9 +44,8 @@ class RunCommand(Command):
 
 def find_commands() -> dict[str, Command]:
     """`run`, and the command of each tool that is installed."""
-    folder = importlib.util.find_spec("unsloth_multigpu.tools")
-    places = [] if folder is None else list(folder.submodule_search_locations or [])
-    found = [module.name for module in pkgutil.iter_modules(places) if module.ispkg]
+    folder = Path(__file__).parents[1] / "tools"
+    found = [module.name for module in pkgutil.iter_modules([str(folder)]) if module.ispkg]
     names = [*(n for n in _TOOLS if n in found), *(n for n in found if n not in _TOOLS)]
     tools = [importlib.import_module(f"unsloth_multigpu.tools.{name}").COMMAND for name in names]
     return {command.name: command for command in (RunCommand(), *tools)}
