@@ -292,6 +292,18 @@ def test_layer_check_lets_the_allowed_pass(module: str, source: str) -> None:
     assert layer_violations(source, module) == []
 
 
+# Variables by which a supervisor tells its ranks about the run.
+RUN_VARIABLES = re.compile(r"\bENV_(RUN_DIR|SUPERVISOR_PID|LOG_DIR_OF_RUN|RUN_SEED|RUN_DRAWS|RUN_ID|ATTEMPT|TOOL)\b")
+# Who reads them: the context; who this process is, before there is one; and a line of shell.
+READERS = {"options", "wire.context", "wire.identity", "launch.spawned", "launch.engine"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_run_is_known_from_its_context_alone(path: Path) -> None:
+    is_reader = RUN_VARIABLES.search(path.read_text(encoding="utf-8")) is not None
+    assert not is_reader or module_name(path) in READERS
+
+
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_module_keeps_the_style(path: Path) -> None:
     assert style_violations(path.read_text(encoding="utf-8"), module_name(path)) == []

@@ -15,7 +15,7 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
-from unsloth_multigpu.options import ENV_RUN_DIR, MultiGPUConfig
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -155,7 +155,9 @@ class CellProgram:
             trainings.unwrap()
         abort_group(order["pids"])  # Collectives that nobody has waited for would keep it from ending.
         close_group()
-        open_group(Path(os.environ[ENV_RUN_DIR]), order["generation"], order["backend"], order["timeout_s"])
+        run_dir = RunContext.read(os.environ).run_dir
+        assert run_dir is not None
+        open_group(Path(run_dir), order["generation"], order["backend"], order["timeout_s"])
         if session is None or trainings is None:
             return
         session.renew_manager()

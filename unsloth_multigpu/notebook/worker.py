@@ -31,7 +31,8 @@ from unsloth_multigpu.notebook.worker_shell import (
     share_calls,
     share_questions,
 )
-from unsloth_multigpu.options import ENV_NOTEBOOK, ENV_SUPERVISOR_PID
+from unsloth_multigpu.options import ENV_NOTEBOOK
+from unsloth_multigpu.wire.context import RunContext
 
 _TRACEBACK_CHARACTERS = 8000
 
@@ -212,7 +213,9 @@ def main() -> None:
     from unsloth_multigpu.launch.rank import die_with_supervisor
 
     descriptor = int(sys.argv[1])
-    die_with_supervisor(int(os.environ[ENV_SUPERVISOR_PID]))
+    kernel_pid = RunContext.read(os.environ).supervisor_pid
+    assert kernel_pid is not None
+    die_with_supervisor(kernel_pid)
     os.set_inheritable(descriptor, False)
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):

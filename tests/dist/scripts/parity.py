@@ -34,6 +34,7 @@ HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None and Version(versio
 if HAS_UNSLOTH:
     import unsloth  # noqa: F401  (first, as in a user's script)
 import torch  # noqa: E402
+import trl.trainer.utils  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -51,8 +52,14 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__file__).resolve().parents[3])]
 from tiny_model import topics  # noqa: E402
+
+from tests.helpers.log_probs import LogProbs  # noqa: E402
+
+if not HAS_UNSLOTH and Version(version("trl")).release[:2] == (1, 15):
+    # By a Triton kernel on any device; later ones use it where there is a card.
+    trl.trainer.utils._ChunkedLogProbFunction = LogProbs
 
 rank = int(os.environ.get("RANK", "0"))
 tokenizer = AutoTokenizer.from_pretrained(args.model)
