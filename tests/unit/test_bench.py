@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,8 +38,7 @@ from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
 from unsloth_multigpu.tools.bench.meter import Meter
 from unsloth_multigpu.tools.bench.option import BenchOptions
 from unsloth_multigpu.tools.bench.page import render_page
-from unsloth_multigpu.tools.bench.plain_json import json_text
-from unsloth_multigpu.tools.bench.plot import draw_plots
+from unsloth_multigpu.tools.bench.plot import draw_curves, draw_plots
 from unsloth_multigpu.tools.bench.result import (
     EpochRecord,
     RankRecord,
@@ -54,10 +52,16 @@ from unsloth_multigpu.tools.bench.result import (
 )
 from unsloth_multigpu.tools.bench.run import run_arm
 from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
-from unsloth_multigpu.tools.bench.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
-from unsloth_multigpu.tools.bench.strategy_plot import draw_curves
-from unsloth_multigpu.tools.bench.strategy_result import strategy_tables, summarize_strategies
+from unsloth_multigpu.tools.bench.strategy_result import (
+    epoch_records,
+    learning_arguments,
+    mean_scores,
+    score_rows,
+    strategy_tables,
+    summarize_strategies,
+)
 from unsloth_multigpu.tools.bench.table import COLUMNS, conditions, render_table, result_table
+from unsloth_multigpu.tools.plain_json import json_text
 
 
 def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), samples=(0, 1)) -> StepRecord:

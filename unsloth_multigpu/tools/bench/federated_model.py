@@ -1,4 +1,7 @@
-"""The model and the training of a client in a benchmark: the same functions for processes and for threads."""
+"""The model and the training of a client in a benchmark: the same functions for processes and for threads.
+
+A module of its own, since the arm is a program: functions of `__main__` would travel to a slot by value.
+"""
 
 from __future__ import annotations
 

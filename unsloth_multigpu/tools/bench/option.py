@@ -54,7 +54,7 @@ class BenchOptions:
         model_folder: Where Unsloth finds the model; the benchmark makes it before the arms run. None = not yet.
         is_four_bit: Unsloth loads the frozen weights in 4 bits.
         optimizer: Its name in `TrainingArguments`.
-        lengths: "lognormal:MEDIAN:MAX", "fixed:N", "text:MAX" or "file:PATH"; see `bench_data`.
+        lengths: "lognormal:MEDIAN:MAX", "fixed:N", "text:MAX" or "file:PATH"; see `data`.
         is_padding_free: Rows lie end to end, in every arm; else they are padded to the longest of their micro-batch.
         has_checkpointing: Activations are computed again in the backward pass.
         batch_size: Samples of a micro-batch per device.

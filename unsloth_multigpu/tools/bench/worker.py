@@ -15,7 +15,7 @@ from unsloth_multigpu.tools.bench.arm import Arm, num_accumulated, num_devices, 
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
 from unsloth_multigpu.tools.bench.option import HEAD_SIZE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.strategy_arm import find_arm
-from unsloth_multigpu.tools.bench.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
+from unsloth_multigpu.tools.bench.strategy_result import epoch_records, learning_arguments, mean_scores, score_rows
 from unsloth_multigpu.tools.bench.turn import Turn
 from unsloth_multigpu.tools.bench.unsloth import load_model, make_trainer
 

@@ -16,7 +16,6 @@ from typing import Any
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
-from unsloth_multigpu.tools.bench.plain_json import json_text
 from unsloth_multigpu.tools.chaos.fault import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import (
@@ -30,6 +29,7 @@ from unsloth_multigpu.tools.chaos.result import (
 )
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
 

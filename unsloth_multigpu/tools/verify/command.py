@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
-from unsloth_multigpu.tools.bench.plain_json import json_text
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.verify.page import COMPARED, render
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
