@@ -8,12 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.text_table import aligned, markdown_table
+
 # Largest difference of a weight, relative to the largest weight, that the rounding of fp32 explains.
 ROUNDING = 1e-5
 _TOLD_CHARACTERS = 240
 _COLUMNS = (
-    *("fault", "what the user reads", "ended after s", "exit code", "orphans", "goes on from step", "new step after s"),
-    *("samples lost / repeated", "weights"),
+    "fault",
+    "what the user reads",
+    "ended after s",
+    "exit code",
+    "orphans",
+    "goes on from step",
+    "new step after s",
+    "samples lost / repeated",
+    "weights",
 )
 
 
@@ -144,18 +153,12 @@ class Row:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table in Markdown."""
-    lines = [_COLUMNS, tuple("---" for _ in _COLUMNS), *(row.cells() for row in rows)]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return markdown_table(_COLUMNS, [row.cells() for row in rows])
 
 
 def text_table(rows: Sequence[Row]) -> str:
     """The table for a terminal: what the user reads stands under its row."""
-    cells = [_COLUMNS, *(row.cells() for row in rows)]
-    short = [[c[0], *c[2:]] for c in cells]
-    widths = [max(len(line[i]) for line in short) for i in range(len(short[0]))]
-    lines = []
-    for full, line in zip(cells, short, strict=True):
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-        if full is not cells[0] and full[1] != "-":
-            lines.append(f"    {full[1]}")
-    return "\n".join(lines) + "\n"
+    cells = [row.cells() for row in rows]
+    head, *lines = aligned([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
+    told = ["" if c[1] == "-" else f"    {c[1]}\n" for c in cells]
+    return "".join([f"{head}\n", *(f"{line}\n{more}" for line, more in zip(lines, told, strict=True))])

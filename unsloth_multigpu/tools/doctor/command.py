@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
 
@@ -77,10 +78,9 @@ def render(rows: Sequence[CheckRow]) -> str:
     lines: list[str] = []
     for section, group in groupby(rows, key=lambda row: row.section):
         members = list(group)
-        width = max(len(row.name) for row in members)
         lines += ["", section] if lines else [section]
-        for row in members:
-            lines.append(f"  {row.state:<4}  {row.name:<{width}}  {row.text}".rstrip())
+        for row, line in zip(members, aligned([f"{r.state:<4}", r.name, r.text] for r in members), strict=True):
+            lines.append(f"  {line}")
             if row.hint:
                 lines.append(f"        Hint: {row.hint}")
             lines += [f"        | {line}" for line in row.log]
