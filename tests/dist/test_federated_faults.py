@@ -352,7 +352,7 @@ def own(message, context):
         return reply
     return train(message, context)
 
-grid = ProcessGrid(app, 2, [SlotDevice("cpu", 0), SlotDevice("cpu", 1)], GridOptions())
+grid = ProcessGrid(app, 2, [SlotDevice("cpu", 0), SlotDevice("cpu", 1)], GridOptions()).__enter__()
 print(grid.send_and_receive([message_to(0)])[0].content["metrics"]["calls"], flush=True)
 print(grid.send_and_receive([message_to(0)])[0].content["metrics"]["calls"], flush=True)
 # A child of the server, as its DataLoader would have, which outlives it and has what it had open.

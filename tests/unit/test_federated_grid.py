@@ -26,14 +26,14 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from tests.helpers.run import ROOT, run_python
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import device, parcel, task, worker
+from unsloth_multigpu.federated import device, task, user_code, worker
 from unsloth_multigpu.federated.apps import make_client_app
 from unsloth_multigpu.federated.device import SlotDevice, choose_devices, slot_environment
 from unsloth_multigpu.federated.dispatch import History, Queues, slots_to_have
-from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, _task_identity
-from unsloth_multigpu.federated.outcome import Outcome
+from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, task_identity
 from unsloth_multigpu.federated.slot import Slot
 from unsloth_multigpu.federated.task import Task
+from unsloth_multigpu.federated.user_code import Outcome
 from unsloth_multigpu.wire.frames import Frames
 from unsloth_multigpu.wire.process import is_alive
 
@@ -149,29 +149,29 @@ def test_object_that_cannot_travel_is_named_with_its_function():
         return helper()
 
     with pytest.raises(SetupError, match=r"because of the variable 'lock' of .*helper\(\), a _thread.lock: cannot"):
-        parcel.pack(Holder(train_fn))
-    assert parcel.find_culprit({"a": 1, "b": [lock]}) == ("[0]", lock)
+        user_code.pack(Holder(train_fn))
+    assert user_code.find_culprit({"a": 1, "b": [lock]}) == ("[0]", lock)
 
 
 def test_functions_that_travel_share_their_globals():
     source = "count = 0\ndef step():\n    global count\n    count += 1\ndef read():\n    return count"
     names = {"__name__": "__main__"}
     exec(source, names)
-    step, read = parcel.unpack(parcel.pack([names["step"], names["read"]]))
+    step, read = user_code.unpack(user_code.pack([names["step"], names["read"]]))
     step()
     assert (read(), names["count"]) == (1, 0)
 
 
-def test_large_parcel_is_a_warning(caplog, monkeypatch):
-    monkeypatch.setattr(parcel, "_WARN_BYTES", 100)
-    parcel.pack("x" * 200)
+def test_large_app_is_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(user_code, "_WARN_BYTES", 100)
+    user_code.pack("x" * 200)
     assert "load data and models inside them" in caplog.text
 
 
 def test_missing_library_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(SetupError, match=r"(?s)needs cloudpickle.*pip install"):
-        parcel.pack(1)
+        user_code.pack(1)
 
 
 def test_outcome_holds_what_a_client_raises_and_lets_ctrl_c_go_on():
@@ -191,7 +191,7 @@ def test_codes_are_those_of_flower():
 
 @pytest.fixture(autouse=True)
 def identity():
-    with _task_identity(77):
+    with task_identity(77):
         yield
 
 
@@ -402,27 +402,25 @@ def test_error_reply_names_client_round_and_slot():
     assert (record.client_id, record.slot, record.device, record.attempts) == (3, 1, "cuda:1", 1)
 
 
-def test_identity_is_given_back_in_any_order():
-    first, second, third = (_task_identity(number) for number in (5, 6, 7))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert TaskIdentity.run_id == 6
-    third.__enter__()
-    third.__exit__(None, None, None)
-    assert TaskIdentity.run_id == 6
-    second.__exit__(None, None, None)
+def test_identity_is_that_of_the_grid_in_use_and_is_given_back(tmp_path):
+    grids = [ProcessGrid(None, 1, [ONE], GridOptions(log_dir=str(tmp_path / name))) for name in "ab"]
+    for grid in [*grids, grids[0]]:
+        with grid.identity():
+            assert TaskIdentity.run_id == grid.run.run_id
+        assert TaskIdentity.run_id == 77
+    for grid in grids:
+        grid.close()
     assert TaskIdentity.run_id == 77
 
 
 def test_other_version_of_flower_is_an_error(monkeypatch):
     monkeypatch.delattr(TaskIdentity, "_node_id")
     with pytest.raises(VersionError, match="TaskIdentity has no _node_id"):
-        _task_identity(5).__enter__()
+        task_identity(5).__enter__()
     for module in ("task_identity", "run"):
         monkeypatch.setitem(sys.modules, f"flwr.supercore.{module}", None)
     with pytest.raises(VersionError, match="has no TaskIdentity where"):
-        _task_identity(5).__enter__()
+        task_identity(5).__enter__()
     with pytest.raises(VersionError, match="has no Run where"):
         ProcessGrid.run.fget(SimpleNamespace(_run=None))
 

@@ -26,7 +26,7 @@ import unsloth_multigpu as ump
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import server_app, training, weights
-from unsloth_multigpu.federated.grid import _task_identity
+from unsloth_multigpu.federated.grid import task_identity
 from unsloth_multigpu.federated.option import FitOptions
 from unsloth_multigpu.federated.report import (
     DeviceReport,
@@ -255,7 +255,7 @@ class AppGrid(Grid):
 
 @pytest.fixture
 def may_make_messages() -> Iterator[None]:
-    with _task_identity(7):
+    with task_identity(7):
         yield
 
 

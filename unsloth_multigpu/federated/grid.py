@@ -7,7 +7,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +19,10 @@ from flwr.serverapp import Grid
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated.device import SlotDevice, choose_devices
-from unsloth_multigpu.federated.parcel import pack
 from unsloth_multigpu.federated.placement import Placement
 from unsloth_multigpu.federated.pool import SlotPool
 from unsloth_multigpu.federated.task import ClientRecord, Task
+from unsloth_multigpu.federated.user_code import pack
 from unsloth_multigpu.wire.folder import locked_log_dir
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ _RANGE_HINT = 'pip install "flwr>=1.41,<2"; tested is 1.41.0'
 # As Flower's SuperLink numbers itself.
 _SERVER_NODE_ID = 1
 _IDENTITY = ("_task_id", "_run_id", "_node_id")
-# What was there before the first grid, and one of each grid that is open: the last one counts.
-_identities: list[tuple[int | None, ...]] = []
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,8 @@ class ProcessGrid(Grid):
     Flower's simulation, and keeps its state here. Slots start with the first message. An error in a round, Ctrl-C among
     them, ends them; the next round starts new ones.
 
+    Messages are made and sent under `identity()`, or in `with ProcessGrid(...)`, which opens it.
+
     Args:
         app: Any ClientApp.
         num_clients: How many there are.
@@ -86,13 +86,13 @@ class ProcessGrid(Grid):
         self._run: Run | None = None
         self._tasks: dict[str, Task] = {}
         self._records: list[ClientRecord] = []
+        self._in_with = ExitStack()
         self.is_closed = False
         if sys.platform != "linux":
             raise SetupError(f"Slots need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or SuperNodes.")
         packed = pack(app)
         with ExitStack() as stack:
             self.log_dir: Path = stack.enter_context(locked_log_dir(Path(options.log_dir)))
-            stack.enter_context(_task_identity(self._run_id))
             self._pool = SlotPool(
                 packed,
                 devices,
@@ -109,10 +109,16 @@ class ProcessGrid(Grid):
         self.new_clients(num_clients)
 
     def __enter__(self) -> ProcessGrid:
+        self._in_with.enter_context(self.identity())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+        self._in_with.close()
+
+    def identity(self) -> AbstractContextManager[None]:
+        """While it is open, this process can make messages of this grid's run: `Message(...)` asks who makes them."""
+        return task_identity(self._run_id)
 
     def close(self) -> None:
         """Ends all slots."""
@@ -259,31 +265,23 @@ def _private(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _task_identity(run_id: int) -> Iterator[None]:
-    """Lets this process make messages, as a process that Flower has started for a ServerApp may."""
+def task_identity(run_id: int) -> Iterator[None]:
+    """Lets this process make messages, as a process that Flower has started for a ServerApp may.
+
+    Flower keeps the identity for the whole process; what was there before is put back at the end.
+    """
     with _private("TaskIdentity"):
         # Flower's own simulation sets it by this name as well.
         from flwr.supercore.task_identity import TaskIdentity
     missing = [name for name in _IDENTITY if not hasattr(TaskIdentity, name)]
     if missing:
         raise VersionError(f"Flower's TaskIdentity has no {', '.join(missing)}.", hint=_RANGE_HINT)
-    own = (1, run_id, _SERVER_NODE_ID)
-    if not _identities:
-        _identities.append(tuple(getattr(TaskIdentity, name) for name in _IDENTITY))
-    _identities.append(own)
+    before = [getattr(TaskIdentity, name) for name in _IDENTITY]
+    # Not by its properties, which do not take None back.
     try:
-        _set_identity()
+        for name, value in zip(_IDENTITY, (1, run_id, _SERVER_NODE_ID), strict=True):
+            setattr(TaskIdentity, name, value)
         yield
     finally:
-        _identities.remove(own)
-        _set_identity()
-        if len(_identities) == 1:
-            _identities.clear()
-
-
-def _set_identity() -> None:
-    from flwr.supercore.task_identity import TaskIdentity
-
-    # Not by its properties, which do not take None back.
-    for name, value in zip(_IDENTITY, _identities[-1], strict=True):
-        setattr(TaskIdentity, name, value)
+        for name, value in zip(_IDENTITY, before, strict=True):
+            setattr(TaskIdentity, name, value)

@@ -34,7 +34,7 @@ class SlotPool:
     """Runs tasks. One thread at a time.
 
     Args:
-        app: `parcel.pack`'s.
+        app: `user_code.pack`'s.
         devices: Each once.
         clients_per_gpu: Slots of each device; "auto" = one until its memory is known.
         max_workers: Upper limit of all slots.

@@ -23,9 +23,8 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from unsloth_multigpu.errors import MultiGPUError
-from unsloth_multigpu.federated.outcome import Outcome
-from unsloth_multigpu.federated.parcel import unpack
 from unsloth_multigpu.federated.task import CLIENT_RAISED
+from unsloth_multigpu.federated.user_code import Outcome, unpack
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.wire.frames import Frames
 
