@@ -21,7 +21,7 @@ class _Sum:
     seconds: float = 0.0
 
 
-class History:
+class MeasuredCosts:
     """What the clients of earlier messages took.
 
     A client's cost is the seconds that it took times the speed of its device, in examples per second: an unequal device
@@ -84,12 +84,12 @@ class Queues:
 
     Args:
         how: As in `placement.deal`.
-        history: What "balanced" goes by.
+        costs: What "balanced" goes by.
     """
 
-    def __init__(self, how: Placement, history: History) -> None:
+    def __init__(self, how: Placement, costs: MeasuredCosts) -> None:
         self._how = how
-        self._history = history
+        self._costs = costs
         self._waiting: dict[SlotDevice, list[Task]] = {}
         self._num_slots: Mapping[SlotDevice, int] = {}
 
@@ -109,8 +109,7 @@ class Queues:
             chosen = [task for task in waiting if task.kind == kind]
             clients = {task.client_id: self._client(task) for task in chosen}
             places = [
-                Device(i, self._history.speed(kind, d) * num_slots[d], self._limit(d, memory))
-                for i, d in enumerate(live)
+                Device(i, self._costs.speed(kind, d) * num_slots[d], self._limit(d, memory)) for i, d in enumerate(live)
             ]
             for device, ids in zip(live, deal(list(clients.values()), places, self._how), strict=True):
                 order = {client_id: place for place, client_id in enumerate(ids)}
@@ -156,17 +155,17 @@ class Queues:
     def _limit(self, device: SlotDevice, memory: Mapping[SlotDevice, int]) -> int | None:
         if self._how == "round_robin" or device not in memory:
             return None
-        return max(memory[device], self._history.held_bytes(device))
+        return max(memory[device], self._costs.held_bytes(device))
 
     def _rest_s(self, device: SlotDevice) -> float:
         seconds = [self._seconds(task, device) for task in self._waiting[device]]
         return max(sum(seconds) / self._num_slots.get(device, 1), *seconds, 0.0)
 
     def _seconds(self, task: Task, device: SlotDevice) -> float:
-        return self._client(task).cost / self._history.speed(task.kind, device)
+        return self._client(task).cost / self._costs.speed(task.kind, device)
 
     def _client(self, task: Task) -> Client:
-        return self._history.client(task.kind, task.client_id)
+        return self._costs.client(task.kind, task.client_id)
 
 
 def _pop(tasks: list[Task], place: int | None) -> Task | None:

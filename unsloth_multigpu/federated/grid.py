@@ -74,6 +74,7 @@ class ProcessGrid(Grid):
 
     Attributes:
         log_dir: Where the slots' logs are.
+        pool: The slots.
         is_closed: It cannot be used any more.
 
     Raises:
@@ -93,7 +94,7 @@ class ProcessGrid(Grid):
         packed = pack(app)
         with ExitStack() as stack:
             self.log_dir: Path = stack.enter_context(locked_log_dir(Path(options.log_dir)))
-            self._pool = SlotPool(
+            self.pool = SlotPool(
                 packed,
                 devices,
                 clients_per_gpu=options.clients_per_gpu,
@@ -103,7 +104,7 @@ class ProcessGrid(Grid):
                 seed=options.seed,
                 start_timeout_s=options.start_timeout_s,
             )
-            stack.callback(self._pool.close)
+            stack.callback(self.pool.close)
             # Also where nobody closes it: at the end of the program, while Python is still whole.
             self._end = weakref.finalize(self, stack.pop_all().close)
         self.new_clients(num_clients)
@@ -129,14 +130,14 @@ class ProcessGrid(Grid):
     @property
     def devices_of_slots(self) -> list[str]:
         """Each slot's device, like "cuda:1"; its place is the slot's number."""
-        return [str(slot.device) for slot in self._pool.slots]
+        return [str(slot.device) for slot in self.pool.slots]
 
     def new_clients(self, num_clients: int) -> None:
         """Forgets the clients, their states too; the slots stay."""
         if num_clients < 1:
             raise FederatedError(f"num_clients={num_clients}; expected 1 or more.", hint="Set num_clients.")
         self._tasks.clear()
-        self._pool.history.forget_clients()
+        self.pool.costs.forget_clients()
         self._contexts = [
             Context(
                 run_id=self._run_id,
@@ -194,14 +195,14 @@ class ProcessGrid(Grid):
         made = {name: self._make_task(name, message) for name, message in tasks.items()}
         with self._ended_by_errors():
             self._tasks |= made
-            self._pool.submit(list(made.values()))
+            self.pool.submit(list(made.values()))
         return list(made)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies that are there by now; each once."""
         wanted = [name for name in message_ids if name in self._tasks]
         with self._ended_by_errors():
-            self._pool.step(0.0)
+            self.pool.step(0.0)
         return [self._take_reply(name) for name in wanted if self._tasks[name].reply is not None]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -222,7 +223,7 @@ class ProcessGrid(Grid):
         names = self.push_messages(messages)
         with self._ended_by_errors():
             tasks = [self._tasks[name] for name in names]
-            self._pool.run(lambda: all(task.reply is not None for task in tasks), deadline_s)
+            self.pool.run(lambda: all(task.reply is not None for task in tasks), deadline_s)
         return [self._take_reply(name) for name in names]
 
     @contextmanager
@@ -231,7 +232,7 @@ class ProcessGrid(Grid):
         try:
             yield
         except BaseException:
-            self._pool.close()
+            self.pool.close()
             self._tasks.clear()
             raise
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from unsloth_multigpu.errors import FederatedError, SetupError
 from unsloth_multigpu.federated.device import SlotDevice, slot_environment
-from unsloth_multigpu.federated.dispatch import History, Queues, slots_to_have
+from unsloth_multigpu.federated.dispatch import MeasuredCosts, Queues, slots_to_have
 from unsloth_multigpu.federated.placement import Placement
 from unsloth_multigpu.federated.slot import Slot
 from unsloth_multigpu.federated.task import CLIENT_CRASHED, REPLY_UNAVAILABLE, Task
@@ -42,6 +42,10 @@ class SlotPool:
         log_dir: Where the slots' logs are.
         seed: See `slot_environment`.
         start_timeout_s: For a slot to be ready.
+
+    Attributes:
+        slots: All of them; their place is their number.
+        costs: What clients took so far.
     """
 
     def __init__(
@@ -64,8 +68,8 @@ class SlotPool:
         self._start_timeout_s = start_timeout_s
         self._memory_bytes: dict[SlotDevice, int] = {}
         self._shrunk: set[SlotDevice] = set()
-        self.history = History()
-        self._queues = Queues(placement, self.history)
+        self.costs = MeasuredCosts()
+        self._queues = Queues(placement, self.costs)
         self.slots: list[Slot] = []
         # There is no way to take it back: it holds nothing.
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
@@ -116,6 +120,10 @@ class SlotPool:
             late_s = time.monotonic() - slot.started_s - self._start_timeout_s
             if slot.is_live and not slot.is_ready and late_s > 0:
                 self._bury(slot, f"it was not ready within {self._start_timeout_s:g} s")
+
+    def num_waiting(self, device: SlotDevice) -> int:
+        """How many tasks wait for this device."""
+        return self._queues.num_waiting(device)
 
     def close(self) -> None:
         """Ends all processes and forgets the tasks; a later `run` starts new ones."""
@@ -194,7 +202,7 @@ class SlotPool:
         else:
             task.context.state = state
             task.answer(reply)
-        self.history.note(task)
+        self.costs.note(task)
         if self._is_auto and task.kind == "train" and not error:
             self._grow(slot.device)
 
@@ -208,7 +216,7 @@ class SlotPool:
         limit = min(1 + num_waiting + sum(slot.task is not None for slot in own), -(-self._max_slots // num_devices))
         if device.kind == "cpu":
             limit = min(limit, max(1, len(os.sched_getaffinity(0)) // num_devices))
-        peak_bytes = self.history.held_bytes(device)
+        peak_bytes = self.costs.held_bytes(device)
         num_slots = slots_to_have(self._memory_bytes[device], peak_bytes, device, limit)
         if num_slots > len(own):
             logger.info("device=%s peak_bytes=%d slots=%d", device, peak_bytes, num_slots)

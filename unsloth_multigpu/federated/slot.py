@@ -66,6 +66,11 @@ class Slot:
         """It has a process."""
         return self._child is not None
 
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None where it has none."""
+        return None if self._child is None else self._child.pid
+
     def start(self, environment: Mapping[str, str], setup: tuple[Any, ...]) -> None:
         """Starts a process, which says when it is ready.
 

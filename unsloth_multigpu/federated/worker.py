@@ -46,7 +46,7 @@ def serve(frames: Frames, app: ClientApp, kind: str) -> None:
         kind: The device's.
     """
     while True:
-        answer = _run(app, kind, *pickle.loads(_receive(frames)))
+        answer = run_client(app, kind, *pickle.loads(_receive(frames)))
         _flush()
         if kind != "cpu":
             # A Trainer holds its optimizer by cycles, and torch what was freed: the next client's peak would have it,
@@ -57,7 +57,8 @@ def serve(frames: Frames, app: ClientApp, kind: str) -> None:
         frames.send(answer)
 
 
-def _run(app: ClientApp, kind: str, message: Message, context: Context) -> bytes:
+def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> bytes:
+    """Runs one client on a device of this kind, and returns the answer, pickled."""
     _reset_peak(kind)
     outcome = Outcome()
     with outcome:
@@ -140,7 +141,7 @@ def _receive(frames: Frames) -> bytearray:
     while (messages := frames.receive()) is not None:
         if messages:
             return messages[0]
-    return _end_group()
+    return end_process_group()
 
 
 def _end_with_server(descriptor: int) -> None:
@@ -148,10 +149,10 @@ def _end_with_server(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLRDHUP)
     poll.poll()
-    _end_group()
+    end_process_group()
 
 
-def _end_group() -> NoReturn:
+def end_process_group() -> NoReturn:
     """Kills this process and what clients have started in it: a DataLoader's workers, programs."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)
