@@ -44,7 +44,7 @@ class SlotPool:
         start_timeout_s: For a slot to be ready.
 
     Attributes:
-        slots: All of them; their place is their number.
+        slots: All of them; their place is `Slot.index`.
         costs: What clients took so far.
     """
 
@@ -256,7 +256,7 @@ class SlotPool:
             self._queues.put_first(task, [s.device for s in self.slots if not s.is_retired])
         else:
             task.fail(CLIENT_CRASHED, f"{end}. It is the second process that this client has ended: it is left out")
-            logger.warning("%s\nThe end of the log of slot %d:\n%s", task.error, slot.number, slot.tail())
+            logger.warning("%s\nThe end of the log of slot %d:\n%s", task.error, slot.index, slot.tail())
 
     def _note_failed_start(self, slot: Slot, end: str) -> None:
         slot.num_failed_starts += 1

@@ -155,10 +155,10 @@ class SteeredStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Opens the round and draws its clients."""
-        number = server_round + self._num_before
-        self._round, self._begin_s, self._arrays = RoundReport(number, 0.0, 0), time.monotonic(), arrays
+        round_overall = server_round + self._num_before
+        self._round, self._begin_s, self._arrays = RoundReport(round_overall, 0.0, 0), time.monotonic(), arrays
         with self._named("configure_train"), self._drawing(grid, "train") as limited:
-            return self._completed_messages(self.strategy.configure_train(number, arrays, config, limited))
+            return self._completed_messages(self.strategy.configure_train(round_overall, arrays, config, limited))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -191,8 +191,8 @@ class SteeredStrategy(Strategy):
             self._num_asked = 0
             return []
         with self._named("configure_evaluate"), self._drawing(grid, "evaluate") as limited:
-            number = self._round.server_round
-            return self._completed_messages(self.strategy.configure_evaluate(number, arrays, config, limited))
+            server_round = self._round.server_round
+            return self._completed_messages(self.strategy.configure_evaluate(server_round, arrays, config, limited))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Puts the clients' metrics together as the strategy does."""
@@ -210,11 +210,11 @@ class SteeredStrategy(Strategy):
         is_start = server_round == 0
         if is_start and self._num_before:
             return None
-        number = server_round + self._num_before
+        round_overall = server_round + self._num_before
         evaluate = self.plan.server_evaluate
-        metrics = evaluate(number, arrays, self.residual) if evaluate else None
+        metrics = evaluate(round_overall, arrays, self.residual) if evaluate else None
         if metrics is not None:
-            self._history.server[number] = metrics
+            self._history.server[round_overall] = metrics
         if is_start:
             return metrics
         self._note(server_metrics=dict(metrics or {}), seconds=time.monotonic() - self._begin_s)
@@ -291,9 +291,9 @@ class SteeredStrategy(Strategy):
             ) from error
 
     def _drawing(self, grid: Grid, kind: Kind) -> AbstractContextManager[Grid]:
-        number = self._round.server_round
-        what = f"round {number}: {type(self.strategy).__name__}.configure_{kind}"
-        return drawing(grid, f"{self.plan.seed}/{number}/{kind}", what, self._timeout_s)
+        server_round = self._round.server_round
+        what = f"round {server_round}: {type(self.strategy).__name__}.configure_{kind}"
+        return drawing(grid, f"{self.plan.seed}/{server_round}/{kind}", what, self._timeout_s)
 
 
 @contextmanager

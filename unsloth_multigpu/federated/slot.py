@@ -32,7 +32,7 @@ class Slot:
     """Starts and ends the slot's processes, one after the other.
 
     Args:
-        number: Counts all slots.
+        index: Its place among all slots.
         device: The only one that its processes see.
         log_dir: Where slot_N.log is.
 
@@ -44,10 +44,10 @@ class Slot:
         is_retired: It gets no process any more.
     """
 
-    def __init__(self, number: int, device: SlotDevice, log_dir: Path) -> None:
-        self.number = number
+    def __init__(self, index: int, device: SlotDevice, log_dir: Path) -> None:
+        self.index = index
         self.device = device
-        self.log = log_dir / f"slot_{number}.log"
+        self.log = log_dir / f"slot_{index}.log"
         self.task: Task | None = None
         self.is_ready = False
         self.is_fresh = True
@@ -59,7 +59,7 @@ class Slot:
         make_log(self.log)
 
     def __str__(self) -> str:
-        return f"slot {self.number}, {self.device}"
+        return f"slot {self.index}, {self.device}"
 
     @property
     def is_live(self) -> bool:
@@ -79,7 +79,7 @@ class Slot:
             setup: What `worker.main` expects.
         """
         child = Child(
-            f"slot {self.number} on {self.device}",
+            f"slot {self.index} on {self.device}",
             _PROGRAM,
             self.log,
             environment,
@@ -93,7 +93,7 @@ class Slot:
         """Sends a task to the process, as far as it reads."""
         assert self._frames is not None
         self.task = task
-        task.begin(self.number, self.device, is_first=self.is_fresh)
+        task.begin(self.index, self.device, is_first=self.is_fresh)
         self.is_fresh = False
         self._frames.put(task.pack())
 

@@ -252,12 +252,12 @@ def _parse_slow_rank(text: str | None, num_ranks: int) -> tuple[int | None, floa
         return None, 1.0
     rank, _, speed = text.partition(":")
     try:
-        number, share = int(rank), float(speed)
+        slow_rank, share = int(rank), float(speed)
     except ValueError:
-        number, share = -1, 0.0
-    if not (0 <= number < num_ranks and 0 < share <= 1):
+        slow_rank, share = -1, 0.0
+    if not (0 <= slow_rank < num_ranks and 0 < share <= 1):
         raise ConfigError(
             f"--slow-rank {text!r}: expected R:SPEED with a rank below {num_ranks} and 0 < SPEED <= 1.",
             hint="Give --slow-rank 1:0.5 for a second rank of half the speed.",
         )
-    return number, share
+    return slow_rank, share

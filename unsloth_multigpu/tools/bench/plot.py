@@ -66,10 +66,10 @@ def draw_curves(results: Sequence[StrategyResult]) -> dict[str, bytes]:
     num_epochs = len(results[0].accuracies)
     with _house_style():
         figure, panels = _new_figure(11.0, rows=3)
-        for number, r in enumerate(results):
-            shift = _DODGE * (number - (len(results) - 1) / 2)
+        for index, r in enumerate(results):
+            shift = _DODGE * (index - (len(results) - 1) / 2)
             for axes, spreads in zip(panels, (r.accuracies, r.test_losses, r.train_losses), strict=True):
-                _curve(axes, number, [epoch + shift for epoch in range(1, num_epochs + 1)], spreads, r.name)
+                _curve(axes, index, [epoch + shift for epoch in range(1, num_epochs + 1)], spreads, r.name)
         titles = ("Accuracy of the next byte, test", "Loss, test", "Loss, mean over the epoch's steps")
         for axes, title in zip(panels, titles, strict=True):
             axes.set_title(title)
@@ -178,20 +178,20 @@ def _norms(results: Sequence[ArmResult], runs: Runs) -> Figure:
     compared = [r.name for r in results if r.norm_difference is not None and r.name != REFERENCE]
     figure, drawn = _new_figure(6.4 if compared else 3.8, rows=2 if compared else 1)
     above = drawn[0] if compared else drawn
-    for number, (name, rounds) in enumerate(runs.items()):
+    for index, (name, rounds) in enumerate(runs.items()):
         if _norms_of(rounds[0]):
-            _norm_line(above, number, _norms_of(rounds[0]), name)
+            _norm_line(above, index, _norms_of(rounds[0]), name)
     above.set_ylabel("gradient norm")
     above.set_title("Gradient norms, first round")
     lowest = above
     if compared:
         lowest, reference = drawn[1], _norms_of(runs[REFERENCE][0])
-        for number, (name, rounds) in enumerate(runs.items()):
+        for index, (name, rounds) in enumerate(runs.items()):
             if name in compared:
                 pairs = zip(_norms_of(rounds[0]), reference, strict=True)
                 # A logarithmic axis has no zero.
                 differences = [max(abs(m - o) / (abs(o) or 1.0), _NO_DIFFERENCE) for m, o in pairs]
-                _norm_line(lowest, number, differences, None, linestyle="none")
+                _norm_line(lowest, index, differences, None, linestyle="none")
         lowest.set_yscale("log")
         lowest.set_ylim(bottom=_NO_DIFFERENCE / 2)
         lowest.set_ylabel(f"relative difference\nfrom {REFERENCE}\n({_NO_DIFFERENCE:.0e} = none)")
@@ -205,15 +205,15 @@ def _norms_of(ranks: Sequence[RankRecord]) -> Sequence[float]:
     return ranks[0].gradient_norms
 
 
-def _norm_line(axes: Axes, number: int, values: Sequence[float], label: str | None, linestyle: str = "-") -> None:
+def _norm_line(axes: Axes, index: int, values: Sequence[float], label: str | None, linestyle: str = "-") -> None:
     # Lines lie on each other where all is well: later ones are smaller, so that all of them are seen.
     axes.plot(
         range(1, len(values) + 1),
         values,
-        color=_LINES[number % len(_LINES)],
-        marker=_MARKS[number % len(_MARKS)],
-        markersize=max(3, 10 - number),
-        linewidth=max(1.0, 3.4 - 0.4 * number),
+        color=_LINES[index % len(_LINES)],
+        marker=_MARKS[index % len(_MARKS)],
+        markersize=max(3, 10 - index),
+        linewidth=max(1.0, 3.4 - 0.4 * index),
         linestyle=linestyle,
         label=label,
     )
@@ -226,16 +226,16 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _curve(axes: Axes, number: int, places: Sequence[float], spreads: Sequence[Spread], label: str) -> None:
+def _curve(axes: Axes, index: int, places: Sequence[float], spreads: Sequence[Spread], label: str) -> None:
     axes.errorbar(
         places,
         [s.median for s in spreads],
         yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
-        color=_LINES[number % len(_LINES)],
-        marker=_MARKS[number % len(_MARKS)],
+        color=_LINES[index % len(_LINES)],
+        marker=_MARKS[index % len(_MARKS)],
         markersize=8,
         linewidth=1.2,
-        linestyle="-" if number < len(_LINES) else "--",
+        linestyle="-" if index < len(_LINES) else "--",
         capsize=3,
         label=label,
     )

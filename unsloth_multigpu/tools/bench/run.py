@@ -41,13 +41,13 @@ def run_rounds(
     """
     results: dict[str, list[Result]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
-        for number in range(1, num_rounds + 1):
-            first = (number - 1) % len(names)
-            folder = Path(root, str(number))
+        for round_number in range(1, num_rounds + 1):
+            first = (round_number - 1) % len(names)
+            folder = Path(root, str(round_number))
             folder.mkdir()
             try:
                 # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
-                this_round = run_round([*names[first:], *names[:first]], folder, f"round {number}/{num_rounds}")
+                this_round = run_round([*names[first:], *names[:first]], folder, f"round {round_number}/{num_rounds}")
             except LaunchError as failed:
                 return results, failed
             for name, result in this_round.items():

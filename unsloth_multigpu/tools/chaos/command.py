@@ -225,7 +225,7 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
 
 def _checkpoint_files(whole: Trace) -> list[str]:
     """Names of a checkpoint's files."""
-    from unsloth_multigpu.tools.chaos.harm import newest_checkpoint
+    from unsloth_multigpu.tools.chaos.actions import newest_checkpoint
 
     newest = newest_checkpoint(whole.of("begin")[0]["output_dir"])
     return [] if newest is None else sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file())

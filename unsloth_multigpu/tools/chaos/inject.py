@@ -20,8 +20,8 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
-from unsloth_multigpu.tools.chaos.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0

@@ -17,7 +17,7 @@ from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.tools.doctor.verdict import CheckRow
+    from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
 
@@ -46,8 +46,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
 
 def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
     """Runs every check. Importing the libraries goes on beside the others, which have the GPUs one after the other."""
-    from unsloth_multigpu.tools.doctor.probe import Probe
-    from unsloth_multigpu.tools.doctor.verdict import (
+    from unsloth_multigpu.tools.doctor.findings import (
         copy_rows,
         device_rows,
         import_rows,
@@ -55,6 +54,7 @@ def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
         seam_rows,
         version_rows,
     )
+    from unsloth_multigpu.tools.doctor.probe import Probe
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))

@@ -80,8 +80,8 @@ class Probe:
 def exit_on_sigterm() -> Iterator[None]:
     """Lets SIGTERM end what this command has started, too."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    def leave(signal_number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal_number)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:

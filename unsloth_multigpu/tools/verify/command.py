@@ -74,13 +74,13 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     variables = {variable(name): str(value) for name, value in given.items() if value is not None}
     records = []
     with private_dir() as folder, exit_on_sigterm():
-        for name, number in (("one", 1), ("many", num_ranks)):
+        for name, num_gpus in (("one", 1), ("many", num_ranks)):
             place = folder / name
             place.mkdir()
-            label = "one process" if number == 1 else f"{number} ranks"
+            label = "one process" if num_gpus == 1 else f"{num_gpus} ranks"
             print(f"verify: {num_steps} steps on {label}", file=sys.stderr, flush=True)
-            environment = {**_common_variables(folder), **variables, **_devices(config, number)}
-            request = ReceiptRequest(str(place), num_steps, number, dropout=not options.no_dropout)
+            environment = {**_common_variables(folder), **variables, **_devices(config, num_gpus)}
+            request = ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout)
             environment.update(request.variables())
             # The request has the place in it, as JSON, which writes only ASCII as it is.
             code = _run(program, environment, limit_s, f"{folder.name}/{name}")

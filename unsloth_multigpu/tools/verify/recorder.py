@@ -22,7 +22,7 @@ from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.tools.verify.source import Source, find_precision, find_sources, turn_dropout_off
+from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_reasons, turn_dropout_off
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.versions import installed_version
 
@@ -30,9 +30,16 @@ UPDATES_FILE = "updates.safetensors"
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
 # Nothing of a run that is compared may land in the user's folders or accounts.
 _SAVERS = (
-    *("save_model", "save_state", "_save_checkpoint", "save_pretrained", "push_to_hub"),
+    "save_model",
+    "save_state",
+    "_save_checkpoint",
+    "save_pretrained",
+    "push_to_hub",
     # Unsloth's, on the model.
-    *("save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf"),
+    "save_pretrained_merged",
+    "save_pretrained_gguf",
+    "push_to_hub_merged",
+    "push_to_hub_gguf",
 )
 # The limit of checkpoints removes some at the end.
 _SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
@@ -173,7 +180,7 @@ class Recorder(Part):
         if self._steps is not None and (inexact := self._steps.inexact):
             # Found before the first step, or in a later one.
             advice = "set gradient_accumulation_steps to a multiple of the ranks"
-            self._facts["sources"].append(asdict(Source("loss", inexact, advice)))
+            self._facts["sources"].append(asdict(Reason("loss", inexact, advice)))
         steps = [
             {
                 "step": step,
@@ -209,7 +216,7 @@ def _facts(trainer: Any, config: MultiGPUConfig) -> dict[str, Any]:
         "trainer": type(trainer).__name__,
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "precision": find_precision(trainer),
-        "sources": [asdict(source) for source in find_sources(trainer, config)],
+        "sources": [asdict(source) for source in find_reasons(trainer, config)],
         "config": config.plain_values(),
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _LIBRARIES}},
     }
