@@ -1,4 +1,4 @@
-"""Writes what came of a row of the matrix: unsloth_multigpu/cli/matrix.json, and docs/compatibility.md from all rows.
+"""Writes what came of a row of the matrix: tools/doctor/matrix.json, and docs/compatibility.md from all rows.
 
 Usage, in the row's environment: python -m tests.matrix.record ROW JUNIT_XML. Exit code 1 = a test of the row failed.
 """
@@ -23,7 +23,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = Path(__file__).with_name("rows.toml")
-RESULTS = ROOT / "unsloth_multigpu" / "cli" / "matrix.json"
+RESULTS = ROOT / "unsloth_multigpu" / "tools" / "doctor" / "matrix.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 # In the order in which a reader looks for them.
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "wrapt", "unsloth", "unsloth_zoo")

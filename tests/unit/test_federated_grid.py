@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 import shutil
@@ -666,7 +667,10 @@ def test_process_that_ends_before_its_first_client_has_ended_none(make_grid, pro
 @pytest.mark.parametrize("what", ["submit", "step"])
 def test_error_leaves_no_message_behind(make_grid, processes, monkeypatch, what):
     grid = make_grid(2, [ONE])
-    ids = send(grid, [0])
+    message = Message(RecordDict(), 1, "train")
+    forgotten, ids = weakref.ref(message), grid.push_messages([message])
+    del message
+    grid.pool.step(0.0)
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -677,6 +681,8 @@ def test_error_leaves_no_message_behind(make_grid, processes, monkeypatch, what)
             grid.pull_messages([*ids, *grid.push_messages([Message(RecordDict(), 2, "train")])])
     assert not grid.pool.slots[0].is_live
     assert grid.pool.num_waiting(ONE) == 0
+    gc.collect()
+    assert forgotten() is None
     new = send(grid, [1])
     for _ in range(2):
         end_all(grid, processes)

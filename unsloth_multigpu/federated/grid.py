@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ClientRecord", "GridOptions", "ProcessGrid", "SlotDevice", "choose_devices"]
 
 _RANGE_HINT = 'pip install "flwr>=1.41,<2"; tested is 1.41.0'
-# As Flower's SuperLink numbers itself.
+# The node id of Flower's SuperLink.
 _SERVER_NODE_ID = 1
 _IDENTITY = ("_task_id", "_run_id", "_node_id")
 
@@ -83,7 +83,7 @@ class ProcessGrid(Grid):
     """
 
     def __init__(self, app: ClientApp, num_clients: int, devices: Sequence[SlotDevice], options: GridOptions) -> None:
-        self._run_id = uuid.uuid4().int >> 66  # Flower's identifiers have 64 bits, and databases a sign.
+        self._run_id = uuid.uuid4().int >> 66  # Flower's identifiers have 64 bits; its databases store them signed.
         self._run: Run | None = None
         self._tasks: dict[str, Task] = {}
         self._records: list[ClientRecord] = []
@@ -105,7 +105,7 @@ class ProcessGrid(Grid):
                 start_timeout_s=options.start_timeout_s,
             )
             stack.callback(self.pool.close)
-            # Also where nobody closes it: at the end of the program, while Python is still whole.
+            # If the grid is never closed, this runs when the program ends, before the interpreter shuts down.
             self._end = weakref.finalize(self, stack.pop_all().close)
         self.new_clients(num_clients)
 
@@ -243,7 +243,7 @@ class ProcessGrid(Grid):
                 f"A message is for node {client_id + 1}, but the nodes are 1 to {len(self._contexts)}.",
                 hint="Send to the nodes of grid.get_node_ids().",
             )
-        # Flower has no setter: its own links write it there. Replies name it as what they reply to.
+        # Flower has no setter and writes it there itself. Replies refer to the message by it.
         message.metadata.__dict__["_message_id"] = name
         return Task(message, self._contexts[client_id])
 
@@ -256,7 +256,7 @@ class ProcessGrid(Grid):
 
 @contextmanager
 def _private(name: str) -> Iterator[None]:
-    """The import of what Flower does not show, which may be elsewhere in another version."""
+    """Around an import that is not public in Flower, and may be elsewhere in another version."""
     try:
         yield
     except ImportError as error:
@@ -272,13 +272,13 @@ def task_identity(run_id: int) -> Iterator[None]:
     Flower keeps the identity for the whole process; what was there before is put back at the end.
     """
     with _private("TaskIdentity"):
-        # Flower's own simulation sets it by this name as well.
+        # Flower's own simulation sets it in this place, too.
         from flwr.supercore.task_identity import TaskIdentity
     missing = [name for name in _IDENTITY if not hasattr(TaskIdentity, name)]
     if missing:
         raise VersionError(f"Flower's TaskIdentity has no {', '.join(missing)}.", hint=_RANGE_HINT)
     before = [getattr(TaskIdentity, name) for name in _IDENTITY]
-    # Not by its properties, which do not take None back.
+    # Set as attributes: the properties do not accept None.
     try:
         for name, value in zip(_IDENTITY, (1, run_id, _SERVER_NODE_ID), strict=True):
             setattr(TaskIdentity, name, value)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-# What strategies raise where replies do not fit. Flower exports it from this module alone.
+# Strategies raise it where replies do not fit. Flower exports it from this module only.
 from flwr.app.exception import AppExitException
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -270,7 +270,7 @@ class SteeredStrategy(Strategy):
             if is_first and lora.relative_remainder is None and find_pairs(arrays):
                 _log.info("lora_remainder is not reported: too many clients x rank, or factors of convolutions")
         elif has_server_optimizer(self.strategy) and self.plan.buffers:
-            # Its step would take a running variance below zero.
+            # A server optimizer could step a running variance below zero.
             arrays = ArrayRecord({**arrays, **weighted_mean(replies, weights, self.plan.buffers)})
         return like(arrays, self._arrays)
 
@@ -320,7 +320,7 @@ def drawing(grid: Grid, seed: str, what: str, timeout_s: float) -> Iterator[Grid
     try:
         yield cast(Grid, limited)
     finally:
-        limited.timeout_s = float("inf")  # A strategy may keep the grid.
+        limited.timeout_s = float("inf")  # The strategy may keep the grid and use it later.
         random.setstate(before)
         np.random.set_state(numpy_before)
 

@@ -21,7 +21,7 @@ from unsloth_multigpu.wire.frames import Frames
 from unsloth_multigpu.wire.process import send_signal
 from unsloth_multigpu.wire.stack import main_frames, place_of
 
-# The user's modules, and this package, lie where this process finds them.
+# The slot imports the user's modules and this package from where this process finds them.
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from unsloth_multigpu.federated.worker import main
@@ -90,7 +90,7 @@ class Slot:
         self._frames.put(pickle.dumps(setup))
 
     def give(self, task: Task) -> None:
-        """Sends a task to the process, as far as it reads."""
+        """Queues a task for the process; `register` sends the rest when the process reads."""
         assert self._frames is not None
         self.task = task
         task.begin(self.index, self.device, is_first=self.is_fresh)
@@ -98,7 +98,7 @@ class Slot:
         self._frames.put(task.pack())
 
     def register(self, poll: select.poll) -> dict[int, Slot]:
-        """Lets `poll` look at what tells something of the process; returns which descriptors these are."""
+        """Registers the descriptors of the process and of its socket with `poll`, and returns them."""
         if self._child is None or self._frames is None:
             return {}
         wants = select.POLLIN | (0 if self._is_sent() else select.POLLOUT)
@@ -112,9 +112,9 @@ class Slot:
         try:
             messages = self._frames.receive()
         except BlockingIOError:
-            # Only after it is sure that nothing has come: its last message counts.
+            # Asked only when no message is left: the last one of a process that has ended counts.
             return None if self.has_ended() else []
-        # From the child that this process has started: it runs the same user's code.
+        # Safe to unpickle: it comes from our own child, which runs the same user's code.
         return None if messages is None else [(len(data), *pickle.loads(data)) for data in messages]
 
     def has_ended(self) -> bool:
@@ -148,7 +148,7 @@ class Slot:
     def ask_for_stack(self) -> int:
         """Lets the process write its stacks to its log; returns where they will begin."""
         size = 0
-        with suppress(OSError):  # Somebody has removed the log.
+        with suppress(OSError):  # The log was removed.
             size = self.log.stat().st_size
         if self._child is not None:
             from unsloth_multigpu.federated.worker import STACK_SIGNAL
@@ -168,4 +168,4 @@ class Slot:
         try:
             return self._frames.flush()
         except OSError:
-            return True  # It is ending, which its other descriptor tells.
+            return True  # The process is ending; its other descriptor reports that.

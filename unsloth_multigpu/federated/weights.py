@@ -86,7 +86,7 @@ def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
     """
     node_ids, reason = sorted(grid.get_node_ids()), "there are no clients"
     limit_s = max(timeout_s, _LEAST_TIMEOUT_S)
-    # Once more with others: a device may have gone.
+    # A second try with other clients, since a device may be gone.
     for asked in (node_ids[:num_asked], node_ids[num_asked : 2 * num_asked]):
         messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
         replies = list(grid.send_and_receive(messages, timeout=limit_s)) if asked else []

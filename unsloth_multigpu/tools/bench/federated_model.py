@@ -15,7 +15,7 @@ from unsloth_multigpu.tools.bench.worker import collate, make_model
 if TYPE_CHECKING:
     from unsloth_multigpu.federated.client import FederatedClient
 
-# With SGD: under Adam a rounding error in a small gradient may turn a step round, and arms could not be compared.
+# SGD, because with Adam a rounding error in a small gradient can flip the sign of a step, and arms would differ.
 _LEARNING_RATE = 0.05
 _rows = functools.lru_cache(maxsize=1)(make_rows)
 

@@ -86,7 +86,7 @@ def _house_style() -> Iterator[None]:
     """How plots look while this is open."""
     import matplotlib
 
-    # The figures are no pyplot ones: none needs a window, and the user's settings come back.
+    # Figures without pyplot need no window; the context restores the user's settings.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -206,7 +206,7 @@ def _norms_of(ranks: Sequence[RankRecord]) -> Sequence[float]:
 
 
 def _norm_line(axes: Axes, index: int, values: Sequence[float], label: str | None, linestyle: str = "-") -> None:
-    # Lines lie on each other where all is well: later ones are smaller, so that all of them are seen.
+    # Equal lines lie on each other: each is drawn smaller than the one before, so that all are visible.
     axes.plot(
         range(1, len(values) + 1),
         values,

@@ -25,9 +25,9 @@ def learning_arguments(arm: Arm, num_epochs: int, batch_size: int) -> dict[str, 
         "lr_scheduler_type": "constant",
         "eval_strategy": "epoch",
         "per_device_eval_batch_size": batch_size,
-        # PEFT's models do not tell.
+        # PEFT's models do not declare them.
         "label_names": ["labels"],
-        # A loss is put together from all ranks: those that step by themselves would meet in each step.
+        # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
         "logging_strategy": "steps" if arm.meets_every_step else "epoch",
     }
 

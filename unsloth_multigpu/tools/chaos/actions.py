@@ -61,7 +61,7 @@ def _tell_supervisor(signal_number: signal.Signals, pid: int | None, *, times: i
     for _ in range(times):
         with suppress(ProcessLookupError):
             os.kill(pid, signal_number)
-        # Waits inside the step: a short training would be over before the supervisor has looked.
+        # Wait inside the step, or a short training would end before the supervisor notices the signal.
         time.sleep(_LOOK_S)
 
 
@@ -89,14 +89,14 @@ def _shut_connections(*, of_store: bool) -> None:
         except OSError:  # A file or a pipe.
             os.close(descriptor)
             continue
-        with sock, suppress(OSError):  # One that only listens has no peer.
+        with sock, suppress(OSError):  # A listening socket has no peer.
             is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and (sock.getpeername()[1] == store_port) == of_store:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
 def _kill_self(signal_number: signal.Signals) -> None:
-    # A signal to the whole process may be taken by another thread, while this one goes on for a moment.
+    # Another thread may take the signal, and this one would run on for a moment.
     os.kill(os.getpid(), signal_number)
     threading.Event().wait(_LOOK_S)
 

@@ -25,7 +25,7 @@ from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0
-# What a full disk still takes: less than any file of weights, optimizer or random numbers.
+# Size in bytes that a "full" disk still accepts: less than any file of a checkpoint.
 _DISK_LEFT_BYTES = 4096
 
 

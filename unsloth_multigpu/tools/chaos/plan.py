@@ -37,7 +37,7 @@ _ALL = (
     "clock@{last}:{step}",
     "slow@{last}:{step}",
 )
-# Of the kinds that a rank can also meet between the files of a checkpoint. A hang may take ten times as long there.
+# Kinds that can also strike between two files of a checkpoint. No hangs: their limit is ten times longer there.
 _ALSO_WHILE_SAVING = ("raise", "exit", "os_exit", "kill", "segv")
 
 
@@ -63,7 +63,7 @@ def all_trials(num_steps: int, num_ranks: int, checkpoint_files: Sequence[str]) 
         num_steps: Optimizer steps of the training.
         checkpoint_files: Names of the files of one checkpoint; without any, nothing is damaged.
     """
-    # Behind the first checkpoints of most trainings, and with steps to go.
+    # After the first checkpoints of most trainings, with steps left.
     step = max(1, round(num_steps * 0.6))
     trials = []
     for text in _ALL:

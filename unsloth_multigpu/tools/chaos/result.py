@@ -73,7 +73,7 @@ class Trace:
 
 
 def compare_samples(whole: Trace, other: Trace) -> tuple[int, int]:
-    """Samples that are lost, and such that are too many, step by step against the run without faults."""
+    """Number of samples that are missing and of samples that are repeated, compared step by step with the whole run."""
     expected, found = whole.samples(), other.samples()
     keys = expected.keys() | found.keys()
     lost = sum((expected.get(k, Counter()) - found.get(k, Counter())).total() for k in keys)
@@ -112,10 +112,10 @@ class Row:
     Args:
         fault: Its name.
         told: What the user reads.
-        ended_s: Seconds from the fault until the last process was gone; None where the run began anew or went on.
+        ended_s: Seconds from the fault until the last process was gone; None where the run was restarted or continued.
         code: Exit code of the run that met the fault.
         num_orphans: Processes that were left behind.
-        from_step: The finished step from which the training went on; None where it did not begin anew.
+        from_step: The finished step from which the training went on; None where it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
         lost: Samples that did not count, against the run without faults; None where the run did not go on.
         repeated: Samples that counted once too often.

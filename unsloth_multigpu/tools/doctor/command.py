@@ -45,7 +45,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
 
 
 def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
-    """Runs every check. Importing the libraries goes on beside the others, which have the GPUs one after the other."""
+    """Runs every check. Libraries are imported in parallel with the others, which use the GPUs one after the other."""
     from unsloth_multigpu.tools.doctor.findings import (
         copy_rows,
         device_rows,

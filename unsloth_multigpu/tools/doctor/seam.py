@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # In the order of a user's script: Unsloth changes the others and asks to be imported first.
 _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")
-# These load at once what they use on this kind of machine. Their other modules are for another kind, and would change
-# the libraries around them for it.
+# These import at once what they need on this machine. Their other modules are for other machines, and would patch the
+# other libraries.
 _EAGER = ("unsloth", "unsloth_zoo")
 _CALLED = {
     "step": "in each step",
@@ -28,7 +28,7 @@ _CALLED = {
     "save": "for each checkpoint",
     "": "in some trainings",
 }
-# What imports of large libraries end with; a crash of the whole probe is told by its parent.
+# Errors that imports of large libraries raise. A crash of the whole probe is reported by its parent.
 _IMPORT_ERRORS = (
     ImportError,
     RuntimeError,

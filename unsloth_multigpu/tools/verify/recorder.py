@@ -41,7 +41,7 @@ _SAVERS = (
     "push_to_hub_merged",
     "push_to_hub_gguf",
 )
-# The limit of checkpoints removes some at the end.
+# save_total_limit would remove checkpoints at the end.
 _SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
 _TRACKERS = "transformers.integrations"
 
@@ -106,7 +106,9 @@ class Recorder(Part):
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         current = None if self._steps is None else self._steps.current
-        if current is None or not current.piece.is_filler:  # Which only keeps this rank in the exchange of gradients.
+        if (
+            current is None or not current.piece.is_filler
+        ):  # A filler only keeps this rank in the exchange of gradients.
             self._samples[self._step() + 1].update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)
 
@@ -117,7 +119,7 @@ class Recorder(Part):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
         self._first_step = int(state.global_step)
-        # A run that was resumed brings it; the Trainer would load it at the end, and remove the others.
+        # A resumed run sets it, and the Trainer would load that checkpoint at the end.
         state.best_model_checkpoint = None
         if not self._request.dropout:
             turn_dropout_off(trainer.model)
@@ -170,7 +172,7 @@ class Recorder(Part):
             return
         before, self._weights_before = self._weights_before, None
         now = {name: p.detach() for name, p in self._trainer.model.named_parameters() if name in before}
-        # One by one: only one of them is in memory twice.
+        # One tensor at a time, so that only one is in memory twice.
         updates = {name: p.cpu().sub(before.pop(name)).contiguous() for name, p in now.items()}
         save_file(updates, Path(self._request.folder) / UPDATES_FILE)
 
