@@ -112,7 +112,7 @@ def rounds(folder, told):
         alive = send("alive", message_to(0), message_to(1))
         os.kill(pid(alive.replies[0]), signal.SIGKILL)
         # All of its threads: the first one may have ended long before.
-        wait_until(grid._pool.slots[0].has_ended, 10.0, "its end")
+        wait_until(grid.pool.slots[0].has_ended, 10.0, "its end")
         send("replaced", message_to(0), message_to(1))
         send("late", message_to(0, "hang"), message_to(2), message_to(1), timeout=2.0)
         shutil.rmtree(grid.log_dir)
@@ -317,7 +317,7 @@ def test_device_that_vanishes_leaves_its_clients_to_the_others(folder, told):
         told.take()
         file.write_text("slot_1")
         assert send() == {"cpu:0"}
-        wait_until(lambda: grid.pull_messages([]) or grid._pool.slots[1].is_retired, 60.0, "the end of a device")
+        wait_until(lambda: grid.pull_messages([]) or grid.pool.slots[1].is_retired, 60.0, "the end of a device")
         text = told.take()
         assert "(round 1, train) on slot 1, cpu:1, which is run once more" in text
         assert text.count("slot 1 on cpu:1") == 3
@@ -352,7 +352,7 @@ def own(message, context):
         return reply
     return train(message, context)
 
-grid = ProcessGrid(app, 2, [SlotDevice("cpu", 0), SlotDevice("cpu", 1)], GridOptions())
+grid = ProcessGrid(app, 2, [SlotDevice("cpu", 0), SlotDevice("cpu", 1)], GridOptions()).__enter__()
 print(grid.send_and_receive([message_to(0)])[0].content["metrics"]["calls"], flush=True)
 print(grid.send_and_receive([message_to(0)])[0].content["metrics"]["calls"], flush=True)
 # A child of the server, as its DataLoader would have, which outlives it and has what it had open.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import importlib.util
@@ -17,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.run import orphans
@@ -26,7 +24,6 @@ from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import arm as bench_arm
 from unsloth_multigpu.tools.bench import command as bench
-from unsloth_multigpu.tools.bench import ddp as bench_ddp
 from unsloth_multigpu.tools.bench import worker as bench_worker
 from unsloth_multigpu.tools.bench.arm import (
     ARMS,
@@ -41,8 +38,7 @@ from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
 from unsloth_multigpu.tools.bench.meter import Meter
 from unsloth_multigpu.tools.bench.option import BenchOptions
 from unsloth_multigpu.tools.bench.page import render_page
-from unsloth_multigpu.tools.bench.plain_json import json_text
-from unsloth_multigpu.tools.bench.plot import draw_plots
+from unsloth_multigpu.tools.bench.plot import draw_curves, draw_plots
 from unsloth_multigpu.tools.bench.result import (
     EpochRecord,
     RankRecord,
@@ -56,10 +52,16 @@ from unsloth_multigpu.tools.bench.result import (
 )
 from unsloth_multigpu.tools.bench.run import run_arm
 from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
-from unsloth_multigpu.tools.bench.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
-from unsloth_multigpu.tools.bench.strategy_plot import draw_curves
-from unsloth_multigpu.tools.bench.strategy_result import strategy_tables, summarize_strategies
+from unsloth_multigpu.tools.bench.strategy_result import (
+    epoch_records,
+    learning_arguments,
+    mean_scores,
+    score_rows,
+    strategy_tables,
+    summarize_strategies,
+)
 from unsloth_multigpu.tools.bench.table import COLUMNS, conditions, render_table, result_table
+from unsloth_multigpu.tools.plain_json import json_text
 
 
 def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), samples=(0, 1)) -> StepRecord:
@@ -593,28 +595,6 @@ def test_conditions_say_what_else_differs() -> None:
     lines = conditions(options, 1000, "cpu", "1")
     assert any("ours: DDP does not search for unused parameters" in line for line in lines)
     assert any("arms of one process are not slowed" in line for line in lines)
-
-
-def test_gradients_of_a_setting_that_failed_are_no_memory_of_the_next(monkeypatch) -> None:
-    class Model(nn.Linear):
-        def forward(self, input_ids, labels):
-            return SimpleNamespace(loss=super().forward(input_ids).sum())
-
-    model, seen = Model(2, 2), []
-    model(torch.ones(1, 2), None).loss.backward()
-
-    @contextlib.contextmanager
-    def peak(_device):
-        seen.append([parameter.grad for parameter in model.parameters()])
-        yield [0.0]
-
-    monkeypatch.setattr(bench_ddp, "_peak", peak)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        bench_ddp._measure(model, [torch.ones(1, 2)], {}, num_steps=1)
-    finally:
-        dist.destroy_process_group()
-    assert seen == [[None, None]]
 
 
 def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:

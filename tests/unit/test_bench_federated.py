@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -100,7 +101,8 @@ def test_what_cannot_be_measured_is_said_at_once(planted, capsys, arguments, mes
 def test_what_is_missing_is_said_at_once(planted, monkeypatch, capsys) -> None:
     monkeypatch.setattr("unsloth_multigpu.start.visible_accelerators", lambda: ("cpu", 0))
     assert main.main(["bench", "--federated", "--device", "cuda"]) == SetupError.exit_code
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "flwr" else find(name, *of))
     assert main.main(BENCH) == SetupError.exit_code
     assert "needs Flower (flwr), which is not installed" in capsys.readouterr().err
 

@@ -25,7 +25,7 @@ from unsloth_multigpu.cli import main, script
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.tools.doctor import allreduce, device, probe, seam, verdict
+from unsloth_multigpu.tools.doctor import allreduce, device, findings, probe, seam
 from unsloth_multigpu.tools.doctor import command as doctor
 from unsloth_multigpu.tools.verify import command as verify
 from unsloth_multigpu.wire.process import end_command
@@ -400,7 +400,7 @@ def test_copies_that_deliver_nothing_or_the_pair_before_are_caught():
 def test_wrong_copy_fails_its_row_and_only_that():
     pair = {"source": 0, "target": 1, "num_bytes": 2**26, "gb_per_s": 1.5, "has_peer_access": True}
     pairs = [{**pair, "num_wrong_bytes": 0}, {**pair, "source": 1, "target": 0, "num_wrong_bytes": 3}]
-    good, bad = verdict.copy_rows({"kind": "cuda", "copies": pairs})
+    good, bad = findings.copy_rows({"kind": "cuda", "copies": pairs})
     assert (good.state, good.name) == ("ok", "cuda:0 -> cuda:1")
     assert (bad.state, bad.name) == ("FAIL", "cuda:1 -> cuda:0")
     assert bad.text.startswith(f"3 of {2**26} bytes arrived wrong")
@@ -439,7 +439,7 @@ def test_all_reduce_counts_wrong_sums(group, monkeypatch):
 def test_all_reduce_row_follows_the_outcome(outcome, state, text):
     measured = {"num_ranks": 2, "device": "cpu", "backend": "gloo", "num_bytes": 3000, "seconds": 0.1}
     facts = {} if "error" in outcome else {**measured, "algorithm_gb_per_s": 1.5}
-    (row,) = verdict.reduce_rows({**facts, **outcome}, {"kind": "cpu"})
+    (row,) = findings.reduce_rows({**facts, **outcome}, {"kind": "cpu"})
     assert row.state == state
     assert text in row.text
     assert bool(row.hint) == (state == "FAIL")
@@ -459,7 +459,7 @@ def test_all_reduce_row_follows_the_outcome(outcome, state, text):
 def test_version_outside_its_range_fails(monkeypatch, name, version, state):
     before = versions.installed_version
     monkeypatch.setattr(versions, "installed_version", lambda n: version if n == name else before(n))
-    (row,) = [row for row in verdict.version_rows({}) if row.name == name]
+    (row,) = [row for row in findings.version_rows({}) if row.name == name]
     assert row.state == state
     assert row.facts["installed"] == version
     assert bool(row.hint) == (state == "FAIL" or version == "2.99.0+cu130")
@@ -469,19 +469,19 @@ def test_version_outside_its_range_fails(monkeypatch, name, version, state):
 def test_gpu_that_only_the_driver_sees_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     seen = {"kind": "cpu", "devices": []}
-    monkeypatch.setattr(verdict, "_nvidia_driver", lambda: ("570.1", 2))
-    row = verdict.device_rows(seen)[0]
+    monkeypatch.setattr(findings, "_nvidia_driver", lambda: ("570.1", 2))
+    row = findings.device_rows(seen)[0]
     assert row.state == "FAIL"
     assert row.text.startswith("nvidia-smi lists 2, torch")
-    monkeypatch.setattr(verdict, "_nvidia_driver", lambda: (None, 0))
-    assert verdict.device_rows(seen)[0].state == "note"
+    monkeypatch.setattr(findings, "_nvidia_driver", lambda: (None, 0))
+    assert findings.device_rows(seen)[0].state == "note"
 
 
 def test_text_is_aligned_ascii_with_hints():
     rows = [
-        verdict.CheckRow("versions", "torch", "ok", "2.13"),
-        verdict.CheckRow("versions", "transformers", "FAIL", "3.0", "Upgrade.", log=("last words",)),
-        verdict.CheckRow("devices", "cpu", "ok", "2 cores"),
+        findings.CheckRow("versions", "torch", "ok", "2.13"),
+        findings.CheckRow("versions", "transformers", "FAIL", "3.0", "Upgrade.", log=("last words",)),
+        findings.CheckRow("devices", "cpu", "ok", "2 cores"),
     ]
     assert doctor.render(rows).splitlines() == [
         "versions",
@@ -555,7 +555,7 @@ def planted(target: str, *, supports: str = "pytest>=8", optional: bool = False)
 def test_seam_row_tells_whether_the_patch_lands(library, patch, state, text):
     neighbours = [planted("good:save")] if "good" not in patch.target else []
     patches = [dataclasses.replace(p, target=library + p.target) for p in (patch, *neighbours)]
-    row, *others = verdict.seam_rows(seam.try_seams(patches, libraries=()))
+    row, *others = findings.seam_rows(seam.try_seams(patches, libraries=()))
     assert row.state == state
     assert text in row.text
     assert bool(row.hint) == (state == "FAIL")
@@ -565,14 +565,14 @@ def test_seam_row_tells_whether_the_patch_lands(library, patch, state, text):
 
 def test_function_that_is_patched_twice_has_two_reasons(library):
     twice = [dataclasses.replace(planted(library + "good:save"), reason=reason) for reason in ("to look", "to write")]
-    rows = verdict.seam_rows(seam.try_seams(twice, libraries=()))
+    rows = findings.seam_rows(seam.try_seams(twice, libraries=()))
     assert [row.text for row in rows] == ["landed (pytest>=8): to look", "landed (pytest>=8): to write"]
 
 
 def test_library_that_cannot_be_imported_fails(monkeypatch, library):
     monkeypatch.setattr(seam, "check_version", lambda name: versions.VersionRow(name, "1.0", "", True))
     landed = seam.try_seams([], libraries=[library + "broken", library + "good"])
-    rows = verdict.import_rows(landed)
+    rows = findings.import_rows(landed)
     assert [row.state for row in rows] == ["FAIL", "ok"]
     assert "no such library" in rows[0].text
 

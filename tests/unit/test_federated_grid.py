@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 import shutil
 import socket
 import sys
 import threading
-import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -26,14 +26,14 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from tests.helpers.run import ROOT, run_python
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import device, parcel, task, worker
+from unsloth_multigpu.federated import device, task, user_code, worker
 from unsloth_multigpu.federated.apps import make_client_app
 from unsloth_multigpu.federated.device import SlotDevice, choose_devices, slot_environment
-from unsloth_multigpu.federated.dispatch import History, Queues, slots_to_have
-from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, _task_identity
-from unsloth_multigpu.federated.outcome import Outcome
+from unsloth_multigpu.federated.dispatch import MeasuredCosts, Queues, slots_to_have
+from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, task_identity
 from unsloth_multigpu.federated.slot import Slot
 from unsloth_multigpu.federated.task import Task
+from unsloth_multigpu.federated.user_code import Outcome
 from unsloth_multigpu.wire.frames import Frames
 from unsloth_multigpu.wire.process import is_alive
 
@@ -102,7 +102,7 @@ def test_slots_share_the_cores(monkeypatch):
     ],
 )
 def test_devices_are_those_that_were_asked_for(monkeypatch, visible, asked, chosen):
-    monkeypatch.setattr(device, "_visible_accelerators", lambda: visible)
+    monkeypatch.setattr(device, "visible_accelerators", lambda: visible)
     assert " ".join(map(str, choose_devices(**asked))) == chosen
 
 
@@ -116,7 +116,7 @@ def test_devices_are_those_that_were_asked_for(monkeypatch, visible, asked, chos
     ],
 )
 def test_devices_that_are_not_there_are_an_error(monkeypatch, visible, asked, message):
-    monkeypatch.setattr(device, "_visible_accelerators", lambda: visible)
+    monkeypatch.setattr(device, "visible_accelerators", lambda: visible)
     with pytest.raises(SetupError, match=message):
         choose_devices(**asked)
 
@@ -149,29 +149,29 @@ def test_object_that_cannot_travel_is_named_with_its_function():
         return helper()
 
     with pytest.raises(SetupError, match=r"because of the variable 'lock' of .*helper\(\), a _thread.lock: cannot"):
-        parcel.pack(Holder(train_fn))
-    assert parcel.find_culprit({"a": 1, "b": [lock]}) == ("[0]", lock)
+        user_code.pack(Holder(train_fn))
+    assert user_code.find_culprit({"a": 1, "b": [lock]}) == ("[0]", lock)
 
 
 def test_functions_that_travel_share_their_globals():
     source = "count = 0\ndef step():\n    global count\n    count += 1\ndef read():\n    return count"
     names = {"__name__": "__main__"}
     exec(source, names)
-    step, read = parcel.unpack(parcel.pack([names["step"], names["read"]]))
+    step, read = user_code.unpack(user_code.pack([names["step"], names["read"]]))
     step()
     assert (read(), names["count"]) == (1, 0)
 
 
-def test_large_parcel_is_a_warning(caplog, monkeypatch):
-    monkeypatch.setattr(parcel, "_WARN_BYTES", 100)
-    parcel.pack("x" * 200)
+def test_large_app_is_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(user_code, "_WARN_BYTES", 100)
+    user_code.pack("x" * 200)
     assert "load data and models inside them" in caplog.text
 
 
 def test_missing_library_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(SetupError, match=r"(?s)needs cloudpickle.*pip install"):
-        parcel.pack(1)
+        user_code.pack(1)
 
 
 def test_outcome_holds_what_a_client_raises_and_lets_ctrl_c_go_on():
@@ -191,7 +191,7 @@ def test_codes_are_those_of_flower():
 
 @pytest.fixture(autouse=True)
 def identity():
-    with _task_identity(77):
+    with task_identity(77):
         yield
 
 
@@ -200,14 +200,16 @@ def make_task(client_id: int, kind: str = "train") -> Task:
     return Task(Message(RecordDict(), client_id + 1, kind), context)
 
 
-def done(history: History, client_id: int, where: SlotDevice, seconds: float, examples: int, memory_bytes=0) -> None:
+def done(
+    costs: MeasuredCosts, client_id: int, where: SlotDevice, seconds: float, examples: int, memory_bytes=0
+) -> None:
     """Notes a message that was answered."""
     answered = make_task(client_id)
     answered.begin(0, where, is_first=False)
     content = RecordDict({"m": MetricRecord({"num-examples": examples})})
     answered.answer(Message(content, reply_to=answered.message))
     answered.seconds, answered.peak_memory_bytes = seconds, memory_bytes
-    history.note(answered)
+    costs.note(answered)
 
 
 def take_all(queues: Queues, where: SlotDevice) -> list[int]:
@@ -218,7 +220,7 @@ def take_all(queues: Queues, where: SlotDevice) -> list[int]:
 
 
 def test_round_robin_keeps_clients_on_their_device():
-    queues = Queues("round_robin", History())
+    queues = Queues("round_robin", MeasuredCosts())
     queues.deal([make_task(n) for n in (4, 1, 0, 3, 2)], {ONE: 1, TWO: 1}, {ONE: 1, TWO: 1})
     assert take_all(queues, ONE) == [4, 0, 2]
     # It helps nobody: the user has asked for this device.
@@ -227,7 +229,7 @@ def test_round_robin_keeps_clients_on_their_device():
 
 
 def test_clients_of_a_device_that_is_gone_go_to_the_others():
-    queues = Queues("round_robin", History())
+    queues = Queues("round_robin", MeasuredCosts())
     queues.deal([make_task(n) for n in range(4)], {ONE: 1, TWO: 1}, {})
     queues.deal([], {TWO: 1}, {})
     assert take_all(queues, ONE) == []
@@ -235,10 +237,10 @@ def test_clients_of_a_device_that_is_gone_go_to_the_others():
 
 
 def test_balanced_goes_by_measured_seconds():
-    history = History()
+    costs = MeasuredCosts()
     for client_id, seconds in enumerate((8.0, 1.0, 1.0, 6.0, 1.0, 1.0)):
-        done(history, client_id, ONE, seconds, 10)
-    queues = Queues("balanced", history)
+        done(costs, client_id, ONE, seconds, 10)
+    queues = Queues("balanced", costs)
     queues.deal([make_task(n) for n in range(6)], {ONE: 1, TWO: 1}, {})
     first = [queues.take(where, [], {}).client_id for where in (ONE, TWO)]
     assert first == [0, 3]
@@ -248,27 +250,27 @@ def test_balanced_goes_by_measured_seconds():
 
 
 def test_balanced_goes_by_measured_speed():
-    history = History()
-    done(history, 0, ONE, 1.0, 100)
-    done(history, 1, TWO, 4.0, 100)
-    assert history.speed("train", ONE) == 100.0
-    assert history.speed("train", TWO) == 25.0
-    assert history.speed("evaluate", TWO) == 1.0
-    assert history.client("train", 0).cost == history.client("train", 1).cost == history.client("train", 5).cost == 100
-    queues = Queues("balanced", history)
+    costs = MeasuredCosts()
+    done(costs, 0, ONE, 1.0, 100)
+    done(costs, 1, TWO, 4.0, 100)
+    assert costs.speed("train", ONE) == 100.0
+    assert costs.speed("train", TWO) == 25.0
+    assert costs.speed("evaluate", TWO) == 1.0
+    assert costs.client("train", 0).cost == costs.client("train", 1).cost == costs.client("train", 5).cost == 100
+    queues = Queues("balanced", costs)
     queues.deal([make_task(n) for n in range(5)], {ONE: 1, TWO: 1}, {})
     assert queues.num_waiting(ONE) == 4
-    history.forget_clients()
-    assert history.client("train", 0).cost == 1.0
-    assert history.speed("train", ONE) == 100.0
+    costs.forget_clients()
+    assert costs.client("train", 0).cost == 1.0
+    assert costs.speed("train", ONE) == 100.0
 
 
 def test_slow_device_helps_only_where_the_other_would_be_later():
-    history = History()
+    costs = MeasuredCosts()
     for client_id, where, seconds in ((0, ONE, 1.0), (1, TWO, 10.0), (1, ONE, 1.0), (2, ONE, 0.5)):
-        done(history, client_id, where, seconds, round(100 * seconds) if where == ONE else 100)
-    assert (history.speed("train", ONE), history.speed("train", TWO)) == (100.0, 10.0)
-    queues = Queues("balanced", history)
+        done(costs, client_id, where, seconds, round(100 * seconds) if where == ONE else 100)
+    assert (costs.speed("train", ONE), costs.speed("train", TWO)) == (100.0, 10.0)
+    queues = Queues("balanced", costs)
     queues.deal([make_task(n) for n in (0, 1)], {ONE: 1, TWO: 1}, {})
     assert (queues.num_waiting(ONE), queues.num_waiting(TWO)) == (2, 0)
     assert queues.take(TWO, [], {}) is None  # It needs 10 s for what the other one has done in 2.
@@ -276,12 +278,12 @@ def test_slow_device_helps_only_where_the_other_would_be_later():
 
 
 def test_device_helps_the_one_that_has_most_seconds_to_do():
-    history = History()
+    costs = MeasuredCosts()
     three = SlotDevice("cuda", 2)
-    done(history, 0, ONE, 1.0, 100)
-    done(history, 1, TWO, 10.0, 100)
-    done(history, 2, three, 1.0, 100)
-    queues = Queues("balanced", history)
+    done(costs, 0, ONE, 1.0, 100)
+    done(costs, 1, TWO, 10.0, 100)
+    done(costs, 2, three, 1.0, 100)
+    queues = Queues("balanced", costs)
     queues.deal([make_task(n) for n in range(2)], {ONE: 1}, {})
     slow = make_task(9)
     slow.begin(0, ONE, is_first=False)
@@ -291,23 +293,24 @@ def test_device_helps_the_one_that_has_most_seconds_to_do():
 
 
 def test_two_slots_do_not_wait_twice_as_long():
-    history = History()
+    costs = MeasuredCosts()
     for client_id in range(2):
-        done(history, client_id, ONE, 1.0, 100)
-    done(history, 3, TWO, 1.5, 100)
+        done(costs, client_id, ONE, 1.0, 100)
+    done(costs, 3, TWO, 1.5, 100)
     for num_slots, helps in ((2, False), (1, True)):
-        queues = Queues("round_robin", history)
-        queues.deal([make_task(n) for n in (0, 2)], {ONE: num_slots, TWO: 1}, {})
-        queues._how = "balanced"
+        queues = Queues("balanced", costs)
+        queues.deal([], {ONE: num_slots, TWO: 1}, {})
+        for client_id in (2, 0):
+            queues.put_first(make_task(client_id), [ONE])
         assert (queues.take(TWO, [], {}) is not None) is helps
 
 
 def test_device_helps_only_with_what_fits_there():
-    history = History()
+    costs = MeasuredCosts()
     for client_id, where, size in ((0, ONE, 20), (1, ONE, 20), (2, TWO, 1)):
-        done(history, client_id, where, 1.0, 10, size * GB)
+        done(costs, client_id, where, 1.0, 10, size * GB)
     memory = {ONE: 24 * GB, TWO: 8 * GB}
-    queues = Queues("balanced", history)
+    queues = Queues("balanced", costs)
     queues.deal([make_task(n) for n in range(3)], {ONE: 1, TWO: 1}, memory)
     assert [queues.take(where, [], memory).client_id for where in (ONE, TWO)] == [0, 2]
     assert queues.take(TWO, [], memory) is None
@@ -315,10 +318,10 @@ def test_device_helps_only_with_what_fits_there():
 
 @pytest.mark.parametrize("how", ["round_robin", "balanced"])
 def test_large_clients_of_a_device_that_is_gone_are_tried_elsewhere(how):
-    history = History()
-    done(history, 0, ONE, 1.0, 10, 20 * GB)
+    costs = MeasuredCosts()
+    done(costs, 0, ONE, 1.0, 10, 20 * GB)
     memory = {ONE: 24 * GB, TWO: 8 * GB}
-    queues = Queues(how, history)
+    queues = Queues(how, costs)
     queues.deal([make_task(n) for n in range(3)], {ONE: 1, TWO: 1}, memory)
     queues.deal([], {TWO: 1}, memory)
     found = [queues.take(TWO, [], memory) for _ in range(3)]
@@ -326,38 +329,38 @@ def test_large_clients_of_a_device_that_is_gone_are_tried_elsewhere(how):
 
 
 def test_dealing_asks_for_each_client_once(monkeypatch):
-    history, num_clients, asked = History(), 200, []
+    costs, num_clients, asked = MeasuredCosts(), 200, []
     for client_id in range(num_clients):
-        done(history, client_id, (ONE, TWO)[client_id % 2], 1.0, 10)
-    speed = History.speed
-    monkeypatch.setattr(History, "speed", lambda *args: asked.append(1) or speed(*args))
-    queues = Queues("balanced", history)
+        done(costs, client_id, (ONE, TWO)[client_id % 2], 1.0, 10)
+    speed = MeasuredCosts.speed
+    monkeypatch.setattr(MeasuredCosts, "speed", lambda *args: asked.append(1) or speed(*args))
+    queues = Queues("balanced", costs)
     queues.deal([make_task(n) for n in range(2 * num_clients)], {ONE: 1, TWO: 1}, {})
     assert len(asked) < 4 * num_clients
 
 
 def test_what_a_process_does_first_and_what_fails_is_no_measure():
-    history = History()
+    costs = MeasuredCosts()
     first = make_task(0)
     first.begin(0, ONE, is_first=True)
     first.answer(Message(RecordDict(), reply_to=first.message))
     first.seconds = 100.0
-    history.note(first)
-    done(history, 1, ONE, 2.0, 0)
+    costs.note(first)
+    done(costs, 1, ONE, 2.0, 0)
     failed = make_task(2)
     failed.begin(0, ONE, is_first=False)
     failed.fail(2, "ValueError: no")
     failed.seconds = 100.0
-    history.note(failed)
-    assert [history.client("train", n).cost for n in range(3)] == [2.0] * 3
+    costs.note(failed)
+    assert [costs.client("train", n).cost for n in range(3)] == [2.0] * 3
 
 
 def test_client_starts_beside_others_only_while_it_fits():
-    history = History()
+    costs = MeasuredCosts()
     for client_id, size in enumerate((6, 5, 3)):
-        done(history, client_id, ONE, 1.0, 10, size * GB)
+        done(costs, client_id, ONE, 1.0, 10, size * GB)
     memory = {ONE: 10 * GB}
-    queues = Queues("balanced", history)
+    queues = Queues("balanced", costs)
     queues.deal([make_task(n) for n in range(3)], {ONE: 2}, memory)
     first = queues.take(ONE, [], memory)
     assert first.client_id == 0
@@ -368,15 +371,15 @@ def test_client_starts_beside_others_only_while_it_fits():
 
 
 def test_client_that_has_run_fits_whatever_was_free():
-    history = History()
-    done(history, 0, ONE, 1.0, 10, 6 * GB)
-    queues = Queues("balanced", history)
+    costs = MeasuredCosts()
+    done(costs, 0, ONE, 1.0, 10, 6 * GB)
+    queues = Queues("balanced", costs)
     queues.deal([make_task(0)], {ONE: 1}, {ONE: 5 * GB})
     assert queues.take(ONE, [], {ONE: 5 * GB}).client_id == 0
 
 
 def test_client_whose_slot_has_died_is_tried_elsewhere():
-    queues = Queues("round_robin", History())
+    queues = Queues("round_robin", MeasuredCosts())
     queues.deal([make_task(n) for n in range(4)], {ONE: 1, TWO: 1}, {})
     dead = queues.take(ONE, [], {})
     dead.begin(0, ONE, is_first=False)
@@ -402,29 +405,29 @@ def test_error_reply_names_client_round_and_slot():
     assert (record.client_id, record.slot, record.device, record.attempts) == (3, 1, "cuda:1", 1)
 
 
-def test_identity_is_given_back_in_any_order():
-    first, second, third = (_task_identity(number) for number in (5, 6, 7))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert TaskIdentity.run_id == 6
-    third.__enter__()
-    third.__exit__(None, None, None)
-    assert TaskIdentity.run_id == 6
-    second.__exit__(None, None, None)
+def test_identity_is_that_of_the_grid_in_use_and_is_given_back(tmp_path):
+    grids = [ProcessGrid(None, 1, [ONE], GridOptions(log_dir=str(tmp_path / name))) for name in "ab"]
+    for grid in [*grids, grids[0]]:
+        with grid.identity():
+            assert TaskIdentity.run_id == grid.run.run_id
+        assert TaskIdentity.run_id == 77
+    for grid in grids:
+        grid.close()
     assert TaskIdentity.run_id == 77
 
 
-def test_other_version_of_flower_is_an_error(monkeypatch):
+def test_other_version_of_flower_is_an_error(monkeypatch, tmp_path):
+    grid = ProcessGrid(None, 1, [ONE], GridOptions(log_dir=str(tmp_path)))
     monkeypatch.delattr(TaskIdentity, "_node_id")
     with pytest.raises(VersionError, match="TaskIdentity has no _node_id"):
-        _task_identity(5).__enter__()
+        task_identity(5).__enter__()
     for module in ("task_identity", "run"):
         monkeypatch.setitem(sys.modules, f"flwr.supercore.{module}", None)
     with pytest.raises(VersionError, match="has no TaskIdentity where"):
-        _task_identity(5).__enter__()
+        task_identity(5).__enter__()
     with pytest.raises(VersionError, match="has no Run where"):
-        ProcessGrid.run.fget(SimpleNamespace(_run=None))
+        grid.run  # noqa: B018 (it is made when it is asked for)
+    grid.close()
 
 
 def test_grid_that_has_no_such_client_says_so(tmp_path):
@@ -456,195 +459,235 @@ def test_grid_that_nobody_closes_ends_without_a_word(tmp_path):
     program = (
         "from unsloth_multigpu.federated.grid import *\n"
         "grid = ProcessGrid(None, 1, [SlotDevice('cpu', 0)], GridOptions())\n"
-        "grid._pool.step(0.0)\n"
-        "print(grid._pool.slots[0]._child.pid)"
+        "grid.pool.step(0.0)\n"
+        "print(grid.pool.slots[0].pid)"
     )
     ended = run_python(["-c", program], tmp_path, {"PYTHONPATH": str(ROOT)})
     assert (ended.code, ended.err) == (0, "")
     assert not is_alive(int(ended.out))
 
 
-class StubSlot(Slot):
-    """Its process says `says` when it starts, and has ended where `is_dead`."""
+class FakeProcess:
+    """In place of a slot's process: answers over the slot's frames, when and as the test says."""
 
-    says: tuple = ("ready", 80 * GB)
-    is_dead = is_started = False
-    is_live = property(lambda self: self.is_started)
+    says: tuple | None = ("ready", 80 * GB)
 
-    def start(self, environment, setup):
-        self.is_started, self.is_fresh, self.started_s = True, True, time.monotonic()
-        self.heard, self.environment = [(0, *self.says)], environment
+    def __init__(self, name, program, log, environment, arguments):
+        self.name, self.environment, self.pid = name, environment, 0
+        self.connection, theirs = socket.socketpair()
+        self._frames = Frames(theirs, 0.0)
+        # Readable when the other end is closed, as a descriptor of a process that has ended.
+        self.pid_descriptor, self._life = os.pipe()
+        self._received = []
+        self._has_ended = False
+        if self.says:
+            self._say(*self.says)
 
-    def receive(self):
-        said, self.heard = self.heard, []
-        return said
+    def _say(self, *fields):
+        self._frames.put(pickle.dumps(fields))
+        assert self._frames.flush()
+
+    def client(self):
+        """The message that it has and has not answered; None where it waits."""
+        with suppress(BlockingIOError):
+            while not self._has_ended and (messages := self._frames.receive()):
+                self._received += map(pickle.loads, messages)
+        tasks = [fields for fields in self._received if isinstance(fields[0], Message)]
+        return tasks[0] if tasks else None
+
+    def answer(self, peak_bytes=0, state=None, error="", is_out_of_memory=False):
+        message, _ = self.client()
+        self._received.clear()
+        reply = Message(Error(2, error) if error else RecordDict(), reply_to=message)
+        self._say("done", reply, state or RecordDict(), peak_bytes, error, "", is_out_of_memory)
+
+    def die(self):
+        if not self._has_ended:
+            self._has_ended = True
+            self._frames.close()
+            os.close(self._life)
+
+    collect = die
+
+    def kill(self, because):
+        self.die()
+
+    def is_mine(self):
+        return True
 
     def has_ended(self):
-        return self.is_dead
+        return self._has_ended
 
-    def give(self, task):
-        self.task, self.is_fresh = task, False
-        task.begin(self.number, self.device, is_first=True)
-
-    def register(self, poll):
-        return {}
-
-    def end(self, because=""):
-        self.is_started = self.is_ready = False
-        self.task = None
-        return f"slot {self.number} has ended"
+    def describe_end(self):
+        return f"{self.name} has ended"
 
 
 @pytest.fixture
-def make_grid(tmp_path, monkeypatch):
-    """A grid whose slots are no processes; they are ready."""
-    monkeypatch.setattr("unsloth_multigpu.federated.pool.Slot", StubSlot)
+def processes(monkeypatch):
+    """Slot number -> its newest process."""
+    found = {}
+
+    def start(name, *arguments):
+        number = int(name.split()[1])
+        found[number] = FakeProcess(name, *arguments)
+        return found[number]
+
+    monkeypatch.setattr("unsloth_multigpu.federated.slot.Child", start)
+    return found
+
+
+@pytest.fixture
+def make_grid(tmp_path, processes):
+    """A grid whose slots are fake processes; they are ready."""
     with ExitStack() as grids:
 
         def make(num_clients, devices, **options):
             options = GridOptions(log_dir=str(tmp_path / "logs"), **options)
-            grid = grids.enter_context(ProcessGrid(None, num_clients, devices, options))
-            for slot in grid._pool.slots:
-                grid._pool._start(slot)
-                grid._pool._listen(slot)
+            grid = ProcessGrid(None, num_clients, devices, options)
+            grids.callback(grid.close)
+            grid.pool.step(0.0)
             return grid
 
         yield make
 
 
-def send(grid, clients, kind="train"):
-    return grid.push_messages([Message(RecordDict(), n + 1, kind) for n in clients])
+def send(grid, clients):
+    """Sends messages, and lets those begin that find a slot."""
+    ids = grid.push_messages([Message(RecordDict(), n + 1, "train") for n in clients])
+    grid.pool.step(0.0)
+    return ids
 
 
-def end_all(pool, peak_bytes=0):
-    """What runs ends; what waits begins."""
-    for slot in [slot for slot in pool.slots if slot.task is not None]:
-        reply = Message(RecordDict(), reply_to=slot.task.message)
-        pool._finish(slot, 0, reply, RecordDict(), peak_bytes, "", "", False)
-    pool.step(0.0)
+def end_all(grid, processes, peak_bytes=0):
+    """What runs ends; what waits begins, also in slots that are new."""
+    for process in [process for process in processes.values() if process.client() is not None]:
+        process.answer(peak_bytes)
+    for _ in range(3):
+        grid.pool.step(0.0)
 
 
 def slots_of(grid):
     return [grid.devices_of_slots.count(str(where)) for where in (ONE, TWO)]
 
 
-def test_devices_share_the_limit_of_slots(make_grid):
+def test_devices_share_the_limit_of_slots(make_grid, processes):
     grid = make_grid(10, [ONE, TWO], clients_per_gpu="auto", max_workers=4)
     send(grid, range(10))
-    grid._pool.step(0.0)
-    end_all(grid._pool, 4 * GB)
+    end_all(grid, processes, 4 * GB)
     assert slots_of(grid) == [2, 2]
 
 
-def test_slots_are_added_when_clients_wait(make_grid):
+def test_slots_are_added_when_clients_wait(make_grid, processes):
     grid = make_grid(10, [ONE, TWO], clients_per_gpu="auto")
     for clients, expected in (([0, 1], [1, 1]), ([0, 1, 2], [2, 1]), (range(10), [4, 4])):
-        send(grid, clients)
-        grid._pool.step(0.0)
-        end_all(grid._pool, 17 * GB)
+        ids, replies = send(grid, clients), []
+        end_all(grid, processes, 17 * GB)
         assert slots_of(grid) == expected
-        grid._tasks.clear()
-        grid._pool._queues.take_all()
+        while len(replies) < len(ids):
+            replies += grid.pull_messages(ids)
+            end_all(grid, processes, 17 * GB)
 
 
-def test_no_slots_are_added_after_one_was_too_many(make_grid):
+def test_no_slots_are_added_after_one_was_too_many(make_grid, processes):
     grid = make_grid(8, [ONE], clients_per_gpu="auto")
-    pool = grid._pool
     send(grid, range(2))
-    pool.step(0.0)
-    end_all(pool, 17 * GB)
-    assert len(pool.slots) == 2
+    end_all(grid, processes, 17 * GB)
+    assert len(grid.pool.slots) == 2
     send(grid, range(2, 8))
-    pool._listen(pool.slots[1])
-    pool.step(0.0)
-    pool._finish(
-        pool.slots[1], 0, None, None, 17 * GB, "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "", True
-    )
-    assert pool.slots[1].is_retired
-    end_all(pool, 17 * GB)
-    assert pool._queues.num_waiting(ONE) > 3
-    assert len(pool.slots) == 2
+    processes[1].answer(17 * GB, error="RuntimeError: CUBLAS_STATUS_ALLOC_FAILED", is_out_of_memory=True)
+    grid.pool.step(0.0)
+    assert grid.pool.slots[1].is_retired
+    end_all(grid, processes, 17 * GB)
+    assert grid.pool.num_waiting(ONE) > 3
+    assert len(grid.pool.slots) == 2
 
 
-def test_slots_of_the_cpu_have_equal_threads_and_shares_of_the_memory(make_grid, monkeypatch):
+@pytest.mark.parametrize(("peak_bytes", "num_slots"), [(GB, 3), (16 * GB, 2)])
+def test_slots_of_the_cpu_have_equal_threads_and_shares_of_the_memory(
+    make_grid, processes, monkeypatch, peak_bytes, num_slots
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     devices = [SlotDevice("cpu", 0), SlotDevice("cpu", 1)]
     grid = make_grid(16, devices, clients_per_gpu="auto", max_workers=6)
-    assert list(grid._pool._memory_bytes.values()) == [40 * GB] * 2
     send(grid, range(16))
-    grid._pool.step(0.0)
-    end_all(grid._pool, GB)
-    assert [grid.devices_of_slots.count(f"cpu:{n}") for n in range(2)] == [3, 3]
-    for slot in grid._pool.slots:
-        grid._pool._start(slot)
-    assert {slot.environment["OMP_NUM_THREADS"] for slot in grid._pool.slots} == {"1"}
+    end_all(grid, processes, peak_bytes)
+    # Each has half of the 80 GB: two of 16 GB, although four would fit into the whole.
+    assert [grid.devices_of_slots.count(f"cpu:{n}") for n in range(2)] == [num_slots] * 2
+    assert len(processes) == 2 * num_slots
+    assert {process.environment["OMP_NUM_THREADS"] for process in processes.values()} == {"1"}
 
 
 def test_new_clients_are_not_measured_by_the_old_ones(make_grid):
     grid = make_grid(2, [ONE])
-    done(grid._pool.history, 0, ONE, 8.0, 10)
-    assert grid._pool.history.client("train", 0).cost == 10.0
+    done(grid.pool.costs, 0, ONE, 8.0, 10)
+    assert grid.pool.costs.client("train", 0).cost == 10.0
     grid.new_clients(3)
-    assert grid._pool.history.client("train", 0).cost == 1.0
+    assert grid.pool.costs.client("train", 0).cost == 1.0
 
 
 def test_slot_that_does_not_become_ready_is_started_again(make_grid, monkeypatch):
-    monkeypatch.setattr(StubSlot, "receive", lambda self: [])
+    monkeypatch.setattr(FakeProcess, "says", None)
     grid = make_grid(1, [ONE], start_timeout_s=30.0)
-    (slot,) = grid._pool.slots
-    grid._pool.step(0.0)
+    (slot,) = grid.pool.slots
     assert slot.is_live
     slot.started_s -= 31.0
-    grid._pool.step(0.0)
+    grid.pool.step(0.0)
     assert (slot.is_live, slot.num_failed_starts) == (False, 1)
-    grid._pool.step(0.0)
+    grid.pool.step(0.0)
     assert slot.is_live
 
 
-def test_client_that_raised_leaves_no_state(make_grid):
+def test_client_that_raised_leaves_no_state(make_grid, processes):
     grid = make_grid(2, [ONE])
     left, kept = RecordDict({"n": MetricRecord({"n": 1})}), RecordDict({"n": MetricRecord({"n": 2})})
-    slot = grid._pool.slots[0]
     for state, error in ((kept, ""), (left, "ValueError: half done")):
-        send(grid, [0])
-        grid._pool.step(0.0)
-        reply = Message(Error(2, error) if error else RecordDict(), reply_to=slot.task.message)
-        grid._pool._finish(slot, 0, reply, state, 0, error, "", False)
+        ids = send(grid, [0])
+        processes[0].answer(state=state, error=error)
+        (reply,) = grid.pull_messages(ids)
+        assert reply.has_error() is bool(error)
         assert grid.client_states() == {0: kept}
 
 
-def test_process_that_ends_before_its_first_client_has_ended_none(make_grid, monkeypatch, caplog):
+def test_process_that_ends_before_its_first_client_has_ended_none(make_grid, processes, caplog):
     grid = make_grid(2, [ONE, TWO])
-    dead, other = grid._pool.slots
+    dead, other = grid.pool.slots
+    processes[0].die()
     send(grid, [0, 1])
-    for _ in range(2):
-        dead.end()
-        dead.is_dead = True
-        grid._pool._start(dead)
-        grid._pool.step(0.0)
-        assert dead.task is None
+    assert dead.task is None
+    processes[0].die()
+    grid.pool.step(0.0)
+    assert dead.task is None
     assert dead.is_retired
     assert other.task.client_id == 1
-    assert grid._pool._queues.num_waiting(TWO) == 1
-    assert "slot 0 has ended. It has had no client yet; it is started once more" in caplog.text
+    assert grid.pool.num_waiting(TWO) == 1
+    assert "slot 0 on cuda:0 has ended. It has had no client yet; it is started once more" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["submit", "step"])
-def test_error_leaves_no_message_behind(make_grid, monkeypatch, what):
+def test_error_leaves_no_message_behind(make_grid, processes, monkeypatch, what):
     grid = make_grid(2, [ONE])
-    ids = send(grid, [0])
-    grid._pool.step(0.0)
+    message = Message(RecordDict(), 1, "train")
+    forgotten, ids = weakref.ref(message), grid.push_messages([message])
+    del message
+    grid.pool.step(0.0)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grid._pool, what, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        grid.pull_messages([*ids, *send(grid, [1])])
-    assert grid._tasks == {}
-    assert grid._pool._queues.take_all() == []
-    assert not grid._pool.slots[0].is_live
+    with monkeypatch.context() as patch:
+        patch.setattr(grid.pool, what, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            grid.pull_messages([*ids, *grid.push_messages([Message(RecordDict(), 2, "train")])])
+    assert not grid.pool.slots[0].is_live
+    assert grid.pool.num_waiting(ONE) == 0
+    gc.collect()
+    assert forgotten() is None
+    new = send(grid, [1])
+    for _ in range(2):
+        end_all(grid, processes)
+    assert len(grid.pull_messages([*ids, *new])) == 1
+    assert [record.client_id for record in grid.take_records()] == [1]
 
 
 def test_slot_whose_log_was_removed_has_no_place_to_tell(tmp_path):
@@ -667,7 +710,7 @@ class FakeDevice(SimpleNamespace):
 def test_answer_comes_from_a_device_that_is_lost(monkeypatch):
     fake, (server, slot) = FakeDevice(), socket.socketpair()
     monkeypatch.setattr(torch, "fake", fake, raising=False)
-    monkeypatch.setattr(worker, "_end_group", lambda: sys.exit(1))
+    monkeypatch.setattr(worker, "end_process_group", lambda: sys.exit(1))
     frames = Frames(server, 5.0)
     given = make_task(0)
     for _ in range(2):
@@ -690,7 +733,7 @@ def test_own_errors_are_one_line_and_the_users_place_is_told():
     given.message.content["a"] = given.message.content["b"] = ArrayRecord()
     given.context.node_config |= {"partition-id": 0, "num-partitions": 1}
     own = make_client_app(lambda: torch.nn.Linear(1, 1), train)
-    told = [pickle.loads(worker._run(app, "cpu", given.message, given.context))[-2] for app in (own, train)]
+    told = [pickle.loads(worker.run_client(app, "cpu", given.message, given.context))[-2] for app in (own, train)]
     assert "\n  File" not in told[0]
     assert told[0].startswith("FederatedError: ")
     assert "array" in told[0]
@@ -709,7 +752,7 @@ def test_client_without_memory_is_told_from_others_and_its_tensors_are_gone(monk
             held.append(weakref.ref(tensor))
             raise RuntimeError(text)
 
-        assert pickle.loads(worker._run(train, "cpu", given.message, given.context))[-1] is is_out_of_memory
+        assert pickle.loads(worker.run_client(train, "cpu", given.message, given.context))[-1] is is_out_of_memory
     assert is_gone == [True, True]
 
 
@@ -754,9 +797,10 @@ def test_header_alone_holds_nobody():
 
 
 def test_half_a_frame_is_none():
-    one, other = pair()
-    one._end.sendall((100).to_bytes(8, "big") + b"half")
-    one.close()
+    ours, theirs = socket.socketpair()
+    other = Frames(theirs, 0.0)
+    ours.sendall((100).to_bytes(8, "big") + b"half")
+    ours.close()
     assert other.receive() == []
     assert other.receive() is None
     with pytest.raises(OSError, match="Broken pipe"):

@@ -19,7 +19,7 @@ from torch import nn
 import unsloth_multigpu as ump
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated import training
-from unsloth_multigpu.federated.grid import _task_identity
+from unsloth_multigpu.federated.grid import task_identity
 from unsloth_multigpu.federated.option import FitOptions
 from unsloth_multigpu.federated.reply import judge
 
@@ -28,7 +28,7 @@ NUM_CLIENTS = 4
 
 @pytest.fixture(autouse=True)
 def may_make_messages() -> Iterator[None]:
-    with _task_identity(7):
+    with task_identity(7):
         yield
 
 

@@ -26,7 +26,7 @@ import unsloth_multigpu as ump
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import server_app, training, weights
-from unsloth_multigpu.federated.grid import _task_identity
+from unsloth_multigpu.federated.grid import task_identity
 from unsloth_multigpu.federated.option import FitOptions
 from unsloth_multigpu.federated.report import (
     DeviceReport,
@@ -59,6 +59,13 @@ def make_server(**options: Any) -> ump.FederatedServer:
     if "client_app" not in options:
         options.setdefault("train_fn", train)
     return ump.create_multigpu_flower_server(**given, **options)
+
+
+def make_plan(model_builder: Callable[[], nn.Module] = build, **options: Any) -> training.ServerPlan:
+    """The server's half of the pair, which trains over any grid of Flower."""
+    app = options.pop("client_app", None)
+    defaults = {"strategy": "fedavg", "strategy_kwargs": None, "lora_aggregation": "mean", "seed": 0, "device": "cpu"}
+    return training.make_plan("s", model_builder, None if app else train, None, app, **{**defaults, **options})
 
 
 @pytest.mark.parametrize(
@@ -255,7 +262,7 @@ class AppGrid(Grid):
 
 @pytest.fixture
 def may_make_messages() -> Iterator[None]:
-    with _task_identity(7):
+    with task_identity(7):
         yield
 
 
@@ -314,15 +321,11 @@ def test_nodes_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) ->
         server_app.wait_for_nodes(grid, 3, 0.05)
 
 
-def plan_of(server: ump.FederatedServer, **changes: Any) -> training.ServerPlan:
-    return dataclasses.replace(server._plan, **changes)
-
-
 @pytest.mark.usefixtures("may_make_messages")
 def test_aggregation_that_the_model_does_not_allow_is_refused_before_the_first_round() -> None:
-    server = make_server(lora_aggregation="project")
+    plan = make_plan(lora_aggregation="project")
     with pytest.raises(ConfigError, match="lora_aggregation='project' cannot work here: no pair of lora_A and lora_B"):
-        training.train(server._plan, AppGrid(server.client_app), 2, FitOptions())
+        training.train(plan, AppGrid(plan.client_app), 2, FitOptions())
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -330,9 +333,9 @@ def test_model_that_cannot_be_built_is_reported_with_its_reason() -> None:
     def broken() -> nn.Module:
         raise ValueError("no such weights")
 
-    server = make_server(model_builder=broken)
+    plan = make_plan(model_builder=broken)
     with pytest.raises(FederatedError, match="no client could build its model: no such weights"):
-        training.train(server._plan, AppGrid(server.client_app), 2, FitOptions())
+        training.train(plan, AppGrid(plan.client_app), 2, FitOptions())
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -358,7 +361,7 @@ def test_other_clients_are_asked_where_the_first_do_not_answer() -> None:
             self.asked += ([message.metadata.dst_node_id for message in messages],)
             return super().send_and_receive(messages) if len(self.asked) > 1 else []
 
-    grid = Deaf(make_server().client_app, 4)
+    grid = Deaf(make_plan().client_app, 4)
     assert weights.ask_for_start(grid, 2, 5.0).layout is not None
     assert grid.asked == ([997, 998], [999, 1000])
 
@@ -402,22 +405,22 @@ class SlotGrid(AppGrid):
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_all_slots_load_at_once_and_states_of_clients_come_back(tmp_path: Path) -> None:
-    server = make_server()
-    grid = SlotGrid(server.client_app)
+    plan = make_plan()
+    grid = SlotGrid(plan.client_app)
     grid.contexts[999].state = RecordDict({"mark": ConfigRecord({"client": 1})})
     options = FitOptions(num_rounds=1, output_dir=str(tmp_path))
-    training.train(server._plan, grid, 4, options, slots=grid)
+    training.train(plan, grid, 4, options, slots=grid)
     assert grid.asked[0] == 2
-    again = SlotGrid(server.client_app)
-    training.train(server._plan, again, 4, dataclasses.replace(options, num_rounds=2, resume="auto"), slots=again)
+    again = SlotGrid(plan.client_app)
+    training.train(plan, again, 4, dataclasses.replace(options, num_rounds=2, resume="auto"), slots=again)
     assert again.contexts[999].state == RecordDict({"mark": ConfigRecord({"client": 1})})
 
 
 def test_builder_that_draws_other_numbers_is_named(caplog: pytest.LogCaptureFixture) -> None:
     one, other = (weights.Start(ArrayRecord({"w": Array(np.full(2, value))})) for value in (1.0, 2.0))
-    weights._compare([one, one])
+    weights.warn_of_unlike([one, one])
     assert not caplog.records
-    weights._compare([one, one, other])
+    weights.warn_of_unlike([one, one, other])
     assert "model_builder makes w another one in each process" in caplog.text
 
 
@@ -451,9 +454,9 @@ def test_any_client_app_starts_from_the_whole_state_of_the_model() -> None:
     def measure(model: nn.Module, server_round: int) -> dict[str, Any]:
         return {"sum": sum(value.sum() for value in model.state_dict().values())}
 
-    server = make_server(client_app=foreign_app(change), model_builder=frozen)
+    plan = make_plan(client_app=foreign_app(change), model_builder=frozen)
     result, trained, _ = training.train(
-        server._plan, AppGrid(server.client_app), 2, FitOptions(num_rounds=1), server_evaluate=measure
+        plan, AppGrid(plan.client_app), 2, FitOptions(num_rounds=1), server_evaluate=measure
     )
     assert seen == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
     torch.manual_seed(0)
@@ -474,10 +477,10 @@ def test_client_app_that_does_not_evaluate_is_told_what_to_set() -> None:
         return Message(RecordDict(content), reply_to=message)
 
     with pytest.raises(FederatedError, match="0 of 2 clients succeeded in evaluate") as error:
-        training.train(make_server(client_app=app)._plan, AppGrid(app), 2, FitOptions(num_rounds=1))
+        training.train(make_plan(client_app=app), AppGrid(app), 2, FitOptions(num_rounds=1))
     assert "strategy_kwargs={'fraction_evaluate': 0.0}" in error.value.hint
-    server = make_server(client_app=app, strategy_kwargs={"fraction_evaluate": 0.0})
-    training.train(server._plan, AppGrid(app), 2, FitOptions(num_rounds=1))
+    plan = make_plan(client_app=app, strategy_kwargs={"fraction_evaluate": 0.0})
+    training.train(plan, AppGrid(app), 2, FitOptions(num_rounds=1))
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -489,17 +492,15 @@ def test_servers_own_evaluation_gets_the_global_model(tmp_path: Path) -> None:
         seen[server_round] = float(model.get_parameter("bias").detach())
         return {"bias": model.get_parameter("bias").detach().sum(), "list": [1.0, 2.0]}
 
-    server = make_server()
+    plan = make_plan()
     result, trained, _ = training.train(
-        server._plan, AppGrid(server.client_app), 2, FitOptions(num_rounds=2), server_evaluate=measure
+        plan, AppGrid(plan.client_app), 2, FitOptions(num_rounds=2), server_evaluate=measure
     )
     assert [round(seen[n] - seen[0], 5) for n in (0, 1, 2)] == [0.0, 1.5, 3.0]
     assert seen[2] == trained.state_dict()["bias"].item()
     assert dict(result.result.evaluate_metrics_serverapp[2]) == {"bias": pytest.approx(seen[2]), "list": [1.0, 2.0]}
     with pytest.raises(ConfigError, match="server_evaluate returned 'good', which are no metrics"):
-        training.train(
-            server._plan, AppGrid(server.client_app), 2, FitOptions(), server_evaluate=lambda model, number: "good"
-        )
+        training.train(plan, AppGrid(plan.client_app), 2, FitOptions(), server_evaluate=lambda model, number: "good")
 
 
 def test_what_the_servers_own_evaluation_leaves_is_gone_in_the_next_round(caplog: pytest.LogCaptureFixture) -> None:
@@ -515,7 +516,7 @@ def test_what_the_servers_own_evaluation_leaves_is_gone_in_the_next_round(caplog
         model.get_parameter("weight").data += 1
         return {}
 
-    evaluate_on_server = training.Evaluator(make_server(model_builder=build_frozen)._plan, spoil)
+    evaluate_on_server = training.Evaluator(make_plan(model_builder=build_frozen), spoil)
     for server_round in (0, 1):
         evaluate_on_server(server_round, ArrayRecord({"bias": Array(np.zeros(1, np.float32))}), None)
     assert seen == [2.0, 2.0]
@@ -524,37 +525,33 @@ def test_what_the_servers_own_evaluation_leaves_is_gone_in_the_next_round(caplog
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_saved_round_of_another_model_is_refused(tmp_path: Path) -> None:
-    server = make_server()
+    plan = make_plan()
     options = FitOptions(num_rounds=1, output_dir=str(tmp_path))
-    training.train(server._plan, AppGrid(server.client_app), 2, options)
-    other = make_server(model_builder=lambda: nn.Linear(3, 1))
+    training.train(plan, AppGrid(plan.client_app), 2, options)
+    other = make_plan(model_builder=lambda: nn.Linear(3, 1))
     with pytest.raises(ump.ResumeError, match=r"round 1 has weight of shape \(1, 2\), the model .* has \(1, 3\)"):
-        training.train(
-            other._plan, AppGrid(other.client_app), 2, dataclasses.replace(options, num_rounds=2, resume="auto")
-        )
+        training.train(other, AppGrid(other.client_app), 2, dataclasses.replace(options, num_rounds=2, resume="auto"))
 
     def with_frozen() -> nn.Module:
         model = build()
         model.register_parameter("vocabulary", nn.Parameter(torch.ones(7), requires_grad=False))
         return model
 
-    other = make_server(model_builder=with_frozen)
+    other = make_plan(model_builder=with_frozen)
     with pytest.raises(ump.ResumeError, match=r"round 1 has vocabulary of shape None, the model .* has \(7,\)"):
-        training.train(
-            other._plan, AppGrid(other.client_app), 2, dataclasses.replace(options, num_rounds=2, resume="auto")
-        )
+        training.train(other, AppGrid(other.client_app), 2, dataclasses.replace(options, num_rounds=2, resume="auto"))
 
 
 @pytest.mark.usefixtures("may_make_messages")
 def test_training_goes_on_with_any_config_but_not_back(tmp_path: Path) -> None:
-    server = make_server()
+    plan = make_plan()
     options = FitOptions(3, {"keys": [b"a", b"b"], "key": b"c", "step": 2.0}, str(tmp_path))
-    training.train(server._plan, AppGrid(server.client_app), 2, options)
+    training.train(plan, AppGrid(plan.client_app), 2, options)
     again = dataclasses.replace(options, resume="auto")
-    result, _, _ = training.train(server._plan, AppGrid(server.client_app), 2, again)
+    result, _, _ = training.train(plan, AppGrid(plan.client_app), 2, again)
     assert len(result.rounds) == 3
     with pytest.raises(ConfigError, match=r"num_rounds=2, but .*round-3 is already the state after round 3"):
-        training.train(server._plan, AppGrid(server.client_app), 2, dataclasses.replace(again, num_rounds=2))
+        training.train(plan, AppGrid(plan.client_app), 2, dataclasses.replace(again, num_rounds=2))
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -568,15 +565,15 @@ def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> N
             self.rate *= 0.5
             return super().configure_train(*args)
 
-    server = make_server(strategy=Slower(8.0))
+    plan = make_plan(strategy=Slower(8.0))
     options = FitOptions(2, output_dir=str(tmp_path), resume="auto")
-    training.train(server._plan, AppGrid(server.client_app), 2, options)
-    for plan in (server._plan, make_server(strategy=Slower(8.0))._plan):
-        training.train(plan, AppGrid(server.client_app), 2, dataclasses.replace(options, num_rounds=3))
-        assert plan.strategy.rate == 1.0  # type: ignore[union-attr]
-    other = make_server(strategy=Slower(4.0))
+    training.train(plan, AppGrid(plan.client_app), 2, options)
+    for other in (plan, make_plan(strategy=Slower(8.0))):
+        training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))
+        assert other.strategy.rate == 1.0  # type: ignore[union-attr]
+    other = make_plan(strategy=Slower(4.0))
     with pytest.raises(ump.ResumeError, match=r"strategy.rate=8.0, this training has 4.0"):
-        training.train(other._plan, AppGrid(server.client_app), 2, dataclasses.replace(options, num_rounds=3))
+        training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -586,9 +583,9 @@ def test_transposed_weights_are_saved(tmp_path: Path) -> None:
         model.register_parameter("weight", nn.Parameter(torch.arange(6.0).view(3, 2).t()))
         return model
 
-    server = make_server(model_builder=transposed)
+    plan = make_plan(model_builder=transposed)
     options = FitOptions(1, output_dir=str(tmp_path))
-    _, trained, _ = training.train(server._plan, AppGrid(server.client_app), 2, options)
+    _, trained, _ = training.train(plan, AppGrid(plan.client_app), 2, options)
     trained.save(tmp_path)
     for file in (tmp_path / "model.safetensors", tmp_path / "round-1" / "arrays.safetensors"):
         torch.testing.assert_close(load_file(file)["weight"], torch.arange(6.0).view(3, 2).t() + 1.5)

@@ -35,6 +35,7 @@ LAYERS = {
     "table": 0,
     "options": 0,
     "report": 0,
+    "text_table": 0,
     "wire": 1,
     "part": 2,
     "patching": 2,

@@ -20,9 +20,9 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import run as chaos_run
+from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, newest_checkpoint
 from unsloth_multigpu.tools.chaos.command import Chaos
 from unsloth_multigpu.tools.chaos.fault import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
-from unsloth_multigpu.tools.chaos.harm import ACTIONS, damage, newest_checkpoint
 from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import Row, Trace, compare_samples, compare_weights, markdown, text_table
 from unsloth_multigpu.tools.chaos.run import Ended, Scene

@@ -21,7 +21,7 @@ from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.tool import tool_of
-from unsloth_multigpu.tools.verify import comparison, source
+from unsloth_multigpu.tools.verify import comparison, reasons
 from unsloth_multigpu.tools.verify import page as table
 from unsloth_multigpu.tools.verify import recorder as receipt
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest, Verify
@@ -115,16 +115,16 @@ def trainer_with(model=None, **arguments):
 
 
 def names(trainer, **options):
-    return {s.name for s in source.find_sources(trainer, MultiGPUConfig(**options))}
+    return {s.name for s in reasons.find_reasons(trainer, MultiGPUConfig(**options))}
 
 
 def test_dropout_of_every_kind_is_found_and_turned_off():
     model = Layer()
-    (found,) = source.find_sources(trainer_with(model), MultiGPUConfig())
+    (found,) = reasons.find_reasons(trainer_with(model), MultiGPUConfig())
     assert found.name == "dropout"
     assert "0.1, 0.2, 0.3" in found.found
     assert found.advice == "--no-dropout"
-    source.turn_dropout_off(model)
+    reasons.turn_dropout_off(model)
     assert names(trainer_with(model)) == set()
     assert (model.lora_dropout["default"].p, model.attention_dropout, model.config.embd_pdrop) == (0, 0, 0)
     assert (model.dropout_is_on, model.config.drop_last) == (True, False)
@@ -142,7 +142,7 @@ def test_other_reasons_for_differences_are_found():
     assert names(trainer_with(), grad_compression="fp16") == {"compression"}
     mixed = trainer_with()
     mixed.accelerator.mixed_precision = "fp16"
-    assert source.find_precision(mixed) == "fp16"
+    assert reasons.find_precision(mixed) == "fp16"
 
 
 def test_rounding_of_a_gpu_is_found():

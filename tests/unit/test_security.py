@@ -75,7 +75,7 @@ ALLOWED = {
     "launch/membership.py": {"socket.socket"},
     "launch/nodes.py": {"socket.*"},
     # It shuts connections.
-    "tools/chaos/harm.py": {"socket.*"},
+    "tools/chaos/actions.py": {"socket.*"},
     # A pair of connected sockets without a name, and the connections that a group has made.
     "wire/frames.py": {"socket.socket"},
     "wire/child.py": {"socket.socketpair"},
@@ -84,7 +84,7 @@ ALLOWED = {
     "notebook/worker.py": {"socket.socket"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
-    "federated/parcel.py": {"cloudpickle.dumps", "cloudpickle.loads"},
+    "federated/user_code.py": {"cloudpickle.dumps", "cloudpickle.loads"},
     "federated/slot.py": {"pickle.dumps", "pickle.loads"},
     "federated/task.py": {"pickle.dumps", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?

@@ -136,10 +136,15 @@ class _Turn:
                 f"This node has no client number; its node config is {dict(context.node_config)}.",
                 hint="Start the SuperNode with --node-config 'partition-id=0 num-partitions=2'.",
             )
-        number, server_round = int(client_id), int(str(config.get("server-round", 0)))
-        seed = client_seed(self._seed, server_round, number)
+        client_id, server_round = int(client_id), int(str(config.get("server-round", 0)))
         return FederatedClient(
-            *(number, int(num_clients), server_round, _device(context), config, seed, self._server_id)
+            client_id=client_id,
+            num_clients=int(num_clients),
+            server_round=server_round,
+            device=_device(context),
+            config=config,
+            seed=client_seed(self._seed, server_round, client_id),
+            server_id=self._server_id,
         )
 
     def _trained(self, model: nn.Module, client: FederatedClient) -> tuple[int, Any]:

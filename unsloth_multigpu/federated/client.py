@@ -123,7 +123,7 @@ class ClientModel:
         self._state: _BuiltModel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_state": None}  # To another process goes the recipe alone.
+        return self.__dict__ | {"_state": None}  # Another process gets the builder, not the built model.
 
     def build(self, device: torch.device) -> nn.Module:
         """The model, built if there is none, as its builder or the last client left it."""

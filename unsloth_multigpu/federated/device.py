@@ -50,7 +50,7 @@ def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu:
     Raises:
         SetupError: More than there are.
     """
-    kind, num_visible = _visible_accelerators()
+    kind, num_visible = visible_accelerators()
     if auto_gpu:
         if num_visible == 0:
             return [SlotDevice("cpu", index) for index in range(num_gpus or 1)]
@@ -113,7 +113,8 @@ def _only(device: SlotDevice, environment: Mapping[str, str]) -> dict[str, str]:
     return {name: entries[device.index].strip() for name, entries in shown.items()} or {names[-1]: str(device.index)}
 
 
-def _visible_accelerators() -> tuple[Literal["cuda", "cpu", "xpu"], int]:
+def visible_accelerators() -> tuple[Literal["cuda", "cpu", "xpu"], int]:
+    """Kind and number of the devices that a slot may have for itself; ("cpu", 0) where there is none."""
     import torch
 
     from unsloth_multigpu.group.manager import find_accelerator

@@ -9,9 +9,9 @@ from unsloth_multigpu.federated.device import SlotDevice
 from unsloth_multigpu.federated.placement import Client, Device, Placement, can_start, deal, slots_that_fit
 from unsloth_multigpu.federated.task import Task
 
-# What a driver takes for a process beside what torch reserves: about this for CUDA 12 and 13.
+# Device memory that the driver takes for each process, besides what torch reserves: measured with CUDA 12 and 13.
 _CONTEXT_BYTES = 512 * 2**20
-# The next client may need a bit more than the first.
+# Allows for a next client that needs a little more than the first.
 _MARGIN = 1.1
 
 
@@ -21,7 +21,7 @@ class _Sum:
     seconds: float = 0.0
 
 
-class History:
+class MeasuredCosts:
     """What the clients of earlier messages took.
 
     A client's cost is the seconds that it took times the speed of its device, in examples per second: an unequal device
@@ -33,11 +33,11 @@ class History:
         self._memory_bytes: dict[int, int] = {}
         self._devices: dict[tuple[str, SlotDevice], _Sum] = {}
         self._held_bytes: dict[SlotDevice, int] = {}
-        # Kept until the next measure: every client that waits is asked for.
+        # A cache until the next measurement: dealing asks for the cost of every client that waits.
         self._usual_costs: dict[str, float] = {}
 
     def note(self, task: Task) -> None:
-        """Takes in a task that was answered. The first of a process is left out: it has loaded the model as well."""
+        """Records a finished task. The first task of a process is left out: its time includes loading the model."""
         assert task.device is not None
         peak_bytes = task.peak_memory_bytes
         self._memory_bytes[task.client_id] = max(peak_bytes, self._memory_bytes.get(task.client_id, 0))
@@ -57,17 +57,17 @@ class History:
         return known.get(device, mean)
 
     def client(self, kind: str, client_id: int) -> Client:
-        """What is to be expected of it: as much as of the others, where it has not been seen."""
+        """The expected cost and memory of a client; the mean cost of the others if it has not run yet."""
         seconds, device = self._seconds.get((kind, client_id), (0.0, None))
         cost = self._usual_cost(kind) if device is None else seconds * self.speed(kind, device)
         return Client(client_id, cost, self._memory_bytes.get(client_id, 0))
 
     def held_bytes(self, device: SlotDevice) -> int:
-        """The most that a client has had there: so much there is, whatever others had taken when it was read."""
+        """The most memory that a client took there: the device has it, even if less was free when that was read."""
         return self._held_bytes.get(device, 0)
 
     def forget_clients(self) -> None:
-        """Other clients come; the devices stay."""
+        """Forgets what was measured of clients, and keeps the speeds of devices."""
         self._seconds.clear()
         self._memory_bytes.clear()
         self._usual_costs.clear()
@@ -84,12 +84,12 @@ class Queues:
 
     Args:
         how: As in `placement.deal`.
-        history: What "balanced" goes by.
+        costs: What "balanced" goes by.
     """
 
-    def __init__(self, how: Placement, history: History) -> None:
+    def __init__(self, how: Placement, costs: MeasuredCosts) -> None:
         self._how = how
-        self._history = history
+        self._costs = costs
         self._waiting: dict[SlotDevice, list[Task]] = {}
         self._num_slots: Mapping[SlotDevice, int] = {}
 
@@ -109,8 +109,7 @@ class Queues:
             chosen = [task for task in waiting if task.kind == kind]
             clients = {task.client_id: self._client(task) for task in chosen}
             places = [
-                Device(i, self._history.speed(kind, d) * num_slots[d], self._limit(d, memory))
-                for i, d in enumerate(live)
+                Device(i, self._costs.speed(kind, d) * num_slots[d], self._limit(d, memory)) for i, d in enumerate(live)
             ]
             for device, ids in zip(live, deal(list(clients.values()), places, self._how), strict=True):
                 order = {client_id: place for place, client_id in enumerate(ids)}
@@ -118,16 +117,16 @@ class Queues:
                 self._waiting[device] += sorted(own, key=lambda task: order[task.client_id])
 
     def take(self, device: SlotDevice, running: Sequence[Task], memory: Mapping[SlotDevice, int]) -> Task | None:
-        """The next task for a slot of `device`; None where none waits, or none fits beside those that run there."""
+        """The next task for a slot of `device`; None if none waits, or none fits into memory beside those that run."""
         place = Device(device.index, memory_bytes=self._limit(device, memory))
         beside = [self._client(task) for task in running]
         if own := self._waiting.get(device, []):
-            # What was dealt to a free device runs there: one that fits nowhere is to fail by name.
+            # On a free device the task starts whatever it needs: if it fits nowhere, its own error says so.
             fits = (n for n, t in enumerate(own) if not running or can_start(self._client(t), place, beside))
             return _pop(own, next(fits, None))
         if self._how == "round_robin" or not self._waiting:
             return None
-        # Its own are done sooner than was expected: it helps the one that has most to do, if that is done sooner then.
+        # This device is idle early: steal from the device with most remaining work if that finishes sooner.
         other = max(self._waiting, key=self._rest_s)
         rest_s, tasks = self._rest_s(other), self._waiting[other]
         helps = (
@@ -138,13 +137,13 @@ class Queues:
         return _pop(tasks, next(helps, None))
 
     def put_first(self, task: Task, devices: Sequence[SlotDevice]) -> None:
-        """Gives back a task whose slot has died: where there is another device, it is tried there."""
+        """Queues a task again whose slot has died, on another device if there is one."""
         others = [device for device in devices if device != task.device] or list(devices)
         chosen = min(others, key=self.num_waiting)
         self._waiting.setdefault(chosen, []).insert(0, task)
 
     def take_all(self) -> list[Task]:
-        """Takes what waits."""
+        """Removes and returns all waiting tasks."""
         tasks = [task for queue in self._waiting.values() for task in queue]
         self._waiting = {}
         return tasks
@@ -156,17 +155,17 @@ class Queues:
     def _limit(self, device: SlotDevice, memory: Mapping[SlotDevice, int]) -> int | None:
         if self._how == "round_robin" or device not in memory:
             return None
-        return max(memory[device], self._history.held_bytes(device))
+        return max(memory[device], self._costs.held_bytes(device))
 
     def _rest_s(self, device: SlotDevice) -> float:
         seconds = [self._seconds(task, device) for task in self._waiting[device]]
         return max(sum(seconds) / self._num_slots.get(device, 1), *seconds, 0.0)
 
     def _seconds(self, task: Task, device: SlotDevice) -> float:
-        return self._client(task).cost / self._history.speed(task.kind, device)
+        return self._client(task).cost / self._costs.speed(task.kind, device)
 
     def _client(self, task: Task) -> Client:
-        return self._history.client(task.kind, task.client_id)
+        return self._costs.client(task.kind, task.client_id)
 
 
 def _pop(tasks: list[Task], place: int | None) -> Task | None:
@@ -174,6 +173,6 @@ def _pop(tasks: list[Task], place: int | None) -> Task | None:
 
 
 def slots_to_have(free_bytes: int, peak_bytes: int, device: SlotDevice, limit: int) -> int:
-    """How many slots a device holds that had `free_bytes` with one slot on it, whose client took `peak_bytes`."""
+    """How many slots fit on a device that had `free_bytes` left next to one slot, whose client took `peak_bytes`."""
     context_bytes = 0 if device.kind == "cpu" else _CONTEXT_BYTES
     return slots_that_fit(free_bytes + context_bytes, round(_MARGIN * (peak_bytes + context_bytes)), limit)

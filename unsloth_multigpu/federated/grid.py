@@ -7,7 +7,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +19,10 @@ from flwr.serverapp import Grid
 
 from unsloth_multigpu.errors import FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated.device import SlotDevice, choose_devices
-from unsloth_multigpu.federated.parcel import pack
 from unsloth_multigpu.federated.placement import Placement
 from unsloth_multigpu.federated.pool import SlotPool
 from unsloth_multigpu.federated.task import ClientRecord, Task
+from unsloth_multigpu.federated.user_code import pack
 from unsloth_multigpu.wire.folder import locked_log_dir
 
 if TYPE_CHECKING:
@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["ClientRecord", "GridOptions", "ProcessGrid", "SlotDevice", "choose_devices"]
 
 _RANGE_HINT = 'pip install "flwr>=1.41,<2"; tested is 1.41.0'
-# As Flower's SuperLink numbers itself.
+# The node id of Flower's SuperLink.
 _SERVER_NODE_ID = 1
 _IDENTITY = ("_task_id", "_run_id", "_node_id")
-# What was there before the first grid, and one of each grid that is open: the last one counts.
-_identities: list[tuple[int | None, ...]] = []
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,8 @@ class ProcessGrid(Grid):
     Flower's simulation, and keeps its state here. Slots start with the first message. An error in a round, Ctrl-C among
     them, ends them; the next round starts new ones.
 
+    Messages are made and sent under `identity()`, or in `with ProcessGrid(...)`, which opens it.
+
     Args:
         app: Any ClientApp.
         num_clients: How many there are.
@@ -74,6 +74,7 @@ class ProcessGrid(Grid):
 
     Attributes:
         log_dir: Where the slots' logs are.
+        pool: The slots.
         is_closed: It cannot be used any more.
 
     Raises:
@@ -82,18 +83,18 @@ class ProcessGrid(Grid):
     """
 
     def __init__(self, app: ClientApp, num_clients: int, devices: Sequence[SlotDevice], options: GridOptions) -> None:
-        self._run_id = uuid.uuid4().int >> 66  # Flower's identifiers have 64 bits, and databases a sign.
+        self._run_id = uuid.uuid4().int >> 66  # Flower's identifiers have 64 bits; its databases store them signed.
         self._run: Run | None = None
         self._tasks: dict[str, Task] = {}
         self._records: list[ClientRecord] = []
+        self._in_with = ExitStack()
         self.is_closed = False
         if sys.platform != "linux":
             raise SetupError(f"Slots need Linux; this is {sys.platform}.", hint="Use Linux or WSL2, or SuperNodes.")
         packed = pack(app)
         with ExitStack() as stack:
             self.log_dir: Path = stack.enter_context(locked_log_dir(Path(options.log_dir)))
-            stack.enter_context(_task_identity(self._run_id))
-            self._pool = SlotPool(
+            self.pool = SlotPool(
                 packed,
                 devices,
                 clients_per_gpu=options.clients_per_gpu,
@@ -103,16 +104,22 @@ class ProcessGrid(Grid):
                 seed=options.seed,
                 start_timeout_s=options.start_timeout_s,
             )
-            stack.callback(self._pool.close)
-            # Also where nobody closes it: at the end of the program, while Python is still whole.
+            stack.callback(self.pool.close)
+            # If the grid is never closed, this runs when the program ends, before the interpreter shuts down.
             self._end = weakref.finalize(self, stack.pop_all().close)
         self.new_clients(num_clients)
 
     def __enter__(self) -> ProcessGrid:
+        self._in_with.enter_context(self.identity())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+        self._in_with.close()
+
+    def identity(self) -> AbstractContextManager[None]:
+        """While it is open, this process can make messages of this grid's run: `Message(...)` asks who makes them."""
+        return task_identity(self._run_id)
 
     def close(self) -> None:
         """Ends all slots."""
@@ -123,14 +130,14 @@ class ProcessGrid(Grid):
     @property
     def devices_of_slots(self) -> list[str]:
         """Each slot's device, like "cuda:1"; its place is the slot's number."""
-        return [str(slot.device) for slot in self._pool.slots]
+        return [str(slot.device) for slot in self.pool.slots]
 
     def new_clients(self, num_clients: int) -> None:
         """Forgets the clients, their states too; the slots stay."""
         if num_clients < 1:
             raise FederatedError(f"num_clients={num_clients}; expected 1 or more.", hint="Set num_clients.")
         self._tasks.clear()
-        self._pool.history.forget_clients()
+        self.pool.costs.forget_clients()
         self._contexts = [
             Context(
                 run_id=self._run_id,
@@ -188,14 +195,14 @@ class ProcessGrid(Grid):
         made = {name: self._make_task(name, message) for name, message in tasks.items()}
         with self._ended_by_errors():
             self._tasks |= made
-            self._pool.submit(list(made.values()))
+            self.pool.submit(list(made.values()))
         return list(made)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """The replies that are there by now; each once."""
         wanted = [name for name in message_ids if name in self._tasks]
         with self._ended_by_errors():
-            self._pool.step(0.0)
+            self.pool.step(0.0)
         return [self._take_reply(name) for name in wanted if self._tasks[name].reply is not None]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -216,7 +223,7 @@ class ProcessGrid(Grid):
         names = self.push_messages(messages)
         with self._ended_by_errors():
             tasks = [self._tasks[name] for name in names]
-            self._pool.run(lambda: all(task.reply is not None for task in tasks), deadline_s)
+            self.pool.run(lambda: all(task.reply is not None for task in tasks), deadline_s)
         return [self._take_reply(name) for name in names]
 
     @contextmanager
@@ -225,7 +232,7 @@ class ProcessGrid(Grid):
         try:
             yield
         except BaseException:
-            self._pool.close()
+            self.pool.close()
             self._tasks.clear()
             raise
 
@@ -236,7 +243,7 @@ class ProcessGrid(Grid):
                 f"A message is for node {client_id + 1}, but the nodes are 1 to {len(self._contexts)}.",
                 hint="Send to the nodes of grid.get_node_ids().",
             )
-        # Flower has no setter: its own links write it there. Replies name it as what they reply to.
+        # Flower has no setter and writes it there itself. Replies refer to the message by it.
         message.metadata.__dict__["_message_id"] = name
         return Task(message, self._contexts[client_id])
 
@@ -249,7 +256,7 @@ class ProcessGrid(Grid):
 
 @contextmanager
 def _private(name: str) -> Iterator[None]:
-    """The import of what Flower does not show, which may be elsewhere in another version."""
+    """Around an import that is not public in Flower, and may be elsewhere in another version."""
     try:
         yield
     except ImportError as error:
@@ -259,31 +266,23 @@ def _private(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _task_identity(run_id: int) -> Iterator[None]:
-    """Lets this process make messages, as a process that Flower has started for a ServerApp may."""
+def task_identity(run_id: int) -> Iterator[None]:
+    """Lets this process make messages, as a process that Flower has started for a ServerApp may.
+
+    Flower keeps the identity for the whole process; what was there before is put back at the end.
+    """
     with _private("TaskIdentity"):
-        # Flower's own simulation sets it by this name as well.
+        # Flower's own simulation sets it in this place, too.
         from flwr.supercore.task_identity import TaskIdentity
     missing = [name for name in _IDENTITY if not hasattr(TaskIdentity, name)]
     if missing:
         raise VersionError(f"Flower's TaskIdentity has no {', '.join(missing)}.", hint=_RANGE_HINT)
-    own = (1, run_id, _SERVER_NODE_ID)
-    if not _identities:
-        _identities.append(tuple(getattr(TaskIdentity, name) for name in _IDENTITY))
-    _identities.append(own)
+    before = [getattr(TaskIdentity, name) for name in _IDENTITY]
+    # Set as attributes: the properties do not accept None.
     try:
-        _set_identity()
+        for name, value in zip(_IDENTITY, (1, run_id, _SERVER_NODE_ID), strict=True):
+            setattr(TaskIdentity, name, value)
         yield
     finally:
-        _identities.remove(own)
-        _set_identity()
-        if len(_identities) == 1:
-            _identities.clear()
-
-
-def _set_identity() -> None:
-    from flwr.supercore.task_identity import TaskIdentity
-
-    # Not by its properties, which do not take None back.
-    for name, value in zip(_IDENTITY, _identities[-1], strict=True):
-        setattr(TaskIdentity, name, value)
+        for name, value in zip(_IDENTITY, before, strict=True):
+            setattr(TaskIdentity, name, value)

@@ -14,7 +14,7 @@ PLACEMENTS = ("round_robin", "balanced")
 LORA_AGGREGATIONS = ("mean", "project", "exact")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DEVICE = re.compile(r"(cpu|cuda|xpu)(:\d+)?")
-# The keys that Flower and this package put into the clients' config themselves.
+# Keys that Flower and this package set in the clients' config.
 _TAKEN = ("server-round", "proximal-mu", "frozen-layout")
 _MAX_SECONDS = 1e9
 
@@ -127,7 +127,7 @@ def _can_travel(value: Any) -> bool:
     scalars = (int, float, bool, str, bytes)
     if isinstance(value, list):
         return all(_can_travel(v) and not isinstance(v, list) and type(v) is type(value[0]) for v in value)
-    # NaN is unlike itself: a training with it could never go on.
+    # NaN is unequal to itself, so that a resumed training would never have the same config.
     return isinstance(value, scalars) and not (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -67,9 +67,9 @@ def deal(clients: Sequence[Client], devices: Sequence[Device], how: Placement) -
     ends_s = [0.0] * len(devices)
     for client in sorted(clients, key=lambda client: -client.cost):
         fitting = [position for position, device in enumerate(devices) if can_start(client, device, ())]
-        # Nowhere, since a larger device has gone: the largest that is left, where it fails by name if it must.
+        # It fits on none (a larger device is gone): try the largest one, whose own error tells if it is too small.
         fitting = fitting or [max(range(len(devices)), key=lambda position: devices[position].memory_bytes or 0)]
-        # The faster of two that would end at once keeps the other free for less work; then the first.
+        # Of two that would finish at the same time take the faster one; then the first.
         end_s, _, position = min(
             (ends_s[position] + client.cost / devices[position].speed, -devices[position].speed, position)
             for position in fitting

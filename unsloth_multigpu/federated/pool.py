@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from unsloth_multigpu.errors import FederatedError, SetupError
 from unsloth_multigpu.federated.device import SlotDevice, slot_environment
-from unsloth_multigpu.federated.dispatch import History, Queues, slots_to_have
+from unsloth_multigpu.federated.dispatch import MeasuredCosts, Queues, slots_to_have
 from unsloth_multigpu.federated.placement import Placement
 from unsloth_multigpu.federated.slot import Slot
 from unsloth_multigpu.federated.task import CLIENT_CRASHED, REPLY_UNAVAILABLE, Task
@@ -22,11 +22,11 @@ from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
 
-# A client whose process has died gets one more; a slot that has failed to start gets one more try.
+# How often a client is run whose process dies, and how often a slot is started that fails to start.
 _MAX_ATTEMPTS = 2
 _MAX_FAILED_STARTS = 2
 _POLL_S = 1.0
-# From the signal until a process has written its stacks; one that is stopped writes nothing.
+# Time for a process to write its stacks after the signal. A stopped process writes none.
 _STACK_S = 0.2
 
 
@@ -34,7 +34,7 @@ class SlotPool:
     """Runs tasks. One thread at a time.
 
     Args:
-        app: `parcel.pack`'s.
+        app: `user_code.pack`'s.
         devices: Each once.
         clients_per_gpu: Slots of each device; "auto" = one until its memory is known.
         max_workers: Upper limit of all slots.
@@ -42,6 +42,10 @@ class SlotPool:
         log_dir: Where the slots' logs are.
         seed: See `slot_environment`.
         start_timeout_s: For a slot to be ready.
+
+    Attributes:
+        slots: All of them; their place is `Slot.index`.
+        costs: What clients took so far.
     """
 
     def __init__(
@@ -64,12 +68,12 @@ class SlotPool:
         self._start_timeout_s = start_timeout_s
         self._memory_bytes: dict[SlotDevice, int] = {}
         self._shrunk: set[SlotDevice] = set()
-        self.history = History()
-        self._queues = Queues(placement, self.history)
+        self.costs = MeasuredCosts()
+        self._queues = Queues(placement, self.costs)
         self.slots: list[Slot] = []
-        # There is no way to take it back: it holds nothing.
+        # Cannot be unregistered; it holds only a weak reference.
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
-        # First one on each device, then the second on each: a limit takes the last ones away.
+        # One on each device, then a second on each: max_workers cuts off the last ones.
         for _ in range(1 if clients_per_gpu == "auto" else clients_per_gpu):
             for device in devices:
                 self._add_slot(device)
@@ -100,7 +104,7 @@ class SlotPool:
         """Starts and feeds slots, and takes in what they say within `limit_s`."""
         for slot in self.slots:
             if slot.is_live and slot.task is None and slot.has_ended():
-                # A client that it gets now would count as the one that ended it.
+                # Noticed before it gets a client, which would otherwise count as the one that ended it.
                 self._listen(slot)
                 if slot.is_live and slot.has_ended():
                     self._bury(slot)
@@ -117,6 +121,10 @@ class SlotPool:
             if slot.is_live and not slot.is_ready and late_s > 0:
                 self._bury(slot, f"it was not ready within {self._start_timeout_s:g} s")
 
+    def num_waiting(self, device: SlotDevice) -> int:
+        """How many tasks wait for this device."""
+        return self._queues.num_waiting(device)
+
     def close(self) -> None:
         """Ends all processes and forgets the tasks; a later `run` starts new ones."""
         self._queues.take_all()
@@ -131,7 +139,7 @@ class SlotPool:
     def _start(self, slot: Slot) -> None:
         num_slots = len(self.slots)
         if self._is_auto and slot.device.kind == "cpu":
-            # As many as there may be in the end: with other threads the same client would add up in another order.
+            # Threads for as many slots as there can be later: sums depend on the number of threads.
             num_slots = max(num_slots, min(self._max_slots, len(os.sched_getaffinity(0))))
         environment = slot_environment(slot.device, num_slots, self._seed, os.environ)
         slot.start(environment, (slot.device.kind, sys.argv, self._app))
@@ -194,7 +202,7 @@ class SlotPool:
         else:
             task.context.state = state
             task.answer(reply)
-        self.history.note(task)
+        self.costs.note(task)
         if self._is_auto and task.kind == "train" and not error:
             self._grow(slot.device)
 
@@ -204,11 +212,11 @@ class SlotPool:
         if not num_waiting or device in self._shrunk:
             return
         own = [slot for slot in self.slots if slot.device == device]
-        # What one device took of `max_workers` beyond its share, another one would not get.
+        # An equal share of `max_workers` for each device, so that none is left without slots.
         limit = min(1 + num_waiting + sum(slot.task is not None for slot in own), -(-self._max_slots // num_devices))
         if device.kind == "cpu":
             limit = min(limit, max(1, len(os.sched_getaffinity(0)) // num_devices))
-        peak_bytes = self.history.held_bytes(device)
+        peak_bytes = self.costs.held_bytes(device)
         num_slots = slots_to_have(self._memory_bytes[device], peak_bytes, device, limit)
         if num_slots > len(own):
             logger.info("device=%s peak_bytes=%d slots=%d", device, peak_bytes, num_slots)
@@ -219,7 +227,7 @@ class SlotPool:
         return len({slot.device for slot in self.slots if slot.device.kind == kind and not slot.is_retired})
 
     def _shrink(self, slot: Slot, task: Task) -> bool:
-        """Takes a slot away where they are too many; False where it is the only one: the client is too large."""
+        """Removes a slot of a device that has too many. False if it is the only one: the client itself is too large."""
         others = [s for s in self.slots if s.device == slot.device and s is not slot and not s.is_retired]
         if not others or task.attempts >= _MAX_ATTEMPTS:
             return False
@@ -231,7 +239,7 @@ class SlotPool:
         return True
 
     def _bury(self, slot: Slot, because: str = "") -> None:
-        """A process has ended, or is of no use: its client is run once more, its slot starts once more."""
+        """Ends a process that is dead or useless: its client runs once more, and its slot starts once more."""
         task = slot.task
         end = slot.end(because)
         if slot.is_fresh:
@@ -248,7 +256,7 @@ class SlotPool:
             self._queues.put_first(task, [s.device for s in self.slots if not s.is_retired])
         else:
             task.fail(CLIENT_CRASHED, f"{end}. It is the second process that this client has ended: it is left out")
-            logger.warning("%s\nThe end of the log of slot %d:\n%s", task.error, slot.number, slot.tail())
+            logger.warning("%s\nThe end of the log of slot %d:\n%s", task.error, slot.index, slot.tail())
 
     def _note_failed_start(self, slot: Slot, end: str) -> None:
         slot.num_failed_starts += 1
@@ -269,7 +277,7 @@ class SlotPool:
         self._deal()
 
     def _give_up(self) -> None:
-        """The round's limit has come: what runs is ended, and everything is answered with an error."""
+        """The round has run out of time: ends what runs, and answers all open tasks with an error."""
         busy = [slot for slot in self.slots if slot.task is not None]
         begins = {slot: slot.ask_for_stack() for slot in busy}
         if busy:
@@ -286,7 +294,7 @@ class SlotPool:
 
 
 def _forget(pool: weakref.ref[SlotPool]) -> None:
-    """In a forked child: its copies of the descriptors would keep slots alive that the server has left."""
+    """Runs in a forked child, whose copies of the descriptors would keep slots alive that the server has closed."""
     alive = pool()
     if alive is not None:
         for slot in alive.slots:

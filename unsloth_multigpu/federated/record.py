@@ -32,14 +32,14 @@ def pack(value: Any, tensors: Tensors, path: str) -> Any:
     """
     import numpy as np
 
-    # Before float: numpy.float64 is one, but it makes other sums with float32 than Python's float.
+    # Checked before float: numpy.float64 is a float, but its sums with float32 have another dtype than a float's.
     if isinstance(value, np.ndarray | np.generic):
         tensors[path] = np.array(value, order="C")
         return {_KIND: "ndarray" if isinstance(value, np.ndarray) else "scalar", "key": path}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Array):
-        # safetensors writes the memory as it lies: a transposed array would come back as another one.
+        # safetensors writes memory in its order: a transposed array would be read back with other values.
         tensors[path] = np.asarray(value.numpy(), order="C")
         return {_KIND: "Array", "key": path}
     if isinstance(value, bytes):
@@ -71,7 +71,7 @@ def unpack(packed: Any, tensors: Tensors) -> Any:
         return tuple(unpack(packed["items"], tensors))
     if kind == "state_dict":
         return unpack(packed["state"], tensors)
-    # In the order in which they were: some strategies match arrays by their place.
+    # In the original order: some strategies match arrays by position.
     return _RECORDS[kind]({unpack(key, tensors): unpack(item, tensors) for key, item in packed["items"]})
 
 

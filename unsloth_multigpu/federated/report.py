@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.text_table import aligned
+
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Result
 
@@ -183,9 +185,7 @@ def _row(report: RoundReport) -> dict[str, str]:
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Right-aligned columns, in the order in which the rows first name them; "-" where a row has none."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([row.get(name, "-") for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+    return aligned([names, *([row.get(name, "-") for name in names] for row in rows)], num_left=0)
 
 
 def _prefixed(prefix: str, metrics: Metrics) -> dict[str, Any]:

@@ -95,7 +95,11 @@ def create_multigpu_flower_server(
     from unsloth_multigpu.federated.training import make_plan
 
     plan = make_plan(
-        *(server_id, model_builder, train_fn, evaluate_fn, client_app),
+        server_id,
+        model_builder,
+        train_fn,
+        evaluate_fn,
+        client_app,
         strategy=strategy,
         strategy_kwargs=strategy_kwargs,
         lora_aggregation=lora_aggregation,
@@ -185,12 +189,16 @@ class FederatedServer:
         console = Console(debug=False, is_notebook="ipykernel" in sys.modules)
         try:
             grid = self._open_grid(num_clients)
-            result, self._trained, self._start = train(
-                *(self._plan, grid, num_clients, options),
-                slots=grid,
-                server_evaluate=server_evaluate,
-                start=self._start,
-            )
+            with grid.identity():
+                result, self._trained, self._start = train(
+                    self._plan,
+                    grid,
+                    num_clients,
+                    options,
+                    slots=grid,
+                    server_evaluate=server_evaluate,
+                    start=self._start,
+                )
         finally:
             console.close()
         return result

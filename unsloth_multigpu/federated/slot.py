@@ -21,7 +21,7 @@ from unsloth_multigpu.wire.frames import Frames
 from unsloth_multigpu.wire.process import send_signal
 from unsloth_multigpu.wire.stack import main_frames, place_of
 
-# The user's modules, and this package, lie where this process finds them.
+# The slot imports the user's modules and this package from where this process finds them.
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from unsloth_multigpu.federated.worker import main
@@ -32,7 +32,7 @@ class Slot:
     """Starts and ends the slot's processes, one after the other.
 
     Args:
-        number: Counts all slots.
+        index: Its place among all slots.
         device: The only one that its processes see.
         log_dir: Where slot_N.log is.
 
@@ -44,10 +44,10 @@ class Slot:
         is_retired: It gets no process any more.
     """
 
-    def __init__(self, number: int, device: SlotDevice, log_dir: Path) -> None:
-        self.number = number
+    def __init__(self, index: int, device: SlotDevice, log_dir: Path) -> None:
+        self.index = index
         self.device = device
-        self.log = log_dir / f"slot_{number}.log"
+        self.log = log_dir / f"slot_{index}.log"
         self.task: Task | None = None
         self.is_ready = False
         self.is_fresh = True
@@ -59,12 +59,17 @@ class Slot:
         make_log(self.log)
 
     def __str__(self) -> str:
-        return f"slot {self.number}, {self.device}"
+        return f"slot {self.index}, {self.device}"
 
     @property
     def is_live(self) -> bool:
         """It has a process."""
         return self._child is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None where it has none."""
+        return None if self._child is None else self._child.pid
 
     def start(self, environment: Mapping[str, str], setup: tuple[Any, ...]) -> None:
         """Starts a process, which says when it is ready.
@@ -74,7 +79,7 @@ class Slot:
             setup: What `worker.main` expects.
         """
         child = Child(
-            f"slot {self.number} on {self.device}",
+            f"slot {self.index} on {self.device}",
             _PROGRAM,
             self.log,
             environment,
@@ -85,15 +90,15 @@ class Slot:
         self._frames.put(pickle.dumps(setup))
 
     def give(self, task: Task) -> None:
-        """Sends a task to the process, as far as it reads."""
+        """Queues a task for the process; `register` sends the rest when the process reads."""
         assert self._frames is not None
         self.task = task
-        task.begin(self.number, self.device, is_first=self.is_fresh)
+        task.begin(self.index, self.device, is_first=self.is_fresh)
         self.is_fresh = False
         self._frames.put(task.pack())
 
     def register(self, poll: select.poll) -> dict[int, Slot]:
-        """Lets `poll` look at what tells something of the process; returns which descriptors these are."""
+        """Registers the descriptors of the process and of its socket with `poll`, and returns them."""
         if self._child is None or self._frames is None:
             return {}
         wants = select.POLLIN | (0 if self._is_sent() else select.POLLOUT)
@@ -107,9 +112,9 @@ class Slot:
         try:
             messages = self._frames.receive()
         except BlockingIOError:
-            # Only after it is sure that nothing has come: its last message counts.
+            # Asked only when no message is left: the last one of a process that has ended counts.
             return None if self.has_ended() else []
-        # From the child that this process has started: it runs the same user's code.
+        # Safe to unpickle: it comes from our own child, which runs the same user's code.
         return None if messages is None else [(len(data), *pickle.loads(data)) for data in messages]
 
     def has_ended(self) -> bool:
@@ -143,7 +148,7 @@ class Slot:
     def ask_for_stack(self) -> int:
         """Lets the process write its stacks to its log; returns where they will begin."""
         size = 0
-        with suppress(OSError):  # Somebody has removed the log.
+        with suppress(OSError):  # The log was removed.
             size = self.log.stat().st_size
         if self._child is not None:
             from unsloth_multigpu.federated.worker import STACK_SIGNAL
@@ -163,4 +168,4 @@ class Slot:
         try:
             return self._frames.flush()
         except OSError:
-            return True  # It is ending, which its other descriptor tells.
+            return True  # The process is ending; its other descriptor reports that.

@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.federated.option import check_count, check_number
 
-# Flower's own defaults are 2: with one client it would wait for a second one for ever.
+# Flower's defaults are 2: with one client it would wait without end for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
 
@@ -34,7 +34,7 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
     kind = _class_of(name)
     arguments = _checked_settings(name, kind, settings)
     try:
-        # What Flower warns of here was either asked for or is an error above.
+        # Each case that Flower warns of here was asked for, or is an error above.
         with quiet_flower(logging.ERROR):
             return kind(**arguments)
     except (TypeError, ValueError) as error:

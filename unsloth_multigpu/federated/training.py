@@ -1,4 +1,4 @@
-"""Training over any grid of Flower: goes on from a saved round, lets a course run, keeps what came out."""
+"""Training over any grid of Flower: goes on from a saved round, runs the rounds, keeps what came out."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from unsloth_multigpu.federated.adapters import write_arrays
 from unsloth_multigpu.federated.apps import EvaluateFunction, TrainFunction, make_client_app
 from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round
 from unsloth_multigpu.federated.client import ClientModel
-from unsloth_multigpu.federated.course import Course, CoursePlan, Slots
 from unsloth_multigpu.federated.option import FitOptions, check_callable
 from unsloth_multigpu.federated.record import to_config_record, to_metric_record
 from unsloth_multigpu.federated.report import FederatedResult, write_rounds
+from unsloth_multigpu.federated.rounds import RoundPlan, Slots, SteeredStrategy
 from unsloth_multigpu.federated.strategy import (
     check_needs_no_mod,
     check_strategy,
@@ -201,24 +201,24 @@ def train(
     if slots is not None:
         slots.take_records()  # Asking for the first weights belongs to no round.
     evaluator = Evaluator(plan, server_evaluate) if server_evaluate else None
-    course = Course(strategy, _course_plan(plan, start, num_clients, options, facts, evaluator), saved, slots)
+    steered = SteeredStrategy(strategy, _round_plan(plan, start, num_clients, options, facts, evaluator), saved, slots)
     startup_s = time.monotonic() - begin_s
-    result = course.run(grid, start.arrays, options.num_rounds, timeout_s=options.round_timeout_s, startup_s=startup_s)
-    return result, Trained(result.result.arrays, course.residual, start), start
+    result = steered.run(grid, start.arrays, options.num_rounds, timeout_s=options.round_timeout_s, startup_s=startup_s)
+    return result, Trained(result.result.arrays, steered.residual, start), start
 
 
-def _course_plan(
+def _round_plan(
     plan: ServerPlan,
     start: Start,
     num_clients: int,
     options: FitOptions,
     facts: Mapping[str, Any],
     evaluator: Evaluator | None,
-) -> CoursePlan:
+) -> RoundPlan:
     config = dict(options.config or {})
     if plan.is_own_app:
         config["frozen-layout"] = list(start.layout)
-    return CoursePlan(
+    return RoundPlan(
         plan.server_id,
         num_clients,
         plan.seed,

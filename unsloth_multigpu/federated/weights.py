@@ -86,13 +86,13 @@ def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
     """
     node_ids, reason = sorted(grid.get_node_ids()), "there are no clients"
     limit_s = max(timeout_s, _LEAST_TIMEOUT_S)
-    # Once more with others: a device may have gone.
+    # A second try with other clients, since a device may be gone.
     for asked in (node_ids[:num_asked], node_ids[num_asked : 2 * num_asked]):
         messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
         replies = list(grid.send_and_receive(messages, timeout=limit_s)) if asked else []
         starts = [_start_of(reply.content) for reply in replies if reply.has_content()]
         if starts:
-            _compare(starts)
+            warn_of_unlike(starts)
             return starts[0]
         if asked:
             reason = str(replies[0].error.reason) if replies else f"no answer within {limit_s:g} s"
@@ -131,7 +131,7 @@ def _shapes(arrays: ArrayRecord) -> dict[str, str]:
     return {name: str(tuple(array.shape)) for name, array in arrays.items()}
 
 
-def _compare(starts: Sequence[Start]) -> None:
+def warn_of_unlike(starts: Sequence[Start]) -> None:
     """Warns where processes draw other random numbers, as unlike GPUs do.
 
     No error: what travels is made equal, and frozen weights mostly come from files.

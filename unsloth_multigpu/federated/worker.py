@@ -23,15 +23,14 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from unsloth_multigpu.errors import MultiGPUError
-from unsloth_multigpu.federated.outcome import Outcome
-from unsloth_multigpu.federated.parcel import unpack
 from unsloth_multigpu.federated.task import CLIENT_RAISED
+from unsloth_multigpu.federated.user_code import Outcome, unpack
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.wire.frames import Frames
 
-# By which the server asks where the clients' code is.
+# The server sends it to ask where in its code a client is.
 STACK_SIGNAL = signal.SIGUSR2
-# Python's and torch's contextlib.py stand between our own frames.
+# Frames of contextlib (Python's, torch's) lie between our own.
 _OWN = ("/unsloth_multigpu/federated/", "/flwr/", "contextlib.py")
 
 
@@ -47,18 +46,19 @@ def serve(frames: Frames, app: ClientApp, kind: str) -> None:
         kind: The device's.
     """
     while True:
-        answer = _run(app, kind, *pickle.loads(_receive(frames)))
+        answer = run_client(app, kind, *pickle.loads(_receive(frames)))
         _flush()
         if kind != "cpu":
-            # A Trainer holds its optimizer by cycles, and torch what was freed: the next client's peak would have it,
-            # and another slot would not. A device that is lost raises once more; the answer says so already.
+            # Otherwise what a client left (a Trainer is a reference cycle, torch caches freed memory) would be part of
+            # the next one's peak. On a lost device it raises again; the answer reports that already.
             with Outcome():
                 gc.collect()
                 getattr(torch, kind).empty_cache()
         frames.send(answer)
 
 
-def _run(app: ClientApp, kind: str, message: Message, context: Context) -> bytes:
+def run_client(app: ClientApp, kind: str, message: Message, context: Context) -> bytes:
+    """Runs one client on a device of this kind, and returns the answer, pickled."""
     _reset_peak(kind)
     outcome = Outcome()
     with outcome:
@@ -74,7 +74,7 @@ def _failure(error: BaseException, text: str, message: Message, kind: str) -> by
     users = _users_part(error.__traceback__)
     lines = traceback.format_exception(type(error), error, users or error.__traceback__)
     if users is None and isinstance(error, MultiGPUError):
-        lines = [f"{type(error).__name__}: {error}"]  # It says all; the frames are ours and Flower's.
+        lines = [f"{type(error).__name__}: {error}"]  # The message is enough: the frames are only ours and Flower's.
     error.__traceback__ = users = None  # Their frames hold the client's tensors.
     peak_bytes = _peak(kind)
     outcome = Outcome()
@@ -84,7 +84,7 @@ def _failure(error: BaseException, text: str, message: Message, kind: str) -> by
         # After such an error every later client of this process would fail.
         return pickle.dumps(("lost", f"its device failed: {text}"))
     reply = Message(Error(code=CLIENT_RAISED, reason=text), reply_to=message)
-    # Without the state: what was changed of it before the error is as little worth as the rest of its work.
+    # Without the client's state: what it changed before the error is dropped with the rest of its work.
     return pickle.dumps(("done", reply, None, peak_bytes, text, "".join(lines), is_out_of_memory(error)))
 
 
@@ -111,7 +111,7 @@ def _peak(kind: str) -> int:
         try:
             status = Path("/proc/self/status").read_text()
             return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-        except (OSError, IndexError):  # A kernel that does not tell it.
+        except (OSError, IndexError):  # This kernel does not report it.
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(getattr(torch, kind).max_memory_reserved())
 
@@ -120,7 +120,7 @@ def _reset_peak(kind: str) -> None:
     if kind != "cpu":
         getattr(torch, kind).reset_peak_memory_stats()
         return
-    with suppress(OSError):  # Not allowed everywhere; the peak is then that of all clients so far.
+    with suppress(OSError):  # Not permitted everywhere. The peak is then the one of all clients so far.
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -141,7 +141,7 @@ def _receive(frames: Frames) -> bytearray:
     while (messages := frames.receive()) is not None:
         if messages:
             return messages[0]
-    return _end_group()
+    return end_process_group()
 
 
 def _end_with_server(descriptor: int) -> None:
@@ -149,10 +149,10 @@ def _end_with_server(descriptor: int) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLRDHUP)
     poll.poll()
-    _end_group()
+    end_process_group()
 
 
-def _end_group() -> NoReturn:
+def end_process_group() -> NoReturn:
     """Kills this process and what clients have started in it: a DataLoader's workers, programs."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -184,13 +184,13 @@ def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     frames = Frames(socket.socket(fileno=descriptor))
-    # A DataLoader's workers would hold the pair open, and could write to it.
+    # Workers of a DataLoader would otherwise keep the socket open, and could write to it.
     os.register_at_fork(after_in_child=frames.close)
     threading.Thread(target=_end_with_server, args=(descriptor,), name="unsloth_multigpu-server", daemon=True).start()
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL)
     for stream in (sys.stdout, sys.stderr):
-        # The log is read as UTF-8, whatever the locale is.
+        # The server reads the log as UTF-8, whatever the locale here.
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     kind, arguments, app = pickle.loads(_receive(frames))
     sys.argv[:] = arguments

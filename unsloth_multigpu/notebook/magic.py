@@ -18,6 +18,7 @@ from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.process import WorkerProcess
 from unsloth_multigpu.notebook.share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
+from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.wire.beat import Beat, read_beats
 
 _NUM_LOG_LINES = 40
@@ -123,8 +124,7 @@ class RankMagics:
             memory = used[rank] if "cpu" not in devices[rank] and rank < len(used) else "-"
             log = "-" if worker is None else str(worker.log)
             rows.append((str(rank), str(pid), devices[rank], self._state(worker), *place, _rss(pid), memory, log))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(aligned(rows))
 
     def _state(self, worker: WorkerProcess | None) -> str:
         if worker is None:

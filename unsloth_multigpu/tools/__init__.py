@@ -1,1 +1,1 @@
-"""Commands beside `run`. Nothing imports them."""
+"""The commands besides `run`. The rest of the package does not import them."""

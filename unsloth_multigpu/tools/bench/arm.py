@@ -135,7 +135,7 @@ ARMS: Mapping[str, Arm] = {
         Arm(
             "guarded_one",
             "one line, one process, guarded and fed as a rank is",
-            # The line leaves one process alone but where a guard is asked for.
+            # With one process the line changes nothing unless a guard is asked for.
             line={"on_nan": "skip", "balance": "off"},
             has_one_process=True,
             **ONE_GPU,
@@ -144,7 +144,7 @@ ARMS: Mapping[str, Arm] = {
 }
 DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one") and name != UNGUARDED)
 
-# What a launcher tells its ranks: an arm must hear it from its own.
+# Variables that a launcher sets for its ranks: an arm must get them from its own launcher only.
 _LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 _LAUNCHER_PREFIXES = (
     "LOCAL_",
@@ -231,7 +231,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if options.interleave == "steps":
-        # While others have their turns a rank makes no progress.
+        # A rank makes no progress during the turns of the other arms.
         variables.setdefault(f"{ENV_PREFIX}HANG_TIMEOUT_S", f"{options.timeout_of_turns_s:g}")
     if options.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -242,7 +242,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         # Rows are tokens already: no processes to prepare them.
         variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}
         if not options.is_padding_free:
-            # Else Unsloth lays rows end to end where it thinks that to be faster, on several ranks always.
+            # Otherwise Unsloth packs rows end to end where it expects that to be faster, and always on several ranks.
             variables["UNSLOTH_DISABLE_AUTO_PADDING_FREE"] = "1"
         if options.model_folder is not None:
             # What is compiled for one arm need not be compiled again for the next.

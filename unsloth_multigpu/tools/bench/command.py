@@ -17,11 +17,11 @@ from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.tools.bench.arm import ARMS, DEFAULT_ARMS, Arm, choose_arms, num_processes, part_available
 from unsloth_multigpu.tools.bench.federated_option import check_not_federated
 from unsloth_multigpu.tools.bench.option import NUM_WARMUP_ON_DEVICE, BenchOptions
-from unsloth_multigpu.tools.bench.plain_json import json_text
 from unsloth_multigpu.tools.bench.run import tell
 from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
 from unsloth_multigpu.tools.bench.unsloth import made_model
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ def _publish(
         Path(arguments.json).write_text(outcome, encoding="utf-8")
     if arguments.report:
         from unsloth_multigpu.tools.bench.page import write_report
-        from unsloth_multigpu.tools.bench.plot import draw_plots
-        from unsloth_multigpu.tools.bench.strategy_plot import draw_curves
+        from unsloth_multigpu.tools.bench.plot import draw_curves, draw_plots
 
         plots = draw_plots(results, runs, options.num_warmup)
         page = write_report(Path(arguments.report), lines, tables, draw_curves(learned) | plots if learned else plots)

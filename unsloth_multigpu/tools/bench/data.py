@@ -75,7 +75,7 @@ def _help_pieces(max_bytes: int) -> list[list[int]]:
 
     paragraphs = [" ".join(p.split()).encode() for text in topics.values() for p in text.split("\n\n")]
     pieces = [p[i : i + max_bytes] for p in paragraphs for i in range(0, len(p), max_bytes)]
-    # Some paragraphs stand in several texts: none may be learned and tested.
+    # Some paragraphs occur in several texts; none may be in both the training and the test rows.
     return [list(piece) for piece in dict.fromkeys(pieces) if len(piece) >= min(_MIN_BYTES, max_bytes)]
 
 

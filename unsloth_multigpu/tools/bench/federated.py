@@ -16,14 +16,14 @@ from typing import Any
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.tools.bench.arm import Arm, arm_environment
 from unsloth_multigpu.tools.bench.federated_option import BASELINE, FederatedArm, FederatedOptions, parse_arms
-from unsloth_multigpu.tools.bench.plain_json import json_text
 from unsloth_multigpu.tools.bench.result import Spread
 from unsloth_multigpu.tools.bench.table import Table, render_table, spread_text
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.process import find_marked
 
 _WORKER = "unsloth_multigpu.tools.bench.federated_arm"
-# Of a trained value. Elsewhere sums of the same numbers come out differently each time.
+# Largest difference of a trained value. On other devices sums of the same numbers vary from run to run.
 _MAX_DIFFERENCE = {("cpu", "fp32"): 1e-6}
 _MAX_DIFFERENCE_ELSEWHERE = 1e-3
 COLUMNS = (
@@ -142,7 +142,7 @@ def _run_arm(arm: FederatedArm, options: FederatedOptions, folder: Path) -> ArmR
         [sys.executable, "-m", _WORKER],
         {"arm": dataclasses.asdict(arm), "options": dataclasses.asdict(options)},
         folder,
-        # An arm of all cards: it chooses among them itself.
+        # The arm sees all cards and chooses among them itself.
         arm_environment(Arm(arm.name, "", lambda _: []), options.llama, folder, os.environ),
         options.llama.timeout_s,
         results=[RECORD],
@@ -177,7 +177,7 @@ def _difference(runs: Sequence[ArmRun], other: ArmRun) -> float:
         if {name: w.shape for name, w in run.weights.items()} != {name: w.shape for name, w in other.weights.items()}:
             return float("inf")
         found += [(w - other.weights[name]).abs().max().float() for name, w in run.weights.items()]
-    return float(torch.stack(found).max())  # Python's own maximum forgets what is no number.
+    return float(torch.stack(found).max())  # Python's max() can drop NaN.
 
 
 def _check_equal(runs: Mapping[str, Sequence[ArmRun]], options: FederatedOptions) -> None:
@@ -185,7 +185,7 @@ def _check_equal(runs: Mapping[str, Sequence[ArmRun]], options: FederatedOptions
     limit = _MAX_DIFFERENCE.get((options.llama.device, options.llama.dtype), _MAX_DIFFERENCE_ELSEWHERE)
     for name, repeats in runs.items():
         worst = _difference(repeats, runs[first][0])
-        # Also where it is no number.
+        # True for NaN, too.
         if not worst <= limit:
             raise DivergenceError(
                 f"{name} and {first} trained other weights: they differ by {worst:.1e}, expected at most {limit:.0e}.",

@@ -112,7 +112,7 @@ class _Clients:
             self._free_models.put(model)
 
     def train(
-        self, weights: dict[str, torch.Tensor], server_round: int, number: int
+        self, weights: dict[str, torch.Tensor], server_round: int, client_id: int
     ) -> tuple[int, float, dict[str, torch.Tensor]]:
         """One client's part of a round: its examples, its loss and what it trained."""
         import torch
@@ -125,7 +125,7 @@ class _Clients:
             for name, value in trained.items():
                 value.copy_(weights[name])
         device = next(model.parameters()).device
-        client = FederatedClient(number, self._options.num_clients, server_round, device)
+        client = FederatedClient(client_id, self._options.num_clients, server_round, device)
         num_examples, metrics = train_client(self._options, model, client)
         values = {name: v.detach().cpu().clone() for name, v in trained.items()}
         self._free_models.put(model)

@@ -1,4 +1,7 @@
-"""The model and the training of a client in a benchmark: the same functions for processes and for threads."""
+"""The model and the training of a client in a benchmark: the same functions for processes and for threads.
+
+A module of its own, since the arm is a program: functions of `__main__` would travel to a slot by value.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from unsloth_multigpu.tools.bench.worker import collate, make_model
 if TYPE_CHECKING:
     from unsloth_multigpu.federated.client import FederatedClient
 
-# With SGD: under Adam a rounding error in a small gradient may turn a step round, and arms could not be compared.
+# SGD, because with Adam a rounding error in a small gradient can flip the sign of a step, and arms would differ.
 _LEARNING_RATE = 0.05
 _rows = functools.lru_cache(maxsize=1)(make_rows)
 

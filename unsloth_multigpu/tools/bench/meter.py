@@ -62,7 +62,7 @@ class CudaClock:
     def end(self) -> None:
         end = self._mark()
         if self._speed < 1:
-            # The stream stands idle while this thread sleeps: what it is given next comes later.
+            # The CUDA stream is idle while this thread sleeps, which delays all later work.
             end.synchronize()
             time.sleep(self._begin.elapsed_time(end) / 1e3 * (1 / self._speed - 1))
             end = self._mark()
@@ -124,7 +124,7 @@ class Meter:
         self._steps[-1] = (self._steps[-1][0], self._mark())
 
     def steps(self) -> list[dict[str, Any]]:
-        """One record per step, see `bench_result.StepRecord`."""
+        """One record per step, see `result.StepRecord`."""
         spans_s = self._clock.spans_s()
         return [self._step(begin, end, spans_s) for begin, end in self._steps]
 
@@ -168,7 +168,7 @@ class Meter:
 
         self._pending = None
         if not (model.training and torch.is_grad_enabled()):
-            return  # Not a step: somebody tries the model.
+            return  # Not a training step: the model is only tried.
         if id(model) not in self._watched:
             self._watch_end(model)  # A copy: torch copies the hooks of modules and not those of parameters.
         ids, is_sample = kwargs["input_ids"], (kwargs["labels"] != -100).any(dim=1)
@@ -212,6 +212,6 @@ def peak_bytes(is_cuda: bool) -> int:
         import torch
 
         return sum(int(torch.cuda.max_memory_allocated(i)) for i in range(torch.cuda.device_count()))
-    # Not getrusage: its maximum is inherited from the process that started this one.
+    # Not getrusage, whose maximum is inherited from the parent process.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024

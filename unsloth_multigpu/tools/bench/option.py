@@ -20,14 +20,13 @@ MODEL_SIZES: Mapping[str, tuple[int, int, int]] = {
 }
 DEFAULT_LENGTHS = "lognormal:150:1024"
 HEAD_SIZE = 64
-# The second step is no ordinary one: in it DDP orders its buckets anew, and the check of replicas that follows the mark
-# of the first step is counted.
+# The second step is not typical: DDP rebuilds its buckets in it, and it includes the check of replicas after the first.
 NUM_WARMUP = 2
 # A GPU compiles and tunes kernels in its first steps, and the planner fits its costs in the first 16.
 NUM_WARMUP_ON_DEVICE = 20
 # Our planner compares the ranks' speeds after 4 steps, and again after 8.
 NUM_WARMUP_SLOW = 8
-# Of the comparison of strategies, which learn a text.
+# For the comparison of strategies, which train on a text.
 TEXT_LENGTHS = "text:128"
 TEXT_KINDS = ("text:", "file:")
 TRANSFORMERS, UNSLOTH = LIBRARIES = ("transformers", "unsloth")
@@ -54,7 +53,7 @@ class BenchOptions:
         model_folder: Where Unsloth finds the model; the benchmark makes it before the arms run. None = not yet.
         is_four_bit: Unsloth loads the frozen weights in 4 bits.
         optimizer: Its name in `TrainingArguments`.
-        lengths: "lognormal:MEDIAN:MAX", "fixed:N", "text:MAX" or "file:PATH"; see `bench_data`.
+        lengths: "lognormal:MEDIAN:MAX", "fixed:N", "text:MAX" or "file:PATH"; see `data`.
         is_padding_free: Rows lie end to end, in every arm; else they are padded to the longest of their micro-batch.
         has_checkpointing: Activations are computed again in the backward pass.
         batch_size: Samples of a micro-batch per device.
@@ -237,7 +236,7 @@ def _checked_lengths(text: str) -> str:
             return f"file:{path}"
         raise ConfigError(f"--lengths {text!r}: there is no such file.", hint="Give file:PATH of a text file.")
     numbers = [int(part) for part in rest.split(":") if part.isdecimal()]
-    # Two tokens number the row, and a causal loss needs one to predict.
+    # Two tokens hold the number of the row, and a causal loss needs one more to predict.
     is_known = (kind, len(numbers), rest.count(":")) in (("fixed", 1, 0), ("text", 1, 0), ("lognormal", 2, 1))
     if not is_known or min(numbers) < 3 or sorted(numbers) != numbers:
         raise ConfigError(
@@ -252,12 +251,12 @@ def _parse_slow_rank(text: str | None, num_ranks: int) -> tuple[int | None, floa
         return None, 1.0
     rank, _, speed = text.partition(":")
     try:
-        number, share = int(rank), float(speed)
+        slow_rank, share = int(rank), float(speed)
     except ValueError:
-        number, share = -1, 0.0
-    if not (0 <= number < num_ranks and 0 < share <= 1):
+        slow_rank, share = -1, 0.0
+    if not (0 <= slow_rank < num_ranks and 0 < share <= 1):
         raise ConfigError(
             f"--slow-rank {text!r}: expected R:SPEED with a rank below {num_ranks} and 0 < SPEED <= 1.",
             hint="Give --slow-rank 1:0.5 for a second rank of half the speed.",
         )
-    return number, share
+    return slow_rank, share

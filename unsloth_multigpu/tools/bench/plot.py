@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE
-from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord, Runs, measure_run
+from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord, Runs, Spread, measure_run
 from unsloth_multigpu.tools.bench.strategy_arm import OURS
+from unsloth_multigpu.tools.bench.strategy_result import StrategyResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#8A8F98"
-LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#8A8F98")
-MARKS = "osD^vP*X<"
+_LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#8A8F98")
+_MARKS = "osD^vP*X<"
 _WIDTH = 9.0
 # Where equal norms are drawn: below what fp32 can tell apart.
 _NO_DIFFERENCE = 1e-9
+# Of the space between two epochs: strategies that learn the same stand side by side there.
+_DODGE = 0.07
 _STYLE: Any = {
     "font.size": 11,
     "font.family": "sans-serif",
@@ -46,29 +49,51 @@ def draw_plots(results: Sequence[ArmResult], runs: Runs, num_warmup: int) -> dic
         runs: `runs[arm][round]` = records of the ranks.
         num_warmup: Steps that are not timed.
     """
-    with house_style():
+    with _house_style():
         figures = {
             "speed.png": _speed(results),
             "shares.png": _shares(results),
             "steps.png": _steps(runs, num_warmup),
             "norms.png": _norms(results, runs),
         }
-        return {name: png_of(figure) for name, figure in figures.items()}
+        return {name: _png_of(figure) for name, figure in figures.items()}
+
+
+def draw_curves(results: Sequence[StrategyResult]) -> dict[str, bytes]:
+    """Draws accuracy_curves.png: file name -> PNG."""
+    from matplotlib.ticker import PercentFormatter
+
+    num_epochs = len(results[0].accuracies)
+    with _house_style():
+        figure, panels = _new_figure(11.0, rows=3)
+        for index, r in enumerate(results):
+            shift = _DODGE * (index - (len(results) - 1) / 2)
+            for axes, spreads in zip(panels, (r.accuracies, r.test_losses, r.train_losses), strict=True):
+                _curve(axes, index, [epoch + shift for epoch in range(1, num_epochs + 1)], spreads, r.name)
+        titles = ("Accuracy of the next byte, test", "Loss, test", "Loss, mean over the epoch's steps")
+        for axes, title in zip(panels, titles, strict=True):
+            axes.set_title(title)
+        panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
+        panels[-1].set_xlim(0.5, num_epochs + 0.5)
+        panels[-1].set_xticks(range(1, num_epochs + 1))
+        panels[-1].set_xlabel("epoch; side by side the strategies, medians of the rounds with smallest and largest")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        return {"accuracy_curves.png": _png_of(figure)}
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
+def _house_style() -> Iterator[None]:
     """How plots look while this is open."""
     import matplotlib
 
-    # The figures are no pyplot ones: none needs a window, and the user's settings come back.
+    # Figures without pyplot need no window; the context restores the user's settings.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
         yield
 
 
-def new_figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
+def _new_figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
     """A figure of the page's width, and its axes, one above the other."""
     from matplotlib.figure import Figure
 
@@ -76,7 +101,7 @@ def new_figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
     return figure, figure.subplots(rows, 1, sharex=rows > 1)
 
 
-def png_of(figure: Figure) -> bytes:
+def _png_of(figure: Figure) -> bytes:
     """The content of a PNG file."""
     target = io.BytesIO()
     figure.savefig(target, format="png")
@@ -84,7 +109,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 def _speed(results: Sequence[ArmResult]) -> Figure:
-    figure, axes = new_figure(1.3 + 0.5 * len(results))
+    figure, axes = _new_figure(1.3 + 0.5 * len(results))
     _name_rows(axes, [r.name for r in results])
     for row, r in enumerate(results):
         speed = r.tokens_per_s
@@ -106,7 +131,7 @@ def _speed_label(result: ArmResult) -> str:
 
 
 def _shares(results: Sequence[ArmResult]) -> Figure:
-    figure, axes = new_figure(1.5 + 0.62 * len(results))
+    figure, axes = _new_figure(1.5 + 0.62 * len(results))
     _name_rows(axes, [r.name for r in results])
     height = 0.36
     parts = (
@@ -128,7 +153,7 @@ def _shares(results: Sequence[ArmResult]) -> Figure:
 
 
 def _steps(runs: Runs, num_warmup: int) -> Figure:
-    figure, axes = new_figure(1.5 + 0.5 * len(runs))
+    figure, axes = _new_figure(1.5 + 0.5 * len(runs))
     _name_rows(axes, list(runs))
     times = [[s for ranks in rounds for s in measure_run(ranks, num_warmup).step_s] for rounds in runs.values()]
     axes.boxplot(
@@ -151,22 +176,22 @@ def _steps(runs: Runs, num_warmup: int) -> Figure:
 def _norms(results: Sequence[ArmResult], runs: Runs) -> Figure:
     # Two panels where there is a run to compare with.
     compared = [r.name for r in results if r.norm_difference is not None and r.name != REFERENCE]
-    figure, drawn = new_figure(6.4 if compared else 3.8, rows=2 if compared else 1)
+    figure, drawn = _new_figure(6.4 if compared else 3.8, rows=2 if compared else 1)
     above = drawn[0] if compared else drawn
-    for number, (name, rounds) in enumerate(runs.items()):
+    for index, (name, rounds) in enumerate(runs.items()):
         if _norms_of(rounds[0]):
-            _norm_line(above, number, _norms_of(rounds[0]), name)
+            _norm_line(above, index, _norms_of(rounds[0]), name)
     above.set_ylabel("gradient norm")
     above.set_title("Gradient norms, first round")
     lowest = above
     if compared:
         lowest, reference = drawn[1], _norms_of(runs[REFERENCE][0])
-        for number, (name, rounds) in enumerate(runs.items()):
+        for index, (name, rounds) in enumerate(runs.items()):
             if name in compared:
                 pairs = zip(_norms_of(rounds[0]), reference, strict=True)
                 # A logarithmic axis has no zero.
                 differences = [max(abs(m - o) / (abs(o) or 1.0), _NO_DIFFERENCE) for m, o in pairs]
-                _norm_line(lowest, number, differences, None, linestyle="none")
+                _norm_line(lowest, index, differences, None, linestyle="none")
         lowest.set_yscale("log")
         lowest.set_ylim(bottom=_NO_DIFFERENCE / 2)
         lowest.set_ylabel(f"relative difference\nfrom {REFERENCE}\n({_NO_DIFFERENCE:.0e} = none)")
@@ -180,15 +205,15 @@ def _norms_of(ranks: Sequence[RankRecord]) -> Sequence[float]:
     return ranks[0].gradient_norms
 
 
-def _norm_line(axes: Axes, number: int, values: Sequence[float], label: str | None, linestyle: str = "-") -> None:
-    # Lines lie on each other where all is well: later ones are smaller, so that all of them are seen.
+def _norm_line(axes: Axes, index: int, values: Sequence[float], label: str | None, linestyle: str = "-") -> None:
+    # Equal lines lie on each other: each is drawn smaller than the one before, so that all are visible.
     axes.plot(
         range(1, len(values) + 1),
         values,
-        color=LINES[number % len(LINES)],
-        marker=MARKS[number % len(MARKS)],
-        markersize=max(3, 10 - number),
-        linewidth=max(1.0, 3.4 - 0.4 * number),
+        color=_LINES[index % len(_LINES)],
+        marker=_MARKS[index % len(_MARKS)],
+        markersize=max(3, 10 - index),
+        linewidth=max(1.0, 3.4 - 0.4 * index),
         linestyle=linestyle,
         label=label,
     )
@@ -199,3 +224,18 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
+
+
+def _curve(axes: Axes, index: int, places: Sequence[float], spreads: Sequence[Spread], label: str) -> None:
+    axes.errorbar(
+        places,
+        [s.median for s in spreads],
+        yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
+        color=_LINES[index % len(_LINES)],
+        marker=_MARKS[index % len(_MARKS)],
+        markersize=8,
+        linewidth=1.2,
+        linestyle="-" if index < len(_LINES) else "--",
+        capsize=3,
+        label=label,
+    )

@@ -41,13 +41,13 @@ def run_rounds(
     """
     results: dict[str, list[Result]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
-        for number in range(1, num_rounds + 1):
-            first = (number - 1) % len(names)
-            folder = Path(root, str(number))
+        for round_number in range(1, num_rounds + 1):
+            first = (round_number - 1) % len(names)
+            folder = Path(root, str(round_number))
             folder.mkdir()
             try:
-                # Another arm is first each time: what comes after a long pause or a big neighbour is measured slower.
-                this_round = run_round([*names[first:], *names[:first]], folder, f"round {number}/{num_rounds}")
+                # Each round starts with another arm: a run after a pause, or after a large one, is measured slower.
+                this_round = run_round([*names[first:], *names[:first]], folder, f"round {round_number}/{num_rounds}")
             except LaunchError as failed:
                 return results, failed
             for name, result in this_round.items():
@@ -70,7 +70,7 @@ def one_by_one(run: Callable[[str, Path], Result]) -> Callable[[Sequence[str], P
 
 def arm_folder(folder: Path, name: str) -> Path:
     """Makes the folder of an arm in that of the round."""
-    # What an arm leaves behind is found by this path: it must not be the beginning of another's.
+    # Processes that an arm leaves behind are found by this path, which must not be a prefix of another arm's.
     made = folder / f"{name.replace(':', '_')}.arm"
     made.mkdir()
     return made
@@ -113,7 +113,7 @@ def run_arm(
         {"arm": arm.name, "options": dataclasses.asdict(options), "turns": None if turns is None else str(turns)},
         folder,
         arm_environment(arm, options, folder, os.environ),
-        # Whose turns may take long is for their conductor to know.
+        # In turns the conductor sets the limits.
         options.timeout_s if turns is None else options.timeout_of_turns_s,
         results=[f"rank_{rank}.json" for rank in range(num_processes(arm, options))],
         hint=f"Run it alone: unsloth-multigpu bench {flag} {arm.name}",

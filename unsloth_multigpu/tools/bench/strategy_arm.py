@@ -9,12 +9,12 @@ from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServ
 from unsloth_multigpu.tools.bench.arm import ARMS, ONE_GPU, REFERENCE, Arm
 
 DDP = "ddp"
-# How the names of arms begin that are what this package does by default.
+# Prefixes of the arms that show this package's defaults.
 OURS = ("ours", DDP)
 
 
 def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
-    # Dealt in order, each micro-batch has the rows that it has without the line.
+    # With samples dealt in order, each micro-batch has the same rows as without the line.
     line = {"balance": "off", **options}
     return Arm(name, text, line=line, has_one_process=has_one_process, note=note, **ONE_GPU)
 

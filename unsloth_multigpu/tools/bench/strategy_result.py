@@ -1,15 +1,70 @@
-"""What the comparison of strategies found, as a table beside that of every benchmark. Pure."""
+"""What a strategy's model has learned: measured in each rank after each epoch, and summed up as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.tools.bench.arm import REFERENCE
-from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.arm import REFERENCE, Arm
+from unsloth_multigpu.tools.bench.option import LEARNING_RATE, BenchOptions
 from unsloth_multigpu.tools.bench.result import ArmResult, EpochRecord, RankRecord, Runs, Spread, measure_run, ratios
 from unsloth_multigpu.tools.bench.strategy_arm import DDP, STRATEGIES
 from unsloth_multigpu.tools.bench.table import Table, memory_text, norm_text, spread_text
+
+if TYPE_CHECKING:
+    import torch
+
+
+def learning_arguments(arm: Arm, num_epochs: int, batch_size: int) -> dict[str, Any]:
+    """What a training with tests adds to `TrainingArguments`."""
+    return {
+        "num_train_epochs": num_epochs,
+        "learning_rate": LEARNING_RATE,
+        # The first epochs of a longer run are then those of a shorter one.
+        "lr_scheduler_type": "constant",
+        "eval_strategy": "epoch",
+        "per_device_eval_batch_size": batch_size,
+        # PEFT's models do not declare them.
+        "label_names": ["labels"],
+        # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
+        "logging_strategy": "steps" if arm.meets_every_step else "epoch",
+    }
+
+
+def score_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Loss, hits and number of the next tokens of each row, summed: rows x 3, so that ranks have little to gather.
+
+    Args:
+        logits: rows x tokens x vocabulary.
+        labels: rows x tokens, -100 = not to be predicted.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    guesses, wanted = logits[:, :-1].float(), labels[:, 1:]
+    losses = cross_entropy(guesses.transpose(1, 2), wanted, ignore_index=-100, reduction="none")
+    hits = guesses.argmax(dim=2) == wanted
+    return torch.stack([losses.sum(1), hits.sum(1).float(), (wanted != -100).sum(1).float()], dim=1)
+
+
+def mean_scores(prediction: Any) -> dict[str, float]:
+    """Means over all tokens, from a prediction of `score_rows`."""
+    loss, num_hits, num_tokens = prediction.predictions.sum(axis=0, dtype=float)
+    return {"token_loss": float(loss / num_tokens), "accuracy": float(num_hits / num_tokens)}
+
+
+def epoch_records(history: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """One record per epoch, see `result.EpochRecord`, from `TrainerState.log_history`."""
+    records, losses = [], []
+    for entry in history:
+        if "loss" in entry:
+            losses.append(entry["loss"])
+        if "eval_accuracy" in entry:
+            test = {"test_loss": entry["eval_token_loss"], "accuracy": entry["eval_accuracy"]}
+            records.append({"train_loss": sum(losses) / len(losses), **test})
+            losses = []
+    return records
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE, UNGUARDED
 from unsloth_multigpu.tools.bench.option import DEFAULT_OPTIMIZER, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.result import ArmResult, Spread
@@ -84,11 +85,7 @@ def norm_text(result: ArmResult) -> str:
 
 def render_table(table: Table) -> str:
     """The table as aligned text."""
-    rows = [table.columns, *table.rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
-    aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    names = [row[0].ljust(widths[0]) for row in rows]
-    return "\n".join("  ".join([name, *row[1:]]) for name, row in zip(names, aligned, strict=True))
+    return "\n".join(aligned([table.columns, *table.rows], num_left=1))
 
 
 def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads: str) -> list[str]:

@@ -39,7 +39,7 @@ class Turn:
         self._line = _name(arm, rank) + "\n"
         with ExitStack() as stack:
             try:
-                # Else opening waits for the other end, which may be gone.
+                # Otherwise open() would wait for the other end, which may be gone.
                 self._done = os.open(folder / "done", os.O_WRONLY | os.O_NONBLOCK)
                 stack.callback(os.close, self._done)
                 self._go = os.open(folder / _name(arm, rank), os.O_RDONLY | os.O_NONBLOCK)
@@ -105,7 +105,7 @@ class Conductor:
         arms = list(self._ranks)
         self._wait_for(arms, check)
         for step in range(num_steps):
-            # Another arm is first each time.
+            # Each time another arm is first.
             first = step % len(arms)
             for arm in [*arms[first:], *arms[:first]]:
                 self._release([arm])

@@ -15,14 +15,14 @@ from unsloth_multigpu.tools.bench.arm import Arm, num_accumulated, num_devices, 
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
 from unsloth_multigpu.tools.bench.option import HEAD_SIZE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.strategy_arm import find_arm
-from unsloth_multigpu.tools.bench.strategy_eval import epoch_records, learning_arguments, mean_scores, score_rows
+from unsloth_multigpu.tools.bench.strategy_result import epoch_records, learning_arguments, mean_scores, score_rows
 from unsloth_multigpu.tools.bench.turn import Turn
 from unsloth_multigpu.tools.bench.unsloth import load_model, make_trainer
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.bench.meter import Meter
 
-# What transformers' BatchRebalanceSampler draws its order from, whatever it is told: with it all arms see the same.
+# transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
 _ORDER_SEED = 42
 _LORA: dict[str, Any] = {
     "r": 8,
@@ -90,7 +90,7 @@ def _train(arm: Arm, options: BenchOptions, rank: int, turn: Turn | None) -> dic
                 turn.wait()
                 meter.mark_begin()
 
-    # Samplers that look at lengths find them here, without reading the rows.
+    # Samplers that need lengths find them here without reading the rows.
     columns: dict[str, list[Any]] = {"input_ids": rows, "length": list(map(len, rows))}
     trainer = _make_trainer(arm, options, model, tokenizer, meter, columns, test_rows, MarkSteps())
     trainer.train()
@@ -131,7 +131,7 @@ def _make_trainer(
 
     class TimedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            meter.extend_step()  # The ranks have met for it.
+            meter.extend_step()  # The ranks have waited for each other in it.
             return super().evaluate(*args, **kwargs)
 
     return TimedTrainer(
@@ -157,7 +157,7 @@ def _planner() -> dict[str, Any]:
 
 
 def _sent_bytes(arm: Arm, rank: int) -> int | None:
-    """What this rank sent for gradients and weights, None where nobody counts it."""
+    """What this rank sent for gradients and weights, None where it is not counted."""
     from unsloth_multigpu.plugin import get_multi_gpu_status
 
     if not arm.uses_all_devices:

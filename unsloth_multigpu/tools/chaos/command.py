@@ -16,7 +16,6 @@ from typing import Any
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
-from unsloth_multigpu.tools.bench.plain_json import json_text
 from unsloth_multigpu.tools.chaos.fault import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import (
@@ -30,10 +29,11 @@ from unsloth_multigpu.tools.chaos.result import (
 )
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
 
-# What is no option of a run, or means something else here: type, text of --help. See cli.main.
+# Options that a run does not have, or that mean something else here: type, text of --help. See cli.main.
 OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
     "faults": (str, '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank. [all]'),
     "random": (int, "Instead of --faults, this many random faults over one run, which is started again after each."),
@@ -44,7 +44,8 @@ OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
     "cwd": (str, "Folder in which the script runs; its output then belongs into {run} in its arguments. [a new one]"),
     "limit_s": (float, "Limit of each start of the ranks, in seconds. [600]"),
 }
-# The planner measures, and deals otherwise from run to run; weights then differ by rounding. Hangs need not take long.
+# With the planner, which measures, each run deals samples in another way, and weights differ by rounding. The limit for
+# hangs is short to save time.
 DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance": "off"}
 
 
@@ -120,7 +121,7 @@ class Chaos:
             bound_s = limit_s(end, hang_timeout_s=hang_timeout_s, grace_s=self._grace_s)
             step_s = trace.first_step_s(fault["time_s"])
             if step_s is not None and step_s > next_s:
-                continue  # This start met its own fault before it made a step.
+                continue  # This start met its fault before its first step.
             if step_s is not None:
                 self._judge_start(row, step_s - fault["time_s"], bound_s or 0.0)
             elif ended.code != 0 or end is not End.NONE:
@@ -172,7 +173,7 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
     named = None if options.faults in (None, "all") else [parse_fault(text) for text in options.faults.split(",")]
     if named and max(fault.rank for fault in named) >= (config.num_gpus or 0):
         raise ConfigError(f"--faults {options.faults}: there are {config.num_gpus} ranks.", hint="Count them from 0.")
-    # In the background of a shell script it is ignored, and the runs would inherit that.
+    # A shell script ignores SIGINT for background jobs, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment = {**os.environ, variable("log_dir"): "logs", "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     with private_dir() as folder, exit_on_sigterm():
@@ -225,7 +226,7 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
 
 def _checkpoint_files(whole: Trace) -> list[str]:
     """Names of a checkpoint's files."""
-    from unsloth_multigpu.tools.chaos.harm import newest_checkpoint
+    from unsloth_multigpu.tools.chaos.actions import newest_checkpoint
 
     newest = newest_checkpoint(whole.of("begin")[0]["output_dir"])
     return [] if newest is None else sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file())

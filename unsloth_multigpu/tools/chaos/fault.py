@@ -11,7 +11,7 @@ from unsloth_multigpu.wire.context import ToolRequest
 
 _PHASES = ("train", "save", "evaluate")
 DAMAGES = ("cut", "empty", "missing", "flip")
-# As a rank: every rank.
+# In place of a rank: all ranks.
 ALL_RANKS = -1
 
 
@@ -47,7 +47,7 @@ KINDS: dict[str, End] = {
     "store": End.NONE,
     "clock": End.NONE,
 }
-# Those after which ranks that are started again can go on.
+# Faults after which ranks that are started again can continue.
 CURABLE = tuple(k for k, end in KINDS.items() if end is not End.STOP and k not in ("kill_supervisor", "sigint_twice"))
 
 _DEATH_LIMIT_S = 2.0

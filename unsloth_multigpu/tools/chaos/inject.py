@@ -20,12 +20,12 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
-from unsloth_multigpu.tools.chaos.harm import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0
-# What a full disk still takes: less than any file of weights, optimizer or random numbers.
+# Size in bytes that a "full" disk still accepts: less than any file of a checkpoint.
 _DISK_LEFT_BYTES = 4096
 
 

@@ -10,15 +10,34 @@ from unsloth_multigpu.tools.chaos.fault import CURABLE, DAMAGES, KINDS, End, Fau
 
 # Each kind, on the rank and in the phase where it differs; {last} is the highest rank, {step} one in the middle.
 _ALL = (
-    *("raise@0:{step}", "raise@{last}:{step}", "exit@{last}:{step}", "os_exit@{last}:{step}"),
-    *("kill@0:{step}", "kill@{last}:{step}", "kill@0:{step}:save", "segv@{last}:{step}", "kill_supervisor@0:{step}"),
-    *("stop@0:{step}", "stop@{last}:{step}", "loop@{last}:{step}", "memory@{last}:{step}", "nan@{last}:{step}"),
-    *("disk_full@0:{step}:save", "corrupt@0:{step}"),
-    *("sigterm@0:{step}", "sigterm@0:{step}:save", "sigterm@0:{step}:evaluate", "sigusr1@0:{step}"),
-    *("sigint@0:{step}", "sigint_twice@0:{step}"),
-    *("cut@{last}:{step}", "store@all:{step}", "clock@{last}:{step}", "slow@{last}:{step}"),
+    "raise@0:{step}",
+    "raise@{last}:{step}",
+    "exit@{last}:{step}",
+    "os_exit@{last}:{step}",
+    "kill@0:{step}",
+    "kill@{last}:{step}",
+    "kill@0:{step}:save",
+    "segv@{last}:{step}",
+    "kill_supervisor@0:{step}",
+    "stop@0:{step}",
+    "stop@{last}:{step}",
+    "loop@{last}:{step}",
+    "memory@{last}:{step}",
+    "nan@{last}:{step}",
+    "disk_full@0:{step}:save",
+    "corrupt@0:{step}",
+    "sigterm@0:{step}",
+    "sigterm@0:{step}:save",
+    "sigterm@0:{step}:evaluate",
+    "sigusr1@0:{step}",
+    "sigint@0:{step}",
+    "sigint_twice@0:{step}",
+    "cut@{last}:{step}",
+    "store@all:{step}",
+    "clock@{last}:{step}",
+    "slow@{last}:{step}",
 )
-# Of the kinds that a rank can also meet between the files of a checkpoint. A hang may take ten times as long there.
+# Kinds that can also strike between two files of a checkpoint. No hangs: their limit is ten times longer there.
 _ALSO_WHILE_SAVING = ("raise", "exit", "os_exit", "kill", "segv")
 
 
@@ -44,7 +63,7 @@ def all_trials(num_steps: int, num_ranks: int, checkpoint_files: Sequence[str]) 
         num_steps: Optimizer steps of the training.
         checkpoint_files: Names of the files of one checkpoint; without any, nothing is damaged.
     """
-    # Behind the first checkpoints of most trainings, and with steps to go.
+    # After the first checkpoints of most trainings, with steps left.
     step = max(1, round(num_steps * 0.6))
     trials = []
     for text in _ALL:

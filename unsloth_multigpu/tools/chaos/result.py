@@ -8,12 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.text_table import aligned, markdown_table
+
 # Largest difference of a weight, relative to the largest weight, that the rounding of fp32 explains.
 ROUNDING = 1e-5
 _TOLD_CHARACTERS = 240
 _COLUMNS = (
-    *("fault", "what the user reads", "ended after s", "exit code", "orphans", "goes on from step", "new step after s"),
-    *("samples lost / repeated", "weights"),
+    "fault",
+    "what the user reads",
+    "ended after s",
+    "exit code",
+    "orphans",
+    "goes on from step",
+    "new step after s",
+    "samples lost / repeated",
+    "weights",
 )
 
 
@@ -64,7 +73,7 @@ class Trace:
 
 
 def compare_samples(whole: Trace, other: Trace) -> tuple[int, int]:
-    """Samples that are lost, and such that are too many, step by step against the run without faults."""
+    """Number of samples that are missing and of samples that are repeated, compared step by step with the whole run."""
     expected, found = whole.samples(), other.samples()
     keys = expected.keys() | found.keys()
     lost = sum((expected.get(k, Counter()) - found.get(k, Counter())).total() for k in keys)
@@ -103,10 +112,10 @@ class Row:
     Args:
         fault: Its name.
         told: What the user reads.
-        ended_s: Seconds from the fault until the last process was gone; None where the run began anew or went on.
+        ended_s: Seconds from the fault until the last process was gone; None where the run was restarted or continued.
         code: Exit code of the run that met the fault.
         num_orphans: Processes that were left behind.
-        from_step: The finished step from which the training went on; None where it did not begin anew.
+        from_step: The finished step from which the training went on; None where it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
         lost: Samples that did not count, against the run without faults; None where the run did not go on.
         repeated: Samples that counted once too often.
@@ -144,18 +153,12 @@ class Row:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table in Markdown."""
-    lines = [_COLUMNS, tuple("---" for _ in _COLUMNS), *(row.cells() for row in rows)]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return markdown_table(_COLUMNS, [row.cells() for row in rows])
 
 
 def text_table(rows: Sequence[Row]) -> str:
     """The table for a terminal: what the user reads stands under its row."""
-    cells = [_COLUMNS, *(row.cells() for row in rows)]
-    short = [[c[0], *c[2:]] for c in cells]
-    widths = [max(len(line[i]) for line in short) for i in range(len(short[0]))]
-    lines = []
-    for full, line in zip(cells, short, strict=True):
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-        if full is not cells[0] and full[1] != "-":
-            lines.append(f"    {full[1]}")
-    return "\n".join(lines) + "\n"
+    cells = [row.cells() for row in rows]
+    head, *lines = aligned([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
+    told = ["" if c[1] == "-" else f"    {c[1]}\n" for c in cells]
+    return "".join([f"{head}\n", *(f"{line}\n{more}" for line, more in zip(lines, told, strict=True))])

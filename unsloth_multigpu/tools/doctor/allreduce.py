@@ -60,7 +60,7 @@ def _measure_in_rank() -> None:
     from unsloth_multigpu.group.manager import DDPManager, local_device
     from unsloth_multigpu.launch.rank import enter_rank
 
-    # Not enable_multi_gpu(): a library in a wrong version is another row, and says nothing about the network.
+    # Without enable_multi_gpu(): a wrong version of a library is another row, and not a fault of the network.
     config, identity = MultiGPUConfig.resolve({}), read_identity(os.environ) or SINGLE_PROCESS
     enter_rank(identity, RunContext.read(os.environ))
     device = local_device(identity, config)
@@ -70,7 +70,7 @@ def _measure_in_rank() -> None:
     manager.open_group()
     num_elements = _CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS
     mine = time_all_reduce(num_elements, device)
-    # By the store: the network that is tested must not carry the verdict on it.
+    # Over the store: the result must not travel over the network that is tested.
     manager.publish(f"doctor/{identity.rank}", json.dumps(mine))
     if identity.rank == 0:
         limit_s = manager.config.timeout_s

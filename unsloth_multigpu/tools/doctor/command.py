@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.tools.doctor.verdict import CheckRow
+    from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
 
@@ -44,9 +45,8 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
 
 
 def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
-    """Runs every check. Importing the libraries goes on beside the others, which have the GPUs one after the other."""
-    from unsloth_multigpu.tools.doctor.probe import Probe
-    from unsloth_multigpu.tools.doctor.verdict import (
+    """Runs every check. Libraries are imported in parallel with the others, which use the GPUs one after the other."""
+    from unsloth_multigpu.tools.doctor.findings import (
         copy_rows,
         device_rows,
         import_rows,
@@ -54,6 +54,7 @@ def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
         seam_rows,
         version_rows,
     )
+    from unsloth_multigpu.tools.doctor.probe import Probe
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
@@ -77,10 +78,9 @@ def render(rows: Sequence[CheckRow]) -> str:
     lines: list[str] = []
     for section, group in groupby(rows, key=lambda row: row.section):
         members = list(group)
-        width = max(len(row.name) for row in members)
         lines += ["", section] if lines else [section]
-        for row in members:
-            lines.append(f"  {row.state:<4}  {row.name:<{width}}  {row.text}".rstrip())
+        for row, line in zip(members, aligned([f"{r.state:<4}", r.name, r.text] for r in members), strict=True):
+            lines.append(f"  {line}")
             if row.hint:
                 lines.append(f"        Hint: {row.hint}")
             lines += [f"        | {line}" for line in row.log]

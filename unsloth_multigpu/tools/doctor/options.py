@@ -6,6 +6,7 @@ from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.row import Row, Scope, flag, rows
 from unsloth_multigpu.strategy import STRATEGIES, Strategy
 from unsloth_multigpu.table import SECTIONS
+from unsloth_multigpu.text_table import markdown_table
 
 _INTRODUCTION = """<!-- Generated: unsloth-multigpu doctor --options > docs/options.md -->
 # Options
@@ -31,6 +32,8 @@ defaults. A text has options behind a colon, also in `UNSLOTH_MULTIGPU_SYNC` and
 `diloco:every_steps=8,outer_momentum=0`. The README says
 [what each does to a training](../README.md#other-ways-to-train-to-compare-with).
 """
+_COLUMNS = ("Argument", "Default", "Variable, flag", "Meaning", "Followed by")
+_STRATEGY_COLUMNS = ("Strategy", "Option", "Default", "Meaning")
 
 
 def options_markdown() -> str:
@@ -41,31 +44,25 @@ def options_markdown() -> str:
         members = {name: row for name, row in table.items() if row.section == section}
         parts.append(f"\n## {section}\n")
         parts.append(_OLDER if any(row.older for row in members.values()) else "")
-        parts.append("\n| Argument | Default | Variable, flag | Meaning | Followed by |\n|---|---|---|---|---|\n")
-        parts += [_option_line(name, row) for name, row in members.items()]
-    parts += [_REPLAY, _STRATEGIES]
-    parts.append("\n| Strategy | Option | Default | Meaning |\n|---|---|---|---|\n")
-    parts += [line for cls in STRATEGIES.values() for line in _strategy_lines(cls)]
+        parts.append("\n" + markdown_table(_COLUMNS, [_option_cells(name, row) for name, row in members.items()]))
+    strategies = [cells for cls in STRATEGIES.values() for cells in _strategy_cells(cls)]
+    parts += [_REPLAY, _STRATEGIES, "\n", markdown_table(_STRATEGY_COLUMNS, strategies)]
     return "".join(parts)
 
 
-def _option_line(name: str, row: Row) -> str:
+def _option_cells(name: str, row: Row) -> list[str]:
     argument = name if row.older is None else row.older.argument or name
     flags = [f"`{flag(name)}`" for command in ("run",) if command in row.commands]
     meaning = row.help if row.older is None else f"{row.help} Use {row.older.replacement}."
     asked_by = "" if row.asking is None else f"{', '.join(_code(v) for v in row.asking)}: "
     scopes = ", ".join(scope.value[0] for scope in Scope if scope in row.scopes)
     names = ", ".join([f"`{variable(name)}`", *flags])
-    return _line(f"`{argument}`", _default(row), names, meaning, asked_by + scopes if scopes else "")
+    return [f"`{argument}`", _default(row), names, meaning, asked_by + scopes if scopes else ""]
 
 
-def _strategy_lines(cls: type[Strategy]) -> list[str]:
-    first = _line(f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", cls.exchanges)
-    return [first, *(_line("", f"`{name}`", _default(row), row.help) for name, row in rows(cls).items())]
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+def _strategy_cells(cls: type[Strategy]) -> list[list[str]]:
+    first = [f'`ump.{cls.__name__}`, `"{cls.name}"`', "", "", cls.exchanges]
+    return [first, *(["", f"`{name}`", _default(row), row.help] for name, row in rows(cls).items())]
 
 
 def _default(row: Row) -> str:

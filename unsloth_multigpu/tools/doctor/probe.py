@@ -57,7 +57,7 @@ class Probe:
         except subprocess.TimeoutExpired:
             self._end()
             return self._failure(f"no result within {self._limit_s:g} s")
-        # One that crashes after its result has a fault as well.
+        # A crash after the result is a fault, too.
         if self._process.returncode != 0 or not self._outcome.exists():
             return self._failure(f"ended with exit code {self._process.returncode}")
         outcome: dict[str, Any] = json.loads(self._outcome.read_text(encoding="utf-8"))
@@ -80,8 +80,8 @@ class Probe:
 def exit_on_sigterm() -> Iterator[None]:
     """Lets SIGTERM end what this command has started, too."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    def leave(signal_number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal_number)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
@@ -98,7 +98,7 @@ def leave_outcome(measure: Callable[[], Mapping[str, Any]]) -> None:
         outcome = measure()
     except MultiGPUError as error:
         outcome = {"error": str(error.args[0]), "hint": error.hint}
-    # Renamed when it is whole: a process that is ended while it writes leaves nothing.
+    # Renamed when complete, so that a process killed while it writes leaves no half of a file.
     partial = file.with_suffix(".part")
     partial.write_text(json.dumps(outcome), encoding="utf-8")
     partial.replace(file)

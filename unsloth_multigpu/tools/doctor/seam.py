@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch, PatchRegistry
-from unsloth_multigpu.seam import SEAMS, check_seam
+from unsloth_multigpu.seam import SEAMS, InstanceSeam, check_seam
+from unsloth_multigpu.text_table import markdown_table
 from unsloth_multigpu.versions import SUPPORTED, check_version
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 # In the order of a user's script: Unsloth changes the others and asks to be imported first.
 _LIBRARIES = ("unsloth", "transformers", "accelerate", "peft", "datasets", "trl")
-# These load at once what they use on this kind of machine. Their other modules are for another kind, and would change
-# the libraries around them for it.
+# These import at once what they need on this machine. Their other modules are for other machines, and would patch the
+# other libraries.
 _EAGER = ("unsloth", "unsloth_zoo")
 _CALLED = {
     "step": "in each step",
@@ -27,7 +28,7 @@ _CALLED = {
     "save": "for each checkpoint",
     "": "in some trainings",
 }
-# What imports of large libraries end with; a crash of the whole probe is told by its parent.
+# Errors that imports of large libraries raise. A crash of the whole probe is reported by its parent.
 _IMPORT_ERRORS = (
     ImportError,
     RuntimeError,
@@ -75,27 +76,24 @@ def seams_markdown() -> str:
         "patch lands on your machine. Where a required function is missing, the script ends with an error; the others",
         "are passed over, since some of the supported versions do not have them.",
         "",
-        "| Target | Supported | Required | Reason |",
-        "|---|---|---|---|",
-    ]
-    for patch in all_patches():
-        required = "no" if patch.optional else "yes"
-        lines.append(f"| `{patch.target}` | `{patch.supports}` | {required} | {patch.reason} |")
-    lines += [
-        "",
+        markdown_table(
+            ("Target", "Supported", "Required", "Reason"),
+            [(f"`{p.target}`", f"`{p.supports}`", "no" if p.optional else "yes", p.reason) for p in all_patches()],
+        ),
         "## While a Trainer trains",
         "",
         "These methods are replaced on one object, from the beginning of `train()` to its end. When it begins, each",
         "must be there and have the parameters named here. One that should be called in each step, or for each",
         "checkpoint, and is not, ends the training with an error.",
         "",
-        "| Target | Parameters | Called | Required | Reason |",
-        "|---|---|---|---|---|",
+        markdown_table(("Target", "Parameters", "Called", "Required", "Reason"), map(_seam_cells, SEAMS.values())),
     ]
-    for seam in SEAMS.values():
-        required, parameters = "no" if seam.optional else "yes", ", ".join(f"`{name}`" for name in seam.needs)
-        lines.append(f"| `{seam.target}` | {parameters} | {_CALLED[seam.called]} | {required} | {seam.reason} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def _seam_cells(seam: InstanceSeam) -> list[str]:
+    parameters = ", ".join(f"`{name}`" for name in seam.needs)
+    return [f"`{seam.target}`", parameters, _CALLED[seam.called], "no" if seam.optional else "yes", seam.reason]
 
 
 def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
-from unsloth_multigpu.tools.bench.plain_json import json_text
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.verify.page import COMPARED, render
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
@@ -33,7 +33,7 @@ _RANK_MODULE = "unsloth_multigpu.cli.script"
 # The supervisor gives its ranks 30 seconds to end.
 _TERMINATE_LIMIT_S = 40.0
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-# What is no option of a run, or means something else here: type, text of --help. See cli.main.
+# Options that a run does not have, or that mean something else here: type, text of --help. See cli.main.
 OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
     "num_gpus": (int, "Ranks that are compared with one process. [all visible GPUs; 2 CPU ranks without one]"),
     "steps": (int, f"Optimizer steps that are compared. [{DEFAULT_STEPS}]"),
@@ -74,13 +74,13 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     variables = {variable(name): str(value) for name, value in given.items() if value is not None}
     records = []
     with private_dir() as folder, exit_on_sigterm():
-        for name, number in (("one", 1), ("many", num_ranks)):
+        for name, num_gpus in (("one", 1), ("many", num_ranks)):
             place = folder / name
             place.mkdir()
-            label = "one process" if number == 1 else f"{number} ranks"
+            label = "one process" if num_gpus == 1 else f"{num_gpus} ranks"
             print(f"verify: {num_steps} steps on {label}", file=sys.stderr, flush=True)
-            environment = {**_common_variables(folder), **variables, **_devices(config, number)}
-            request = ReceiptRequest(str(place), num_steps, number, dropout=not options.no_dropout)
+            environment = {**_common_variables(folder), **variables, **_devices(config, num_gpus)}
+            request = ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout)
             environment.update(request.variables())
             # The request has the place in it, as JSON, which writes only ASCII as it is.
             code = _run(program, environment, limit_s, f"{folder.name}/{name}")
@@ -111,7 +111,7 @@ def _num_ranks(config: MultiGPUConfig) -> int:
             "verify compares one process with several ranks; this would be one rank.",
             hint="Give --num-gpus 2, with --device cpu where there is one GPU.",
         )
-    # What the second run would find out.
+    # Checked now, before the first run, rather than by the second.
     return ranks_to_start(replace(config, num_gpus=num_ranks))
 
 
@@ -152,7 +152,7 @@ def _devices(config: MultiGPUConfig, num_gpus: int) -> dict[str, str]:
     from unsloth_multigpu.start import visible_accelerators
 
     if config.device == "cpu":
-        # Not left to the run: a library may count the cards before the script says that it wants none.
+        # Set here and not by the run: a library may count the cards before the script asks for the CPU.
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     kind, num_devices = visible_accelerators()
     if num_gpus > 1 or num_devices < 2:
@@ -164,7 +164,7 @@ def _devices(config: MultiGPUConfig, num_gpus: int) -> dict[str, str]:
 
 def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float, marker: str) -> int:
     """Runs the program to its end, its output on this process's stderr; returns the exit code as a shell shows it."""
-    # By its whole name, since the script may change its folder before its line starts the ranks.
+    # An absolute path: the script may change its working directory before it starts the ranks.
     name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
     command = [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
     sys.stderr.flush()

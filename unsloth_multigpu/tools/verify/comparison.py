@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# What the figures rest on. With another of these the runs are two trainings.
+# Facts that must be equal in both runs: otherwise they are two different trainings.
 _SAME_FACTS = ("device", "precision", "optimizer", "trainer")
 # A tensor of which fewer elements moved, and not nearly all, is left out: in bf16 weights a small learning rate is
 # lost in most elements by rounding, and in which of them is by chance. Measured: 73 of 4096 moved, updates differ by
@@ -270,7 +270,7 @@ def _relative_distance(one: torch.Tensor, many: torch.Tensor) -> float:
     scale = max(_norm(first), _norm(second))
     distance = _norm(first - second)
     relative = distance / scale if scale else distance
-    # No number would have no place in the order.
+    # NaN cannot be sorted.
     return math.inf if math.isnan(relative) else relative
 
 

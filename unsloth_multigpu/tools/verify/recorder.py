@@ -22,7 +22,7 @@ from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.tools.verify.source import Source, find_precision, find_sources, turn_dropout_off
+from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_reasons, turn_dropout_off
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.versions import installed_version
 
@@ -30,11 +30,18 @@ UPDATES_FILE = "updates.safetensors"
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
 # Nothing of a run that is compared may land in the user's folders or accounts.
 _SAVERS = (
-    *("save_model", "save_state", "_save_checkpoint", "save_pretrained", "push_to_hub"),
+    "save_model",
+    "save_state",
+    "_save_checkpoint",
+    "save_pretrained",
+    "push_to_hub",
     # Unsloth's, on the model.
-    *("save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged", "push_to_hub_gguf"),
+    "save_pretrained_merged",
+    "save_pretrained_gguf",
+    "push_to_hub_merged",
+    "push_to_hub_gguf",
 )
-# The limit of checkpoints removes some at the end.
+# save_total_limit would remove checkpoints at the end.
 _SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
 _TRACKERS = "transformers.integrations"
 
@@ -99,7 +106,9 @@ class Recorder(Part):
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         current = None if self._steps is None else self._steps.current
-        if current is None or not current.piece.is_filler:  # Which only keeps this rank in the exchange of gradients.
+        if (
+            current is None or not current.piece.is_filler
+        ):  # A filler only keeps this rank in the exchange of gradients.
             self._samples[self._step() + 1].update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)
 
@@ -110,7 +119,7 @@ class Recorder(Part):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
         self._first_step = int(state.global_step)
-        # A run that was resumed brings it; the Trainer would load it at the end, and remove the others.
+        # A resumed run sets it, and the Trainer would load that checkpoint at the end.
         state.best_model_checkpoint = None
         if not self._request.dropout:
             turn_dropout_off(trainer.model)
@@ -163,7 +172,7 @@ class Recorder(Part):
             return
         before, self._weights_before = self._weights_before, None
         now = {name: p.detach() for name, p in self._trainer.model.named_parameters() if name in before}
-        # One by one: only one of them is in memory twice.
+        # One tensor at a time, so that only one is in memory twice.
         updates = {name: p.cpu().sub(before.pop(name)).contiguous() for name, p in now.items()}
         save_file(updates, Path(self._request.folder) / UPDATES_FILE)
 
@@ -173,7 +182,7 @@ class Recorder(Part):
         if self._steps is not None and (inexact := self._steps.inexact):
             # Found before the first step, or in a later one.
             advice = "set gradient_accumulation_steps to a multiple of the ranks"
-            self._facts["sources"].append(asdict(Source("loss", inexact, advice)))
+            self._facts["sources"].append(asdict(Reason("loss", inexact, advice)))
         steps = [
             {
                 "step": step,
@@ -209,7 +218,7 @@ def _facts(trainer: Any, config: MultiGPUConfig) -> dict[str, Any]:
         "trainer": type(trainer).__name__,
         "optimizer": str(getattr(trainer.args.optim, "value", trainer.args.optim)),
         "precision": find_precision(trainer),
-        "sources": [asdict(source) for source in find_sources(trainer, config)],
+        "sources": [asdict(source) for source in find_reasons(trainer, config)],
         "config": config.plain_values(),
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _LIBRARIES}},
     }

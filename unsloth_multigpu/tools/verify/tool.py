@@ -55,13 +55,13 @@ class Verify(Tool):
                 "verify compares one process with several ranks; enable_ddp=False, the legacy path, is one process.",
                 hint="Leave enable_ddp out for this comparison.",
             )
-        # Two runs on this machine, as they would go by themselves; a signal ends them without a checkpoint.
+        # Both runs train as without the tool, on this machine; a signal ends them without a checkpoint.
         alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None}
         quick: dict[str, Any] = {"resume": "off", "grace_s": _NO_TIME_S}
         return dataclasses.replace(config, num_gpus=self.request.num_gpus, verify_every=1, **alone, **quick)
 
     def check_variables(self, others: list[str]) -> None:
-        if others:  # Nobody would end the training after the steps that were asked for.
+        if others:  # Otherwise the training would not end after the steps that were asked for.
             raise SetupError(
                 f"verify compares runs in which every rank has all weights; {others[0]} is set.",
                 hint="Unset it for this comparison.",

@@ -1,18 +1,19 @@
-"""The course of a federated training: around each call of a Flower strategy what makes a round repeatable and known."""
+"""The rounds of a federated training: around a Flower strategy, one that makes each round repeatable and reported."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-# What strategies raise where replies do not fit. Flower exports it from this module alone.
+# Strategies raise it where replies do not fit. Flower exports it from this module only.
 from flwr.app.exception import AppExitException
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -20,7 +21,6 @@ from flwr.serverapp.strategy import Result, Strategy
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.aggregation import aggregate_lora, find_pairs, weighted_mean
 from unsloth_multigpu.federated.checkpoint import History, SavedRound, write_round
-from unsloth_multigpu.federated.draw import drawing
 from unsloth_multigpu.federated.reply import (
     Kind,
     arrays_of,
@@ -37,6 +37,8 @@ from unsloth_multigpu.federated.task import ClientRecord
 from unsloth_multigpu.logs import get_logger
 
 _log = get_logger(__name__)
+_FIRST_LINE_S = 5.0
+_NEXT_LINE_S = 60.0
 
 
 class Slots(Protocol):
@@ -57,7 +59,7 @@ class Slots(Protocol):
 
 
 @dataclass(frozen=True)
-class CoursePlan:
+class RoundPlan:
     """What does not change from round to round.
 
     Args:
@@ -84,7 +86,7 @@ class CoursePlan:
     server_evaluate: Callable[[int, ArrayRecord, ArrayRecord | None], MetricRecord] | None = None
 
 
-class Course(Strategy):
+class SteeredStrategy(Strategy):
     """A strategy around the user's: the same clients in every repetition, replies in the order of the clients.
 
     Flower's loop counts from 1; after a resume this class counts on from the saved round. Python's and NumPy's random
@@ -98,7 +100,7 @@ class Course(Strategy):
     """
 
     def __init__(
-        self, strategy: Strategy, plan: CoursePlan, saved: SavedRound | None = None, slots: Slots | None = None
+        self, strategy: Strategy, plan: RoundPlan, saved: SavedRound | None = None, slots: Slots | None = None
     ) -> None:
         self.strategy = strategy
         self.plan = plan
@@ -153,10 +155,10 @@ class Course(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Opens the round and draws its clients."""
-        number = server_round + self._num_before
-        self._round, self._begin_s, self._arrays = RoundReport(number, 0.0, 0), time.monotonic(), arrays
+        round_overall = server_round + self._num_before
+        self._round, self._begin_s, self._arrays = RoundReport(round_overall, 0.0, 0), time.monotonic(), arrays
         with self._named("configure_train"), self._drawing(grid, "train") as limited:
-            return self._completed_messages(self.strategy.configure_train(number, arrays, config, limited))
+            return self._completed_messages(self.strategy.configure_train(round_overall, arrays, config, limited))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -189,8 +191,8 @@ class Course(Strategy):
             self._num_asked = 0
             return []
         with self._named("configure_evaluate"), self._drawing(grid, "evaluate") as limited:
-            number = self._round.server_round
-            return self._completed_messages(self.strategy.configure_evaluate(number, arrays, config, limited))
+            server_round = self._round.server_round
+            return self._completed_messages(self.strategy.configure_evaluate(server_round, arrays, config, limited))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Puts the clients' metrics together as the strategy does."""
@@ -208,11 +210,11 @@ class Course(Strategy):
         is_start = server_round == 0
         if is_start and self._num_before:
             return None
-        number = server_round + self._num_before
+        round_overall = server_round + self._num_before
         evaluate = self.plan.server_evaluate
-        metrics = evaluate(number, arrays, self.residual) if evaluate else None
+        metrics = evaluate(round_overall, arrays, self.residual) if evaluate else None
         if metrics is not None:
-            self._history.server[number] = metrics
+            self._history.server[round_overall] = metrics
         if is_start:
             return metrics
         self._note(server_metrics=dict(metrics or {}), seconds=time.monotonic() - self._begin_s)
@@ -268,7 +270,7 @@ class Course(Strategy):
             if is_first and lora.relative_remainder is None and find_pairs(arrays):
                 _log.info("lora_remainder is not reported: too many clients x rank, or factors of convolutions")
         elif has_server_optimizer(self.strategy) and self.plan.buffers:
-            # Its step would take a running variance below zero.
+            # A server optimizer could step a running variance below zero.
             arrays = ArrayRecord({**arrays, **weighted_mean(replies, weights, self.plan.buffers)})
         return like(arrays, self._arrays)
 
@@ -289,6 +291,62 @@ class Course(Strategy):
             ) from error
 
     def _drawing(self, grid: Grid, kind: Kind) -> AbstractContextManager[Grid]:
-        number = self._round.server_round
-        what = f"round {number}: {type(self.strategy).__name__}.configure_{kind}"
-        return drawing(grid, f"{self.plan.seed}/{number}/{kind}", what, self._timeout_s)
+        server_round = self._round.server_round
+        what = f"round {server_round}: {type(self.strategy).__name__}.configure_{kind}"
+        return drawing(grid, f"{self.plan.seed}/{server_round}/{kind}", what, self._timeout_s)
+
+
+@contextmanager
+def drawing(grid: Grid, seed: str, what: str, timeout_s: float) -> Iterator[Grid]:
+    """Seeds what strategies draw clients with, and puts it back. Yields the grid to draw from.
+
+    Flower's strategies wait for nodes without a limit, and say so in a log that is off here. On the yielded grid they
+    wait at most `timeout_s`.
+
+    Args:
+        seed: Any text.
+        what: Who waits, as in "round 2: FedAvg.configure_train".
+
+    Raises:
+        FederatedError: There were too few nodes for `timeout_s` seconds.
+    """
+    import numpy as np
+
+    before, numpy_before = random.getstate(), np.random.get_state()
+    drawn = random.Random(seed).getrandbits(32)
+    random.seed(drawn)
+    np.random.seed(drawn)
+    limited = _LimitedGrid(grid, what, timeout_s)
+    try:
+        yield cast(Grid, limited)
+    finally:
+        limited.timeout_s = float("inf")  # The strategy may keep the grid and use it later.
+        random.setstate(before)
+        np.random.set_state(numpy_before)
+
+
+class _LimitedGrid:
+    """A grid that counts its nodes for a limited time. No subclass: it also has what a grid has beyond Flower's."""
+
+    def __init__(self, grid: Grid, what: str, timeout_s: float) -> None:
+        self._grid = grid
+        self._what = what
+        self.timeout_s = timeout_s
+        self._begin_s = time.monotonic()
+        self._next_line_s = _FIRST_LINE_S
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def get_node_ids(self) -> list[int]:
+        node_ids, waited_s = list(self._grid.get_node_ids()), time.monotonic() - self._begin_s
+        if waited_s > self.timeout_s:
+            raise FederatedError(
+                f"{self._what} still waits for nodes after {self.timeout_s:g} s; {len(node_ids)} are connected.",
+                hint="Start more SuperNodes, or lower the strategy's min_train_nodes, min_evaluate_nodes and "
+                "min_available_nodes.",
+            )
+        if waited_s > self._next_line_s:
+            _log.info("%s waits for nodes: connected=%d", self._what, len(node_ids))
+            self._next_line_s = waited_s + _NEXT_LINE_S
+        return node_ids

@@ -1,14 +1,20 @@
-"""Measures what DDP's settings cost and save, interleaved: `python -m unsloth_multigpu.tools.bench.ddp --help`.
+"""What do the settings of DistributedDataParallel cost and save? Each one measured in turns, in a plain torch loop.
 
-Full training and LoRA of a small random Llama in a plain torch loop, so that nothing but the settings differs. "uneven"
-has two micro-batches a step of which the ranks have the long one at different places. Round by round every setting is
-taken once; the table shows medians over rounds with min and max. Memory is what a step needs above the model.
+    python examples/experiments/ddp_settings.py           # 2 CPU ranks, prints a table for each case
+    python examples/experiments/ddp_settings.py --help
+
+Full training and LoRA of a small Llama with random weights; nothing but the settings differs. In the case "uneven" a
+step has a long and a short micro-batch, and odd ranks have them in the other order. Each round measures every setting
+once; the table shows medians over the rounds with the smallest and the largest. Memory is what a step needs above the
+model.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import subprocess
 import sys
 import tempfile
@@ -18,10 +24,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from unsloth_multigpu.wire.process import wait_after_kill
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
+from torch.nn.parallel import DistributedDataParallel
+
+from unsloth_multigpu.train.compression import compression_settings
 
 BASE: dict[str, Any] = {"find_unused_parameters": False}
-# Name -> arguments of DistributedDataParallel, and what else is tried in the same loop.
+# Name -> arguments of DistributedDataParallel; "fused" is one of the optimizer, "hook" compresses the gradients.
 SETTINGS: dict[str, dict[str, Any]] = {
     "DDP's defaults": {},
     "find_unused_parameters": {"find_unused_parameters": True},
@@ -34,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bucket view, fp16": {"gradient_as_bucket_view": True, "hook": "fp16"},
     "bucket view, powersgd": {"gradient_as_bucket_view": True, "hook": "powersgd"},
 }
-# In place of the tenth backward, which a round does not reach.
+# Steps before PowerSGD begins. The default, 10, is more than the steps of a round.
 _POWER_SGD_START = 2
 CASES = ("full", "uneven", "lora")
 
@@ -57,22 +68,19 @@ def main() -> int:
         _run_rank(options)
         return 0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        command = [sys.executable, "-m", "unsloth_multigpu.tools.bench.ddp", *sys.argv[1:]]
+        command = [sys.executable, __file__, *sys.argv[1:], "--meeting-file", f"{folder}/meeting"]
         ranks = []
-        for number in range(options.num_ranks):
-            ranks.append(subprocess.Popen([*command, "--rank", str(number), "--meeting-file", f"{folder}/meeting"]))
-            stack.callback(wait_after_kill, ranks[-1])
+        for rank in range(options.num_ranks):
+            ranks.append(subprocess.Popen([*command, "--rank", str(rank)]))
+            stack.callback(ranks[-1].wait)
             stack.callback(ranks[-1].kill)
-        # A rank that failed leaves the others waiting.
+        # Where one rank fails, the others would wait for it: leaving the stack kills them.
         while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
             time.sleep(0.1)
         return 1 if any(codes) else 0
 
 
 def _run_rank(options: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
     device = torch.device("cpu")
     if options.device == "cuda":
         device = torch.device("cuda", options.rank % torch.cuda.device_count())
@@ -94,10 +102,10 @@ def _run_rank(options: argparse.Namespace) -> None:
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SETTINGS}
         for turn in range(options.rounds):
             names = list(SETTINGS)
-            # Another one is first each time: what comes after a long pause or a big neighbour is measured slower.
+            # Another setting is first in each round: the first is slower, since the caches are cold.
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 with contextlib.suppress(_NotPossible):
-                    found[name].append(_measure(model, micro_batches, SETTINGS[name], options.steps))
+                    found[name].append(measure(model, micro_batches, SETTINGS[name], options.steps))
         if options.rank == 0:
             num = sum(p.numel() for p in model.parameters() if p.requires_grad)
             print(_table(f"{case}: {num / 1e6:.1f}M trainable parameters", found), flush=True)
@@ -105,11 +113,10 @@ def _run_rank(options: argparse.Namespace) -> None:
 
 
 class _NotPossible(Exception):
-    """The setting does not work here, on any rank."""
+    """No rank can use the setting here."""
 
 
 def _model(options: argparse.Namespace, case: str) -> Any:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -133,8 +140,7 @@ def _model(options: argparse.Namespace, case: str) -> Any:
 
 
 def _micro_batches(options: argparse.Namespace, case: str, device: Any) -> list[Any]:
-    """Token ids (1, num_tokens) of one step; in "uneven" a long and a short one, in another order on odd ranks."""
-    import torch
+    """Token ids, each 1 x tokens, of the micro-batches of one step."""
 
     lengths = [options.num_tokens]
     if case == "uneven":
@@ -142,19 +148,15 @@ def _micro_batches(options: argparse.Namespace, case: str, device: Any) -> list[
     return [torch.randint(2000, (1, n), device=device) for n in lengths]
 
 
-def _measure(
+def measure(
     model: Any, micro_batches: list[Any], setting: dict[str, Any], num_steps: int
 ) -> tuple[float, float, float]:
     """Seconds of a step, peak bytes above the model, and the last gradient norm."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
     arguments = {**BASE, **setting}
     fused, hook = arguments.pop("fused", True), arguments.pop("hook", None)
     seconds, norm = [], torch.zeros(())
-    model.zero_grad()  # A setting that was not possible has left gradients, which would count as memory of the model.
-    with _peak(next(model.parameters()).device) as peak:
+    model.zero_grad()  # A setting that failed has left gradients, which would count as memory of the model.
+    with peak_memory(next(model.parameters()).device) as peak:
         ddp = DistributedDataParallel(model, **arguments)
         if hook is not None:
             _compress(ddp, hook)
@@ -179,18 +181,13 @@ def _backward(loss: Any) -> None:
     try:
         loss.backward()
     except RuntimeError as error:
-        # static_graph with no_sync() in the first step; on all ranks alike.
+        # static_graph with no_sync() in the first step; every rank gets this error.
         if "expect_autograd_hooks_" not in str(error):
             raise
         raise _NotPossible from error
 
 
 def _compress(ddp: Any, hook: str) -> None:
-    import torch.distributed as dist
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    from unsloth_multigpu.train.compression import compression_settings
-
     if hook == "powersgd" and dist.get_backend() == "gloo":
         raise _NotPossible  # See check_compression.
     settings = compression_settings(hook)
@@ -200,13 +197,8 @@ def _compress(ddp: Any, hook: str) -> None:
 
 
 @contextlib.contextmanager
-def _peak(device: Any) -> Iterator[list[float]]:
-    """The list gets one number at the end: bytes needed at most above what there was at the start."""
-    import ctypes
-    import gc
-
-    import torch
-
+def peak_memory(device: Any) -> Iterator[list[float]]:
+    """Yields an empty list; at the end it has one number: peak bytes above those in use at the start."""
     gc.collect()
     result: list[float] = []
     if device.type == "cuda":
@@ -215,7 +207,7 @@ def _peak(device: Any) -> Iterator[list[float]]:
         yield result
         result.append(torch.cuda.max_memory_allocated() - before)
         return
-    ctypes.CDLL(None).malloc_trim(0)  # Else freed memory counts as still in use.
+    ctypes.CDLL(None).malloc_trim(0)  # Freed memory that malloc keeps would count as in use.
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
     yield result

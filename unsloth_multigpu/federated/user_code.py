@@ -1,15 +1,14 @@
-"""What a slot gets of the user's program: the ClientApp with its functions, also those of a script or a notebook."""
+"""The user's code in a slot: how it gets there, also from a script or a notebook, and what it raises there."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.federated.outcome import Outcome
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
@@ -98,3 +97,25 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
         yield from ((f".{name}", part) for name, part in vars(value).items())
+
+
+class Outcome:
+    """`with outcome:` holds what its block raised.
+
+    Attributes:
+        error: None where the block ended.
+    """
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> Outcome:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: TracebackType | None) -> bool:
+        self.error = error
+        # sys.exit() in a client's function ends the client, not the slot. Ctrl-C and the like go on.
+        return isinstance(error, Exception | SystemExit)
+
+    def __str__(self) -> str:
+        """One line."""
+        return " ".join(f"{type(self.error).__name__}: {self.error}".split())

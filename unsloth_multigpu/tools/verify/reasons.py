@@ -15,7 +15,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 
 
 @dataclass(frozen=True)
-class Source:
+class Reason:
     """One reason for a difference that is no fault.
 
     Args:
@@ -29,7 +29,7 @@ class Source:
     advice: str
 
 
-def find_sources(trainer: Any, config: MultiGPUConfig) -> list[Source]:
+def find_reasons(trainer: Any, config: MultiGPUConfig) -> list[Reason]:
     """Reasons for legitimate differences in this training.
 
     Args:
@@ -82,60 +82,60 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[Any, str, float]]:
                     yield owner, name, value
 
 
-def _other_samples(trainer: Any, config: MultiGPUConfig) -> Iterator[Source]:
+def _other_samples(trainer: Any, config: MultiGPUConfig) -> Iterator[Reason]:
     if not config.keeps_global_batch:
         option = "global_batch='scale'" if config.global_batch == "scale" else "batch_size_per_gpu"
-        yield Source(
+        yield Reason(
             "larger steps",
             f"{option}: a step of several ranks has more samples than one of one process",
             f"leave {option} out",
         )
     if not config.meets_every_step:
-        yield Source(
+        yield Reason(
             "local steps",
             f"sync='{config.sync}': ranks step by themselves, which is not what one process computes",
             "compare with sync='ddp'",
         )
     if hasattr(trainer.args, "steps_per_generation"):
-        yield Source(
+        yield Reason(
             "sampling",
             f"{type(trainer).__name__} trains on texts that it generates by chance",
             "compare another trainer; generated texts are not repeatable over ranks",
         )
     if getattr(trainer.data_collator, "mlm", False):
-        yield Source("masking", "the collator masks tokens by chance", "compare without masked language modelling")
+        yield Reason("masking", "the collator masks tokens by chance", "compare without masked language modelling")
 
 
-def _random_numbers(trainer: Any) -> Iterator[Source]:
+def _random_numbers(trainer: Any) -> Iterator[Reason]:
     probabilities = {value for _, _, value in _dropouts(trainer.model)}
     if probabilities:
         shown = ", ".join(f"{p:g}" for p in sorted(probabilities))
-        yield Source("dropout", f"probabilities {shown}: ranks draw other masks than one process", "--no-dropout")
+        yield Reason("dropout", f"probabilities {shown}: ranks draw other masks than one process", "--no-dropout")
     if trainer.args.neftune_noise_alpha is not None:
-        yield Source("NEFTune", "noise is added to the embeddings", "set neftune_noise_alpha=None")
+        yield Reason("NEFTune", "noise is added to the embeddings", "set neftune_noise_alpha=None")
 
 
-def _rows_that_meet(trainer: Any) -> Iterator[Source]:
+def _rows_that_meet(trainer: Any) -> Iterator[Reason]:
     model = trainer.model
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        yield Source("batch norm", "each micro-batch is normalised by its own rows", "none: it is part of the model")
+        yield Reason("batch norm", "each micro-batch is normalised by its own rows", "none: it is part of the model")
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        yield Source("router loss", "it depends on which rows are in a micro-batch", "set output_router_logits=False")
+        yield Reason("router loss", "it depends on which rows are in a micro-batch", "set output_router_logits=False")
     if any(cls.__name__ == "KTOTrainer" for cls in type(trainer).__mro__):
-        yield Source("KTO", "its estimate of KL is one of a micro-batch", "none: it is part of the loss")
+        yield Reason("KTO", "its estimate of KL is one of a micro-batch", "none: it is part of the loss")
 
 
-def _rounding(trainer: Any, config: MultiGPUConfig) -> Iterator[Source]:
+def _rounding(trainer: Any, config: MultiGPUConfig) -> Iterator[Reason]:
     precision = find_precision(trainer)
     if precision != "fp32":
-        yield Source(precision, "sums in another order round differently; the bounds allow for it", "train in fp32")
+        yield Reason(precision, "sums in another order round differently; the bounds allow for it", "train in fp32")
     if config.grad_compression is not None:
-        yield Source(
+        yield Reason(
             "compression",
             f"grad_compression={config.grad_compression!r} rounds gradients",
             "leave grad_compression out",
         )
     if "8bit" in str(trainer.args.optim):
-        yield Source("8-bit optimizer", "it rounds its state; the bounds allow for it", "set optim='adamw_torch'")
+        yield Reason("8-bit optimizer", "it rounds its state; the bounds allow for it", "set optim='adamw_torch'")
     if trainer.args.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        yield Source("kernels", "some kernels of the GPU add in an order that changes", "set full_determinism=True")
+        yield Reason("kernels", "some kernels of the GPU add in an order that changes", "set full_determinism=True")

@@ -1,4 +1,4 @@
-"""A course of rounds over clients in this process: who is drawn, what is put together, what is kept, how it goes on."""
+"""Rounds over clients in this process: who is drawn, what is put together, what is kept, how it goes on."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from flwr.serverapp.strategy import (
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
-from unsloth_multigpu.federated import draw
+from unsloth_multigpu.federated import rounds
 from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round, rounds_in
-from unsloth_multigpu.federated.course import Course, CoursePlan
-from unsloth_multigpu.federated.draw import drawing
-from unsloth_multigpu.federated.grid import _task_identity
+from unsloth_multigpu.federated.grid import task_identity
 from unsloth_multigpu.federated.reply import CHANGED, client_of, name_of
 from unsloth_multigpu.federated.report import FederatedResult
+from unsloth_multigpu.federated.rounds import RoundPlan, SteeredStrategy, drawing
 from unsloth_multigpu.federated.strategy import make_strategy
 from unsloth_multigpu.federated.task import ClientRecord
 
@@ -58,7 +57,7 @@ def quick_collections() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def may_make_messages() -> Iterator[None]:
-    with _task_identity(7):
+    with task_identity(7):
         yield
 
 
@@ -135,8 +134,8 @@ def run(
 ) -> FederatedResult:
     grid = grid or LocalGrid()
     plan = {"buffers": ("running_var", "num_batches_tracked"), **plan}
-    course = Course(strategy, CoursePlan("server", grid.num_clients, **plan), saved, grid)
-    return course.run(grid, start_arrays(), num_rounds, timeout_s=5.0)
+    steered = SteeredStrategy(strategy, RoundPlan("server", grid.num_clients, **plan), saved, grid)
+    return steered.run(grid, start_arrays(), num_rounds, timeout_s=5.0)
 
 
 def weights(result: FederatedResult) -> dict[str, np.ndarray[Any, Any]]:
@@ -295,8 +294,8 @@ def test_noise_is_not_that_of_the_seed_and_is_on_counters_too() -> None:
         return {"counters": arrays["counters"] + 100}, {"num-examples": 1}
 
     strategy = DifferentialPrivacyServerSideFixedClipping(make_strategy("fedavg", {}), 1e9, 1.0, NUM_CLIENTS)
-    course = Course(strategy, CoursePlan("server", NUM_CLIENTS, buffers=("counters",), evaluates=False))
-    found = course.run(LocalGrid(counted), ArrayRecord(counters), 1, timeout_s=5.0).result.arrays["counters"].numpy()
+    steered = SteeredStrategy(strategy, RoundPlan("server", NUM_CLIENTS, buffers=("counters",), evaluates=False))
+    found = steered.run(LocalGrid(counted), ArrayRecord(counters), 1, timeout_s=5.0).result.arrays["counters"].numpy()
     assert found.dtype == np.int64
     assert found[0] != found[1]  # Noise for each its own, of 2.5e8.
 
@@ -308,11 +307,11 @@ def test_nodes_that_leave_end_the_training_and_the_wait_is_logged(
         def get_node_ids(self) -> list[int]:
             return super().get_node_ids()[: 1 if len(self.asked) > 1 else None]
 
-    monkeypatch.setattr(draw, "_FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(rounds, "_FIRST_LINE_S", 0.0)
     monkeypatch.setattr(strategy_utils, "sleep", lambda seconds: None)
-    course = Course(FedAvg(), CoursePlan("server", NUM_CLIENTS))
+    steered = SteeredStrategy(FedAvg(), RoundPlan("server", NUM_CLIENTS))
     with caplog.at_level(logging.INFO), pytest.raises(FederatedError) as error:
-        course.run(Left(), start_arrays(), 2, timeout_s=0.2)
+        steered.run(Left(), start_arrays(), 2, timeout_s=0.2)
     assert str(error.value).startswith(
         "round 2: FedAvg.configure_train still waits for nodes after 0.2 s; 1 are connected."
     )
@@ -430,10 +429,10 @@ def test_rest_of_exact_aggregation_goes_to_the_clients_and_on_from_a_saved_round
     start = {"q.lora_A.default.weight": np.ones((1, 4), np.float32), "q.lora_B.default.weight": np.ones((3, 1), "f4")}
 
     def train(num_rounds: int, saved: Any = None, folder: Path | None = None) -> tuple[Any, list[Any]]:
-        plan = CoursePlan("server", NUM_CLIENTS, evaluates=False, lora_aggregation="exact", output_dir=folder)
-        course, grid = Course(make_strategy("fedavg", {}), plan, saved), RestsGrid()
-        course.run(grid, ArrayRecord({name: Array(value) for name, value in start.items()}), num_rounds, timeout_s=5.0)
-        return course.residual, grid.rests
+        plan = RoundPlan("server", NUM_CLIENTS, evaluates=False, lora_aggregation="exact", output_dir=folder)
+        steered, grid = SteeredStrategy(make_strategy("fedavg", {}), plan, saved), RestsGrid()
+        steered.run(grid, ArrayRecord({name: Array(value) for name, value in start.items()}), num_rounds, timeout_s=5.0)
+        return steered.residual, grid.rests
 
     first, _ = train(1)
     whole, rests = train(2)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-# The supervisor looks ten times in a second, and takes two signals within 0.2 s for one.
+# The supervisor looks for signals ten times a second, and takes two of them within 0.2 s for one.
 _LOOK_S = 0.5
 _MEMORY_LEFT_BYTES = 2**26
 _MEMORY_ASKED_BYTES = 2**31
@@ -47,7 +47,7 @@ def damage(checkpoint: Path, file: str, how: str) -> None:
 
 
 def loop() -> NoReturn:
-    """Keeps the main thread busy for ever."""
+    """Keeps the main thread busy without an end."""
     while True:
         pass
 
@@ -56,12 +56,12 @@ def _raise() -> NoReturn:
     raise RuntimeError("planted by unsloth-multigpu chaos")
 
 
-def _tell_supervisor(number: signal.Signals, pid: int | None, *, times: int = 1) -> None:
+def _tell_supervisor(signal_number: signal.Signals, pid: int | None, *, times: int = 1) -> None:
     assert pid is not None
     for _ in range(times):
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
-        # Waits inside the step: a short training would be over before the supervisor has looked.
+            os.kill(pid, signal_number)
+        # Wait inside the step, or a short training would end before the supervisor notices the signal.
         time.sleep(_LOOK_S)
 
 
@@ -69,7 +69,7 @@ def run_out_of_memory(device: torch.device) -> None:
     """Raises what torch raises where a device's memory is not enough."""
     if device.type == "cpu":
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        # Lifted afterwards, for those who tell of the error.
+        # The limit is lifted afterwards: reporting the error needs memory.
         with limited(resource.RLIMIT_AS, used_bytes + _MEMORY_LEFT_BYTES):
             torch.empty(_MEMORY_ASKED_BYTES, dtype=torch.uint8)
     else:
@@ -81,23 +81,23 @@ def _shut_connections(*, of_store: bool) -> None:
     store_port = int(os.environ["MASTER_PORT"])
     for name in os.listdir("/proc/self/fd"):
         try:
-            number = os.dup(int(name))
+            descriptor = os.dup(int(name))
         except OSError:  # The folder's own, closed by now.
             continue
         try:
-            sock = socket.socket(fileno=number)
+            sock = socket.socket(fileno=descriptor)
         except OSError:  # A file or a pipe.
-            os.close(number)
+            os.close(descriptor)
             continue
-        with sock, suppress(OSError):  # One that only listens has no peer.
+        with sock, suppress(OSError):  # A listening socket has no peer.
             is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and (sock.getpeername()[1] == store_port) == of_store:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def _kill_self(number: signal.Signals) -> None:
-    # A signal to the whole process may be taken by another thread, while this one goes on for a moment.
-    os.kill(os.getpid(), number)
+def _kill_self(signal_number: signal.Signals) -> None:
+    # Another thread may take the signal, and this one would run on for a moment.
+    os.kill(os.getpid(), signal_number)
     threading.Event().wait(_LOOK_S)
 
 

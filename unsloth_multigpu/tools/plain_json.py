@@ -1,4 +1,4 @@
-"""JSON that every reader takes, as `bench` and `verify` write it."""
+"""JSON that every reader takes, as the tools write it."""
 
 from __future__ import annotations
 
