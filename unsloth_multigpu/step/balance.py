@@ -16,8 +16,6 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.step.attention import attention_of
-from unsloth_multigpu.step.collation import as_collated
 from unsloth_multigpu.step.cost import (
     ANY_COST,
     CostModel,
@@ -30,9 +28,9 @@ from unsloth_multigpu.step.cost import (
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.loss import LossScale, has_router_loss
+from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
 from unsloth_multigpu.step.sampler import steps_ahead
 from unsloth_multigpu.step.step import Plan
-from unsloth_multigpu.step.stopwatch import Lap, Stopwatch
 
 logger = get_logger(__name__)
 

@@ -189,7 +189,7 @@ def _compress(ddp: Any, hook: str) -> None:
     import torch.distributed as dist
     from accelerate.utils import DistributedDataParallelKwargs
 
-    from unsloth_multigpu.train.compression import compression_settings
+    from unsloth_multigpu.train.ddp import compression_settings
 
     if hook == "powersgd" and dist.get_backend() == "gloo":
         raise _NotPossible  # See check_compression.
