@@ -281,7 +281,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch import rank
 rank.TEARDOWN_LIMIT_S = 0.2
 events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True))
-rank._report_exception(SimpleNamespace(rank=0), events, "none")
+rank._report_exception(SimpleNamespace(rank=0), events, "none", threading.Event())
 class Mute(ConfigError):
     def __str__(self): raise RuntimeError
 sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)

@@ -6,13 +6,14 @@ The state is that of Python, NumPy, torch on the CPU and, where asked for, torch
 from __future__ import annotations
 
 import base64
-import hashlib
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+
+from unsloth_multigpu.wire.digest import digest_int64
 
 _Item = TypeVar("_Item")
 
@@ -85,8 +86,7 @@ def seeded_draws(seed: int) -> Iterator[None]:
 
 def draw_seed(*place: int) -> int:
     """A seed of 63 bits for a place, such as (seed of the run, epoch, step): neighbours have nothing in common."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return digest_int64(repr(place).encode()) % 2**64 >> 1
 
 
 def drawn_from(state: dict[str, Any] | None, source: Iterable[_Item]) -> tuple[list[_Item], dict[str, Any] | None]:

@@ -46,6 +46,7 @@ from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, serve_store
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
 from unsloth_multigpu.wire.beat import Beat, Node, decode_beats, encode_beats
+from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
@@ -249,10 +250,9 @@ class NodesRendezvous(RendezvousHandler):
     def _leave(self) -> None:
         """The store goes with the node that serves it: where all end together, that one ends last."""
         key = f"unsloth_multigpu/{self._run_id}/left/{self._round}"
-        num_left, deadline = self._store.add(key, 1), time.monotonic() + _LAST_TO_LEAVE_S
-        while self._is_server and num_left < self._num_nodes and time.monotonic() < deadline:
-            time.sleep(0.02)
-            num_left = self._store.add(key, 0)
+        self._store.add(key, 1)
+        if self._is_server:
+            wait_until(lambda: self._store.add(key, 0) >= self._num_nodes, time.monotonic() + _LAST_TO_LEAVE_S)
 
 
 def explain(error: RendezvousError, config: MultiGPUConfig) -> LaunchError:

@@ -12,13 +12,11 @@ from typing import Any, NoReturn
 from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, VersionError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.beat import Phase, read_beats
-from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.process import kill_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# `timeout` and job managers signal a process and its group: the same signal twice within this time is one.
-REPEAT_S = 0.2
 # The engine asks every 0.1 s while ranks run. When it has not asked for so long it is closing them, or waits for nodes.
 _QUIET_S = 1.0
 # What the same command meets again however often it is started. A script's own exit codes say nothing to us: those

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from unsloth_multigpu.step.loss import LossScale, has_router_loss
 from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
 from unsloth_multigpu.step.sampler import steps_ahead
 from unsloth_multigpu.step.step import Plan
+from unsloth_multigpu.wire.digest import digest_of
 
 logger = get_logger(__name__)
 
@@ -111,8 +111,9 @@ class Balancer:
             self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
-        digest = hashlib.blake2b(repr(self._lengths).encode(), digest_size=8).hexdigest()
-        self._manager.check_same({"lengths of samples": digest, "balance": reason.args[0] if reason else self.state()})
+        self._manager.check_same(
+            {"lengths of samples": digest_of(self._lengths), "balance": reason.args[0] if reason else self.state()}
+        )
         if reason is not None:
             if is_demanded:
                 asked = "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"

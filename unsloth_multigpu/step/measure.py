@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.model import text_config
 from unsloth_multigpu.step.cost import CostModel, attention_factor
 
 # What tells a model where rows begin that lie end to end.
@@ -24,8 +25,7 @@ _ROW_BOUNDS = ("position_ids", "seq_idx", "cu_seq_lens_q", "packed_seq_lengths")
 
 def attention_of(model: nn.Module) -> float:
     """The `q` of `step.cost.CostModel`, per token; 0 for a model whose config does not tell its shape."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(model)
     hidden_size, num_layers = (getattr(config, n, None) for n in ("hidden_size", "num_hidden_layers"))
     modules: list[Any] = list(model.modules())
     # By the names of their sizes: weights of quantised layers are packed. PEFT's layers have the sizes of those that

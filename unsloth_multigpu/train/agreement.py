@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
-from collections.abc import Callable
 from typing import Protocol
 
 from torch.distributed import Store
 
 from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.process import is_alive
+from unsloth_multigpu.wire.wait import wait_until
 
-_POLL_S = 0.02
 # Trainings of one process follow each other; the points of each fit into so many bits.
 _TRAINING_BITS = 44
 
@@ -116,12 +114,3 @@ class AloneAgreement:
 
     def leave(self, deadline_s: float) -> bool:
         return True
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
-    """Polls until `condition()`. False where it does not hold by the deadline, on the clock of `time.monotonic`."""
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(_POLL_S)
-    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.step import MicroBatch, Step
+from unsloth_multigpu.wire.digest import digest_int64
 
 logger = get_logger(__name__)
 
@@ -267,8 +267,7 @@ class EqualBuffers(Part):
         """Gives every rank rank 0's values of buffers that differ. Collective: one number where none does."""
         facts = _facts(self._trainer.model)
         text = json.dumps(facts)
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        digests = self._manager.gather_int64([int.from_bytes(digest, "little", signed=True)])
+        digests = self._manager.gather_int64([digest_int64(text.encode())])
         if all(row == digests[0] for row in digests):
             return
         first, *others = (json.loads(gathered) for gathered in self._manager.gather_texts(text))

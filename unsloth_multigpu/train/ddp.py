@@ -11,6 +11,7 @@ from torch import nn
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.group.manager import DDPManager, gradient_backend
+from unsloth_multigpu.group.model import base_model
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
@@ -262,8 +263,8 @@ def uses_every_parameter(model: nn.Module) -> bool:
     config: Any = getattr(model, "config", None)
     if config is None or isinstance(config, dict):
         return False
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not type(base).__module__.startswith(("transformers.", "unsloth")):  # Unsloth compiles classes into its modules.
+    # Unsloth compiles classes into its modules.
+    if not type(base_model(model)).__module__.startswith(("transformers.", "unsloth")):
         return False  # A class of the script, whatever its name says.
     names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
     # Read by attribute as well, since a config may map one name to another.

@@ -16,7 +16,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
 from unsloth_multigpu.wire.beat import BeatPage, Phase
-from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import EventWriter
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ logger = get_logger(__name__)
 
 # Where no supervisor of ours catches them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A signal that comes twice at once is one: srun sends it to the ranks, and so does their launcher.
-REPEAT_S = 0.2
 # Points are (step, batch of an evaluation after it).
 _BATCH_BITS = 20
 

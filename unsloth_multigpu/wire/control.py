@@ -13,6 +13,9 @@ _WORD_BYTES = 8
 # Words of the page: the signal, the point to stop at, the deadline, then two for each rank.
 _SIGNAL, _STOP_POINT, _DEADLINE_NS, _FIRST_RANK = range(4)
 _FILE = "control"
+# `timeout` and job managers signal a process and its group, srun the ranks and so does their launcher: the same signal
+# twice within this time is one.
+REPEAT_S = 0.2
 
 
 class ControlPage:

@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.01
 # From SIGKILL until a process is gone; a driver may hold it longer.
-_KILL_LIMIT_S = 5.0
+KILL_LIMIT_S = 5.0
 
 
 def is_alive(pid: int) -> bool:
@@ -99,7 +99,7 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
 def wait_after_kill(process: subprocess.Popen[Any]) -> None:
     """Collects a process that was sent SIGKILL; a driver may hold it, and then it is left to init."""
     with suppress(subprocess.TimeoutExpired):
-        process.wait(_KILL_LIMIT_S)
+        process.wait(KILL_LIMIT_S)
 
 
 def find_marked(marker: str) -> list[int]:
@@ -115,7 +115,7 @@ def find_marked(marker: str) -> list[int]:
 
 def kill_marked(marker: str) -> list[int]:
     """SIGKILL to all that `find_marked` finds, and to what those start meanwhile; returns those that did not end."""
-    end_s = time.monotonic() + _KILL_LIMIT_S
+    end_s = time.monotonic() + KILL_LIMIT_S
     seen: set[int] = set()
     while True:
         found = find_marked(marker)
