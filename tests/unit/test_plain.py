@@ -22,7 +22,7 @@ from unsloth_multigpu.group.lone import warn_of_lone_steps
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.launch.rank import leave_group
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.plain.api import api as plain
+from unsloth_multigpu.plain import api as plain
 from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader, num_workers_per_rank
 from unsloth_multigpu.plain.wrap import (
     _has_failed,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from unsloth_multigpu.launch import pulse
@@ -56,7 +57,7 @@ def test_rank_that_loops_beats_and_shows_where(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert 2**20 < held_bytes < 2**32
     assert not is_alive(rank.pid)
-    assert (read_state(rank.pid), read_held_bytes(rank.pid)) == ("X", 0)
+    assert (read_state(rank.pid), read_held_bytes(rank.pid)) == (psutil.STATUS_DEAD, 0)
 
 
 def test_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path) -> None:
