@@ -203,7 +203,7 @@ def test_interrupt_is_the_supervisors_or_the_ranks_own(
     events = [Event("interrupted", 1, 0, 1.0, 4, {"error": "KeyboardInterrupt: ", "traceback": "T", "exit_code": 130})]
     cause = partial(find_cause, events)
     watch = SimpleNamespace(close=lambda: None, events=lambda: events, cause=lambda codes: cause(codes))
-    stop = SimpleNamespace(is_asked=lambda: is_asked, number=signal.SIGINT, how="at once")
+    stop = SimpleNamespace(is_asked=lambda: is_asked, signal_number=signal.SIGINT, how="at once")
     given = launcher.DDPLauncher(["true"], 2, MultiGPUConfig())
     supervisor = launcher._Supervisor(given, "run", tmp_path, tmp_path, watch, stop)  # type: ignore[arg-type]
     assert supervisor._tell_failure({0: -signal.SIGTERM, 1: -signal.SIGINT}) == code

@@ -167,13 +167,13 @@ class NodesRendezvous(RendezvousHandler):
                 raise OSError(f"this machine cannot listen at its address {self._address}")
             port = listener.getsockname()[1]
             self._ranks_store = serve_store(self._address, port, listener.detach())
-            number = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
+            round_index = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
             for node in range(info.world_size):
                 # A key that is missing would keep its readers waiting.
                 info.store.set(_beats_key(node), "")
-            info.store.set(key, json.dumps([self._address, port, number]))
-        address, port, number = json.loads(info.store.get(key))
-        self._round, self._num_nodes, self._info = int(number), info.world_size, info
+            info.store.set(key, json.dumps([self._address, port, round_index]))
+        address, port, round_index = json.loads(info.store.get(key))
+        self._round, self._num_nodes, self._info = int(round_index), info.world_size, info
         now_s = time.monotonic()
         self._others = {node: Node(node, now_s, {}) for node in range(info.world_size) if node != info.rank}
         self._texts.clear()

@@ -199,15 +199,15 @@ class Balancer:
                 hint=f"Set max_tokens_per_micro_batch={longest} or more, or truncate the samples.",
             )
 
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> Callable[[], Plan] | None:
-        """What makes the plan of the `number`-th step, which has these samples; None where they are dealt in order.
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> Callable[[], Plan] | None:
+        """What makes the plan of step `step_index`, which has these samples; None where they are dealt in order.
 
-        Which measurements count follows from the number alone: a step is planned ahead, by what was known some steps
+        Which measurements count follows from the index alone: a step is planned ahead, by what was known some steps
         before, and has the same plan on all ranks, with any number of workers' steps begun, and after a resume.
         """
         if self.balance is None:
             return None
-        known = next((balance for until, balance in self._earlier if number <= until), self.balance)
+        known = next((balance for until, balance in self._earlier if step_index <= until), self.balance)
         return functools.partial(balance_step, [self._lengths[i] for i in samples], sizes, known, regroup=self._regroup)
 
     @property

@@ -166,13 +166,13 @@ class RunningStatistics(Part):
         values = torch.where(self._is_average, averaged, moving)
         parts = values.split([m.num_features for m in self._layers for _ in range(2)])
         with torch.no_grad():
-            for layer, mean, variance, number in zip(
+            for layer, mean, variance, num_batches in zip(
                 self._layers, parts[::2], parts[1::2], counts + num_calls, strict=True
             ):
                 for buffer, value in (
                     (layer.running_mean, mean),
                     (layer.running_var, variance),
-                    (layer.num_batches_tracked, number),
+                    (layer.num_batches_tracked, num_batches),
                 ):
                     assert buffer is not None
                     buffer.copy_(value)
@@ -311,8 +311,8 @@ def _facts(model: nn.Module) -> dict[str, list[Any]]:
     """Shape, dtype and hash of each buffer, as JSON values."""
     buffers = {name: buffer for name, _, _, buffer in kept_buffers(model)}
     return {
-        name: [list(buffer.shape), str(buffer.dtype).removeprefix("torch."), number]
-        for (name, buffer), number in zip(buffers.items(), tensor_hashes(list(buffers.values())), strict=True)
+        name: [list(buffer.shape), str(buffer.dtype).removeprefix("torch."), fingerprint]
+        for (name, buffer), fingerprint in zip(buffers.items(), tensor_hashes(list(buffers.values())), strict=True)
     }
 
 

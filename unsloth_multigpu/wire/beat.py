@@ -67,12 +67,12 @@ class Node:
     """What is known of the ranks of another node.
 
     Args:
-        number: Of the node, among those of this round.
+        index: Of the node, among those of this round.
         heard_s: When it was last heard, or when the round began, on `time.monotonic`'s clock.
         beats: Of its ranks, as it was last heard; empty while it has not all of them at work.
     """
 
-    number: int
+    index: int
     heard_s: float
     beats: Mapping[int, Beat]
 

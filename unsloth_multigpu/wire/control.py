@@ -57,11 +57,11 @@ class ControlPage:
         """When the ranks must have stopped, on the clock of `time.monotonic`."""
         return self._words[_DEADLINE_NS] / 1e9
 
-    def ask(self, number: int, deadline_s: float) -> None:
+    def ask(self, signal_number: int, deadline_s: float) -> None:
         """Asks the ranks to stop. The first to ask is heard."""
         if not self.signal:
             self._words[_DEADLINE_NS] = int(deadline_s * 1e9)
-            self._words[_SIGNAL] = number
+            self._words[_SIGNAL] = signal_number
 
     @property
     def stop_point(self) -> int:
