@@ -111,7 +111,9 @@ class NodesRendezvous(RendezvousHandler):
         self._info: RendezvousInfo | None = None
         self._others: dict[int, Node] = {}
         self._texts: dict[int, bytes] = {}
-        self._is_server, self._round, self._num_nodes = listener is not None, -1, 1
+        self._is_server = listener is not None
+        self._round = -1
+        self._num_nodes = 1
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._lost: RendezvousError | None = None

@@ -82,7 +82,9 @@ class StoreAgreement:
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         training = store.add(f"preempt/trainings/{rank}", 1)
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._prefix = f"preempt/{training}"
 
     def is_reached(self, point: int, signal_number: int) -> int:

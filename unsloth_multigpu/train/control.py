@@ -273,7 +273,9 @@ class Overruled:
             logger.warning(
                 "a callback of rank %d has set control.%s after step %d, and none of rank 0 did: rank 0's word counts. "
                 "Let the callback decide alike on all ranks",
-                *(self._rank, name, step),
+                self._rank,
+                name,
+                step,
             )
 
 
