@@ -18,7 +18,14 @@ import pytest
 
 from unsloth_multigpu.launch import pulse
 from unsloth_multigpu.wire.beat import BeatPage, read_beats
-from unsloth_multigpu.wire.process import count_memory_kills, is_alive, read_held_bytes, read_state
+from unsloth_multigpu.wire.process import (
+    count_memory_kills,
+    find_marked,
+    is_alive,
+    kill_marked,
+    read_held_bytes,
+    read_state,
+)
 from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 
 RANK = """
@@ -220,3 +227,17 @@ def test_recorder_is_that_of_the_groups_backend(
 def test_memory_kills_are_read() -> None:
     assert count_memory_kills() >= 0
     assert is_alive(os.getpid())
+
+
+def test_command_is_found_by_a_variable_that_its_processes_inherit(tmp_path: Path) -> None:
+    marker = f"mark={tmp_path}"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], start_new_session=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, env={"A": "b", "mark": str(tmp_path)}
+    ) as own:
+        deadline_s = time.monotonic() + 20.0
+        while len(found := find_marked(marker)) < 2:
+            assert time.monotonic() < deadline_s
+        assert own.pid in found
+        assert kill_marked(marker) == []
+    assert find_marked(marker) == []
