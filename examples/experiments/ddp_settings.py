@@ -29,7 +29,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from unsloth_multigpu.train.compression import compression_settings
+from unsloth_multigpu.train.ddp import compression_settings
 
 BASE: dict[str, Any] = {"find_unused_parameters": False}
 # Name -> arguments of DistributedDataParallel; "fused" is one of the optimizer, "hook" compresses the gradients.

@@ -115,7 +115,7 @@ def stopwatch() -> dict[str, float]:
     import torch
     from torch import nn
 
-    from unsloth_multigpu.step.stopwatch import Stopwatch
+    from unsloth_multigpu.step.measure import Stopwatch
 
     width, rows = (64, 8) if IS_TINY else (4096, 2048)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8))).to(DEVICE)
@@ -156,8 +156,8 @@ def micro_batch_with_checkpointing() -> dict[str, Any]:
 def _costs(*, has_checkpointing: bool) -> dict[str, Any]:
     import torch
 
-    from unsloth_multigpu.step.attention import attention_of
     from unsloth_multigpu.step.cost import ANY_COST, CostModel, fit_cost
+    from unsloth_multigpu.step.measure import attention_of
     from unsloth_multigpu.tools.bench.option import MODEL_SIZES, BenchOptions
     from unsloth_multigpu.tools.bench.worker import make_model
 

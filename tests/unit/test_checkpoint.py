@@ -36,7 +36,7 @@ from unsloth_multigpu.checkpoint.manifest import (
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import DistributedError, ResumeError
-from unsloth_multigpu.group.draw import draw_seed, drawn_from, seeded_draws
+from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.cost import CostModel

@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.train.ddp import DDPWrapping
 from unsloth_multigpu.train.loop import Loop
-from unsloth_multigpu.train.wrapping import DDPWrapping
 from unsloth_multigpu.wire.beat import BeatPage
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_mov
 @pytest.fixture
 def over(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the backend that moves gradients."""
-    return lambda backend: monkeypatch.setattr("unsloth_multigpu.train.wrapping.gradient_backend", lambda _: backend)
+    return lambda backend: monkeypatch.setattr("unsloth_multigpu.train.ddp.gradient_backend", lambda _: backend)
 
 
 @pytest.mark.parametrize(("option", "hook"), [("bf16", "BF16"), ("fp16", "FP16"), ("powersgd", "POWER_SGD")])

@@ -21,7 +21,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 OWN_FILES = sorted(
     path for folder in ("unsloth_multigpu", "tests", "examples") for path in (ROOT / folder).rglob("*.py")
 )
+# One concept a file. One with more lines says in its docstring why, in a line that begins like this.
 MAX_MODULE_LINES = 500
+LONG_BECAUSE = "Long because"
 MAX_FUNCTION_LINES = 60
 
 # The layers: one row for each folder, and for each file that lies in none. Imports go down only. docs/architecture.md
@@ -180,7 +182,10 @@ def third_party_is_allowed(root: str, layer: int, marks: set[str], where: str) -
 
 def style_violations(source: str, module: str) -> list[str]:
     """Print, broad except, length and emoji."""
-    found = [f"{len(lines)} lines"] if len(lines := source.splitlines()) > MAX_MODULE_LINES else []
+    lines = source.splitlines()
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    says_why = any(re.match(rf"{LONG_BECAUSE} \w", line) for line in docstring.splitlines())
+    found = [] if len(lines) <= MAX_MODULE_LINES or says_why else [f"{len(lines)} lines, and no {LONG_BECAUSE!r}"]
     found += [f"emoji in line {n}" for n, line in enumerate(lines, 1) if has_emoji(line)]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > MAX_FUNCTION_LINES:
@@ -196,6 +201,96 @@ def style_violations(source: str, module: str) -> list[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and any(map(is_broad, node.args)):
             found.append(f"broad suppress in line {node.lineno}")
     return [f"{module}: {fact}" for fact in found]
+
+
+def state_violations(source: str, module: str) -> list[str]:
+    """State of a module or of a class, which outlives the session and which two sessions would share.
+
+    Not found, because it is none: tables that are made once and never written, caches of what cannot change while the
+    process lives (`functools.cache`), a logger, sentinels, and the state of an object.
+    """
+    tree = ast.parse(source)
+    owned = dict(module_values(tree.body))
+    scopes = {node.name: dict(module_values(node.body)) for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = []
+    for name, (value, is_read_only) in [*owned.items(), *(item for held in scopes.values() for item in held.items())]:
+        if isinstance(value, ast.Call) and STATEFUL.fullmatch(kind := ast.unparse(value.func).split(".")[-1]):
+            found.append(f"{kind}: {name}")
+        elif is_empty(value) and not is_read_only:
+            found.append(f"begins empty: {name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            found += [f"global {name}" for name in node.names if (module, name) != STATE]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found += [f"writes {fact} in {node.name}" for fact in sorted(written(node, owned, scopes))]
+    return [f"{module}: {fact}" for fact in found]
+
+
+# The one mutable global.
+STATE = ("plugin", "_session")
+# What these make is there to be changed.
+STATEFUL = re.compile(
+    "Event|R?Lock|Condition|(Bounded)?Semaphore|Barrier|local|ContextVar|(Simple|Lifo|Priority)?Queue|count|cycle|iter|"
+    "deque|defaultdict|Counter|OrderedDict|bytearray|Weak(Set|KeyDictionary|ValueDictionary)|SimpleNamespace"
+)
+WRITES = re.compile(
+    "append(left)?|extend|insert|pop(left|item)?|remove|discard|clear|add|update|setdefault|sort|reverse|__(set|del)item__"
+)
+
+
+def module_values(body: list[ast.stmt]) -> Iterator[tuple[str, tuple[ast.expr, bool]]]:
+    """Yields (name, (value, is its type one without methods that write)) of a module's or a class's own names."""
+    for node in body:
+        if isinstance(node, ast.Assign):
+            yield from ((t.id, (node.value, False)) for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
+            kind = ast.unparse(node.annotation).split("[")[0].split(".")[-1]
+            yield node.target.id, (node.value, kind in ("Mapping", "Sequence", "Set", "tuple", "frozenset"))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from module_values([*node.body, *node.orelse])
+
+
+def is_empty(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value) in ("list()", "dict()", "set()")
+    return (isinstance(value, ast.List | ast.Set) and not value.elts) or (
+        isinstance(value, ast.Dict) and not value.keys
+    )
+
+
+def written(
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    owned: dict[str, tuple[ast.expr, bool]],
+    scopes: dict[str, dict[str, tuple[ast.expr, bool]]],
+) -> set[str]:
+    """Names of the module, of its classes and of functions that a function writes into."""
+    own_names = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
+    own_names |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    instances = {n.attr for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    tables = {name for held in scopes.values() for name, (value, _) in held.items() if is_display(value)}
+    found = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            target: ast.expr | None = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and WRITES.fullmatch(node.func.attr):
+            target = node.func.value
+        else:
+            target = None
+        if isinstance(target, ast.Name) and target.id in owned and target.id not in own_names:
+            found.add(target.id)
+        if isinstance(target, ast.Attribute) and target.attr in tables - instances:
+            found.add(target.attr)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            of = ast.unparse(node.value)
+            if of in scopes or of in ("cls", "type(self)", "self.__class__"):
+                found.add(f"{node.attr} of the class")
+            elif of == function.name:
+                found.add(f"{node.attr} of the function")
+    return found
+
+
+def is_display(value: ast.expr) -> bool:
+    return isinstance(value, ast.List | ast.Set | ast.Dict | ast.ListComp | ast.SetComp | ast.DictComp)
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -320,6 +415,8 @@ def test_module_keeps_the_style(path: Path) -> None:
         ("with contextlib.suppress(Exception): f()", "broad suppress"),
         ("x = '\U0001f680'", "emoji"),
         ("x = 1\n" * (MAX_MODULE_LINES + 1), "501 lines"),
+        ('"""A fact. Long because it is."""\n' + "x = 1\n" * MAX_MODULE_LINES, "501 lines"),
+        ('"""A fact.\n\nLong because\n"""\n' + "x = 1\n" * MAX_MODULE_LINES, "504 lines"),
         ("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
     ],
 )
@@ -334,10 +431,69 @@ def test_style_check_catches_a_planted_violation(source: str, fact: str) -> None
         "try: f()\nexcept OSError: pass",
         "try: f()\nexcept Exception as e:\n    g()\n    raise Named(e) from e",
         'def f():\n    """' + "A long docstring.\n" * MAX_FUNCTION_LINES + '    """\n    return 1',
+        '"""A table.\n\nLong because it has a row for each option.\n"""\n' + "x = 1\n" * MAX_MODULE_LINES,
     ],
 )
 def test_style_check_lets_the_allowed_pass(source: str) -> None:
     assert style_violations(source, "plugin") == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_module_has_no_state(path: Path) -> None:
+    assert state_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "fact"),
+    [
+        ("def f():\n    global _x\n    _x = 1", "global _x"),
+        ("_known = []", "begins empty: _known"),
+        ("_known: dict[str, int] = {}", "begins empty: _known"),
+        ("_known = set()", "begins empty: _known"),
+        ("TABLE = {'a': 1}\ndef f():\n    TABLE['b'] = 2", "writes TABLE"),
+        ("TABLE = {'a': 1}\ndef f():\n    del TABLE['a']", "writes TABLE"),
+        ("TABLE = [1]\ndef f(x):\n    TABLE.append(x)", "writes TABLE"),
+        ("TABLE = sorted({1, 2})\nclass A:\n    def f(self):\n        TABLE.sort()", "writes TABLE"),
+        ("if True:\n    TABLE = {1}\ndef f():\n    for x in ():\n        TABLE.add(x)", "writes TABLE"),
+        ("TABLE = {1}\ndef f():\n    global TABLE\n    TABLE |= {2}", "global TABLE"),
+        ("import threading\n_has_failed = threading.Event()", "Event"),
+        ("from threading import Lock\n_lock: Lock = Lock()", "Lock"),
+        ("from contextvars import ContextVar\n_depth: ContextVar[int] = ContextVar('depth')", "ContextVar"),
+        ("import itertools\nclass A:\n    ids = itertools.count()", "count"),
+        ("import collections\n_counts = collections.Counter()", "Counter"),
+        ("class A:\n    seen = {}", "begins empty: seen"),
+        ("class A:\n    seen: list[int] = [1]\n    def f(self):\n        self.seen.append(2)", "writes seen"),
+        ("class A:\n    num = 0\n    def f(self):\n        type(self).num += 1", "writes num of the class"),
+        ("class A:\n    num = 0\ndef f():\n    A.num = 1", "writes num of the class"),
+        ("def f():\n    f.num = 1", "writes num of the function"),
+    ],
+)
+def test_state_check_catches_a_planted_violation(source: str, fact: str) -> None:
+    (violation,) = state_violations(source, "launch.rank")
+    assert fact in violation
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "TABLE = {'a': 1}\ndef f():\n    return {**TABLE, 'b': 2}",
+        "KNOWN_WRONG: Mapping[str, str] = {}",
+        "TABLE = {'a': 1}\ndef f(TABLE):\n    TABLE['b'] = 2",
+        "TABLE = {'a': 1}\ndef f():\n    TABLE = {}\n    TABLE['b'] = 2",
+        "@dataclass\nclass A:\n    x: list[int] = field(default_factory=list)",
+        "class A:\n    x: int = 0\n    def f(self):\n        self.x, self.seen = 1, []\n        self.seen.append(1)",
+        "import functools\n@functools.cache\ndef f(path): return path.resolve()",
+        "def f():\n    import threading\n    return threading.Event()",
+    ],
+)
+def test_state_check_lets_the_allowed_pass(source: str) -> None:
+    assert state_violations(source, "launch.rank") == []
+
+
+def test_session_is_the_only_state() -> None:
+    source = "def f():\n    global _session\n    _session = 1"
+    assert state_violations(source, "plugin") == []
+    assert len(state_violations(source, "session")) == 1
 
 
 def test_print_is_allowed_on_the_command_line() -> None:

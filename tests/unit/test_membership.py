@@ -94,7 +94,7 @@ def test_nodes_hear_how_the_ranks_of_the_others_are(node: Callable[..., NodesRen
 
     def hearer(here: int) -> Hear:
         def hear(others: Sequence[Node]) -> dict[int, Beat]:
-            heard[here] = {n.number: n for n in others}
+            heard[here] = {n.index: n for n in others}
             return beats[here]
 
         return hear

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from unsloth_multigpu.errors import LaunchError
@@ -44,6 +46,18 @@ def test_every_interface_is_found_by_its_addresses() -> None:
     found = nodes._interfaces()
     assert found["127.0.0.1"] == "lo"
     assert set(found.values()) <= {name for _, name in socket.if_nameindex()}
+
+
+def test_label_and_scope_of_an_address_do_not_hide_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(family: int, address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=address)
+
+    listed = {
+        "eth0": [of(socket.AF_INET, "10.0.0.2"), of(socket.AF_INET6, "fe80::1%eth0"), of(-1, "02:42:ac:11:00:02")],
+        "eth0:1": [of(socket.AF_INET, "10.0.0.3")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: listed)
+    assert nodes._interfaces() == {"10.0.0.2": "eth0", "fe80::1": "eth0", "10.0.0.3": "eth0"}
 
 
 def test_nodes_of_a_run_choose_the_same_without_asking_each_other() -> None:

@@ -20,11 +20,12 @@ from unsloth_multigpu import plugin
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.group.lone import warn_of_lone_steps
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.launch.rank import leave_group
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.plain import api as plain
 from unsloth_multigpu.plain.loader import EpochPlan, distributed_loader, num_workers_per_rank
 from unsloth_multigpu.plain.wrap import (
-    _leave_group,
+    _has_failed,
     choose_strategy,
     current_identity,
     one_device_reason,
@@ -309,9 +310,9 @@ def test_group_is_ended_with_the_process_unless_others_may_be_gone(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
     monkeypatch.delattr(sys, "last_value", raising=False)
-    _leave_group()
+    leave_group(_has_failed)
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
-    _leave_group()
+    leave_group(_has_failed)
     assert ended == [True]
 
 

@@ -206,7 +206,7 @@ def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGUSR1)  # At once: the same again.
-            assert (caught.number, heard) == (signal.SIGUSR1, [])
+            assert (caught.signal_number, heard) == (signal.SIGUSR1, [])
             caught._time_s -= 1.0
             os.kill(os.getpid(), signal.SIGUSR1)
             assert heard == [signal.SIGUSR1]

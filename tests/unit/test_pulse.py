@@ -13,11 +13,19 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from unsloth_multigpu.launch import pulse
 from unsloth_multigpu.wire.beat import BeatPage, read_beats
-from unsloth_multigpu.wire.process import count_memory_kills, is_alive, read_held_bytes, read_state
+from unsloth_multigpu.wire.process import (
+    count_memory_kills,
+    find_marked,
+    is_alive,
+    kill_marked,
+    read_held_bytes,
+    read_state,
+)
 from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 
 RANK = """
@@ -56,7 +64,7 @@ def test_rank_that_loops_beats_and_shows_where(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert 2**20 < held_bytes < 2**32
     assert not is_alive(rank.pid)
-    assert (read_state(rank.pid), read_held_bytes(rank.pid)) == ("X", 0)
+    assert (read_state(rank.pid), read_held_bytes(rank.pid)) == (psutil.STATUS_DEAD, 0)
 
 
 def test_link_in_the_place_of_the_stacks_is_not_followed(tmp_path: Path) -> None:
@@ -219,3 +227,17 @@ def test_recorder_is_that_of_the_groups_backend(
 def test_memory_kills_are_read() -> None:
     assert count_memory_kills() >= 0
     assert is_alive(os.getpid())
+
+
+def test_command_is_found_by_a_variable_that_its_processes_inherit(tmp_path: Path) -> None:
+    marker = f"mark={tmp_path}"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], start_new_session=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, env={"A": "b", "mark": str(tmp_path)}
+    ) as own:
+        deadline_s = time.monotonic() + 20.0
+        while len(found := find_marked(marker)) < 2:
+            assert time.monotonic() < deadline_s
+        assert own.pid in found
+        assert kill_marked(marker) == []
+    assert find_marked(marker) == []

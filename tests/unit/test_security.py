@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.allocator import allocator_variables
-from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.launcher import rank_environment
+from unsloth_multigpu.launch.membership import PlainStateBackend
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.child import Child
@@ -68,11 +68,10 @@ ALLOWED = {
     "hooks/datasets.py": {"pickle.PicklingError"},
     # It only writes, into a digest.
     "step/effect.py": {"pickle.Pickler", "pickle.PicklingError"},
-    # What torch elastic has pickled in this process, or is about to unpickle in it.
-    "launch/backend.py": {"pickle.dumps", "pickle.loads"},
+    # What torch elastic has pickled in this process, or is about to unpickle in it; and where nodes meet.
+    "launch/membership.py": {"pickle.dumps", "pickle.loads", "socket.socket"},
     "launch/rendezvous.py": {"socket.create_server", "socket.create_connection"},
     # Several nodes: where to meet.
-    "launch/membership.py": {"socket.socket"},
     "launch/nodes.py": {"socket.*"},
     # It shuts connections.
     "tools/chaos/actions.py": {"socket.*"},
@@ -122,6 +121,7 @@ def violations(source: str, file: str) -> list[str]:
         names |= {part for name in used(node) for part in name.split(".")}
         if isinstance(node, ast.Call):
             what += risky_call(node, file)
+            names.add(ast.unparse(node.func))
         elif isinstance(node, ast.Constant) and str(node.value).startswith(("/tmp", "/var/tmp")):
             what.append(f"has a name in a folder of all users: {node.value}")
         found += [f"{file}:{node.lineno} {w}" for w in what]  # type: ignore[attr-defined]

@@ -203,7 +203,7 @@ def test_interrupt_is_the_supervisors_or_the_ranks_own(
     events = [Event("interrupted", 1, 0, 1.0, 4, {"error": "KeyboardInterrupt: ", "traceback": "T", "exit_code": 130})]
     cause = partial(find_cause, events)
     watch = SimpleNamespace(close=lambda: None, events=lambda: events, cause=lambda codes: cause(codes))
-    stop = SimpleNamespace(is_asked=lambda: is_asked, number=signal.SIGINT, how="at once")
+    stop = SimpleNamespace(is_asked=lambda: is_asked, signal_number=signal.SIGINT, how="at once")
     given = launcher.DDPLauncher(["true"], 2, MultiGPUConfig())
     supervisor = launcher._Supervisor(given, "run", tmp_path, tmp_path, watch, stop)  # type: ignore[arg-type]
     assert supervisor._tell_failure({0: -signal.SIGTERM, 1: -signal.SIGINT}) == code
@@ -281,7 +281,7 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch import rank
 rank.TEARDOWN_LIMIT_S = 0.2
 events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True))
-rank._report_exception(SimpleNamespace(rank=0), events, "none")
+rank._report_exception(SimpleNamespace(rank=0), events, "none", threading.Event())
 class Mute(ConfigError):
     def __str__(self): raise RuntimeError
 sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)

@@ -57,14 +57,14 @@ def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat,
     os.kill(os.getpid(), number)  # At once: the same again.
     before_s = time.monotonic()
     stop.turn()
-    assert (asked.signal, stop.number, stop.how) == (number, number, "saved")
+    assert (asked.signal, stop.signal_number, stop.how) == (number, number, "saved")
     assert abs(asked.deadline_s - before_s - 5.0) < 1.0
     assert f"{number.name}: the ranks finish their step, save and stop, within 5 s" in capfd.readouterr().err
     stop._first_s -= 1.0
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Ended) as ended:
         stop.turn()
-    assert (ended.value.args, stop.number, stop.how) == ((signal.SIGTERM,), number, "at once")
+    assert (ended.value.args, stop.signal_number, stop.how) == ((signal.SIGTERM,), number, "at once")
 
 
 def test_without_grace_the_first_signal_ends_all_at_once(tmp_path, beat):
@@ -80,14 +80,14 @@ def test_lost_terminal_ends_all_at_once(stop, beat):
     os.kill(os.getpid(), signal.SIGHUP)
     with pytest.raises(Ended):
         stop.turn()
-    assert (stop.number, stop.how) == (signal.SIGHUP, "at once")
+    assert (stop.signal_number, stop.how) == (signal.SIGHUP, "at once")
 
 
 def test_signal_between_two_starts_of_the_ranks_refuses_the_second(stop):
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(RestartRefused):
         stop.begin_round(1)
-    assert (stop.number, stop.how) == (signal.SIGTERM, "at once")
+    assert (stop.signal_number, stop.how) == (signal.SIGTERM, "at once")
 
 
 def test_page_of_a_rank_that_has_ended_asks_nobody(stop, tmp_path, beat):
@@ -116,14 +116,14 @@ def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, number, 
     stop._receive(number, None)
     with pytest.raises(Ended) as ended:
         stop.turn()
-    assert (ended.value.args, stop.number, stop.how, asked.signal) == ((passed,), number, "at once", 0)
+    assert (ended.value.args, stop.signal_number, stop.how, asked.signal) == ((passed,), number, "at once", 0)
 
 
 def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
     stop._turn_s -= 2.0
     with pytest.raises(Ended):
         os.kill(os.getpid(), signal.SIGTERM)
-    assert (stop.number, stop.how) == (signal.SIGTERM, "at once")
+    assert (stop.signal_number, stop.how) == (signal.SIGTERM, "at once")
 
 
 def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
@@ -226,7 +226,7 @@ def test_page_forgets_the_attempt_before(stop, asked):
     ],
 )
 def test_text_says_where_it_stopped_and_how_to_go_on(stop, kind, checkpoint, how, resume, text):
-    stop.number, stop.how = signal.SIGTERM, how
+    stop.signal_number, stop.how = signal.SIGTERM, how
     events = [Event("started", 0, 0, 1.0, -1, {"pid": 1}), Event(kind, 0, 0, 2.0, 4, {"checkpoint": checkpoint})]
     assert describe_stop(stop, events, 4, 5.0, resume) == text
     assert json.dumps(text).isascii()

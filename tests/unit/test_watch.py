@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from unsloth_multigpu.launch import watch as module
@@ -91,7 +92,7 @@ def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> float:
 
 def test_hung_rank_is_killed_and_named(ranks: Callable, tmp_path: Path) -> None:
     watch, (hung, other) = ranks("sleep", "wait")
-    wait_until(lambda: read_state(hung.pid) == "Z")
+    wait_until(lambda: read_state(hung.pid) == psutil.STATUS_ZOMBIE)
     assert other.poll() is None
     cause = watch.cause({0: -signal.SIGKILL})
     assert (cause.rank, cause.exit_code) == (0, 124)
@@ -99,7 +100,7 @@ def test_hung_rank_is_killed_and_named(ranks: Callable, tmp_path: Path) -> None:
     assert f"Stacks of all threads: {tmp_path}/logs/stack_rank_N.txt\n" in cause.traceback
     assert "rank.py" in (tmp_path / "logs" / "stack_rank_1.txt").read_text()
     # It does not end by itself, and nobody else ends it here.
-    wait_until(lambda: read_state(other.pid) == "Z")
+    wait_until(lambda: read_state(other.pid) == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -110,7 +111,7 @@ def test_other_nodes_are_judged_as_well(ranks: Callable, monkeypatch: pytest.Mon
     there = {2: Beat(1, Phase.DATA, 0, time.monotonic() - 60, time.monotonic() + 60)}
     heard_s = time.monotonic()
     wait_until(lambda: sorted(watch.hear([Node(1, heard_s, there)])) == [0, 1])
-    while all(read_state(process.pid) != "Z" for process in processes):
+    while all(read_state(process.pid) != psutil.STATUS_ZOMBIE for process in processes):
         watch.hear([Node(1, time.monotonic() if is_heard else heard_s, there)])
         time.sleep(0.05)
     cause = watch.cause({0: -signal.SIGKILL, 1: -signal.SIGKILL})
@@ -131,8 +132,8 @@ def test_other_nodes_are_judged_as_well(ranks: Callable, monkeypatch: pytest.Mon
 
 def test_survivor_that_does_not_listen_is_killed(ranks: Callable) -> None:
     watch, (deaf, dies) = ranks("deaf", "die", hang_timeout_s=0.0)
-    wait_until(lambda: read_state(dies.pid) == "Z")
-    seconds = wait_until(lambda: read_state(deaf.pid) == "Z")
+    wait_until(lambda: read_state(dies.pid) == psutil.STATUS_ZOMBIE)
+    seconds = wait_until(lambda: read_state(deaf.pid) == psutil.STATUS_ZOMBIE)
     assert TEARDOWN_LIMIT_S - 0.5 < seconds < TEARDOWN_LIMIT_S + 2
     # Without torch elastic's word, as before a restart.
     message = watch.cause({}).message

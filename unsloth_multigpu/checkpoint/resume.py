@@ -15,9 +15,9 @@ from typing import Any
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
 from unsloth_multigpu.errors import ResumeError
-from unsloth_multigpu.group.draw import draw_seed, seeded_draws
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
@@ -222,14 +222,14 @@ class Resume(Part):
         return original(*args, **kwargs)
 
 
-def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, number: int) -> dict[str, Any]:
+def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, training: int) -> dict[str, Any]:
     """What must be equal for a checkpoint to be one of this training: name -> JSON value.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         num_accumulated: Micro-batches of a step that the script asked for.
-        number: How many calls of `train()` this process made before.
+        training: How many calls of `train()` this process made before.
     """
     args, config = trainer.args, manager.config
     batch = args.per_device_train_batch_size * num_accumulated
@@ -240,7 +240,7 @@ def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, numb
         found = facts_of_run(trainer, config, num_accumulated)
     facts: dict[str, Any] = {
         "trainer": type(trainer).__name__,
-        "number of the train() call": number + 1,
+        "number of the train() call": training + 1,
         "samples of a step on one GPU" if config.keeps_global_batch else "samples of a step on each rank": batch,
         **{name: found[name] for name in ("max_steps", "num_train_epochs", "seed", "learning_rate")},
         **{name: found[name] for name in ("trainable parameters", "samples", "sampled rows") if name in found},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.versions import SUPPORTED, installed_version
+from unsloth_multigpu.wire.digest import digest_of
 
 
 def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> 
     # A trial of a search makes its model in the midst of train(); what is there now is of the one before, or nothing.
     if trainer.model is not None and getattr(trainer, "hp_search_backend", None) is None:
         shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
-        facts["trainable parameters"] = [len(shapes), _short_hash(shapes)]
+        facts["trainable parameters"] = [len(shapes), digest_of(shapes)]
     facts |= {f"option {name}": value for name, value in config.of_the_run().items()}
     # Without the part that tells for which CUDA torch was built.
     installed = ((name, installed_version(name)) for name in ("unsloth_multigpu", *SUPPORTED))
@@ -46,7 +46,7 @@ def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> 
         facts["samples"] = len(data)
         places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
         with kept_random_state():
-            facts["sampled rows"] = {i: _short_hash(_plain_values(_stored_row(data, i))) for i in places}
+            facts["sampled rows"] = {i: digest_of(_plain_values(_stored_row(data, i))) for i in places}
     return facts
 
 
@@ -64,7 +64,3 @@ def _plain_values(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() < 10_000 else list(value.shape)
     return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
-
-
-def _short_hash(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

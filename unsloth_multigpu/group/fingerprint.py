@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
+
+from unsloth_multigpu.wire.digest import digest_hex
 
 
 def fingerprints(inputs: Any) -> Counter[str]:
@@ -56,4 +57,4 @@ def _bytes(values: torch.Tensor) -> bytes:
 
 
 def _hash(texts: Sequence[bytes]) -> str:
-    return hashlib.blake2b(b"\0".join(texts), digest_size=8).hexdigest()
+    return digest_hex(b"\0".join(texts))

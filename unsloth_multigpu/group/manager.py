@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import time
@@ -21,11 +20,12 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeo
 from unsloth_multigpu.group.random_state import read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.digest import digest_int64
 from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
-_POLL_S = 0.02
 _PREFIX = "unsloth_multigpu"
 _HASH_HINT = (
     " These ranks hash strings differently, so a set of strings has another order on each: sort it, or start with "
@@ -101,19 +101,19 @@ class DDPManager:
             RankTimeoutError: It was not published within `timeout_s`; `what` says what was waited for.
             DistributedError: Rank 0 has left the code that all ranks run without publishing it.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
+
+        def is_there() -> bool:
             is_abandoned = self.is_abandoned()  # Asked first: what rank 0 published before is seen below.
-            if self.is_published(key):
-                break
-            if is_abandoned:
+            is_published = self.is_published(key)
+            if is_abandoned and not is_published:
                 raise left_alone(self.identity.rank, what)
-            if time.monotonic() > deadline:
-                raise RankTimeoutError(
-                    f"rank {self.identity.rank} waited {timeout_s:g} seconds for {what}.",
-                    hint="Call it on all ranks, or raise timeout_s where it only takes long.",
-                )
-            time.sleep(_POLL_S)
+            return is_published
+
+        if not wait_until(is_there, time.monotonic() + timeout_s):
+            raise RankTimeoutError(
+                f"rank {self.identity.rank} waited {timeout_s:g} seconds for {what}.",
+                hint="Call it on all ranks, or raise timeout_s where it only takes long.",
+            )
         return str(self.store.get(key).decode())[1:]
 
     def agree_on_draws(self) -> None:
@@ -148,8 +148,7 @@ class DDPManager:
             return
         names = sorted(facts)
         texts = [json.dumps(facts[name], sort_keys=True, default=str) for name in names]
-        digest = hashlib.blake2b("\0".join(names + texts).encode(), digest_size=8).digest()
-        all_digests = self.gather_int64([int.from_bytes(digest, "little", signed=True)])
+        all_digests = self.gather_int64([digest_int64("\0".join(names + texts).encode())])
         if all(d == all_digests[0] for d in all_digests):
             return
         other = next(r for r, d in enumerate(all_digests) if d != all_digests[0])

@@ -1,14 +1,21 @@
-"""The random state of a process, as plain data: Python, NumPy, torch on the CPU and on the current device."""
+"""The random state of a process as plain data, and random numbers that leave it alone.
+
+The state is that of Python, NumPy, torch on the CPU and, where asked for, torch on the current device.
+"""
 
 from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from unsloth_multigpu.wire.digest import digest_int64
+
+_Item = TypeVar("_Item")
 
 
 def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
@@ -19,9 +26,10 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
     """
     import numpy
 
+    version, internal, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state(legacy=True)
     state = {
-        "python": random.getstate(),
+        "python": [version, list(internal), gauss],
         "numpy": [kind, _text(keys.tobytes()), *rest],  # type: ignore[union-attr]
         "torch": _text(torch.get_rng_state().numpy().tobytes()),
     }
@@ -40,8 +48,8 @@ def write_random_state(state: dict[str, Any]) -> None:
     """Puts back what `read_random_state` returned, through JSON or not."""
     import numpy
 
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
     kind, words, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.frombuffer(base64.b64decode(words), numpy.uint32), *rest))
     torch.set_rng_state(_tensor(state["torch"]))
@@ -62,6 +70,39 @@ def kept_random_state() -> Iterator[None]:
         random.setstate(python)
         numpy.random.set_state(numpys)
         torch.set_rng_state(torchs)
+
+
+@contextmanager
+def seeded_draws(seed: int) -> Iterator[None]:
+    """Lets the three generators begin at `seed`, and puts them back. Generators of devices are left alone."""
+    import numpy
+
+    with kept_random_state():
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def draw_seed(*place: int) -> int:
+    """A seed of 63 bits for a place, such as (seed of the run, epoch, step): neighbours have nothing in common."""
+    return digest_int64(repr(place).encode()) % 2**64 >> 1
+
+
+def drawn_from(state: dict[str, Any] | None, source: Iterable[_Item]) -> tuple[list[_Item], dict[str, Any] | None]:
+    """Lists what `source` gives, with the generators at `state`, None = as they are.
+
+    Returns:
+        The items; and the state at which they were drawn, None where they do not depend on it.
+    """
+    before = read_random_state()
+    begin = before if state is None else state
+    write_random_state(begin)
+    items = list(source)
+    is_random = read_random_state() != begin
+    if state is not None:
+        write_random_state(before)
+    return items, begin if is_random else None
 
 
 def _text(data: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.digest import digest_int64
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -67,10 +67,12 @@ class ReplicaProof:
         facts = {
             "step": step,
             "config": str(self._manager.config.of_the_run()),
-            "trainable tensors": _text_hash(str([(n, tuple(p.shape), p.dtype) for n, p in named])),
+            "trainable tensors": digest_int64(str([(n, tuple(p.shape), p.dtype) for n, p in named]).encode()),
             "plan": self._extra(),
         }
-        found = self._manager.gather_int64([_text_hash(str(hashes)), _text_hash(json.dumps(facts))])
+        found = self._manager.gather_int64(
+            [digest_int64(str(hashes).encode()), digest_int64(json.dumps(facts).encode())]
+        )
         if any(row[1] != found[0][1] for row in found):
             self._raise_for_facts(facts, step)
         if any(row[0] != found[0][0] for row in found):
@@ -204,10 +206,6 @@ def _who_differs(column: Sequence[int]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-def _text_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:

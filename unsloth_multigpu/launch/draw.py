@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
+from unsloth_multigpu.wire.digest import digest_hex
+
 
 def generator_digests() -> dict[str, str]:
     """A digest of each global random generator that this process has loaded: Python's, NumPy's and torch's."""
-    return {name: hashlib.blake2b(read(), digest_size=8).hexdigest() for name, (read, _) in _generators().items()}
+    return {name: digest_hex(read()) for name, (read, _) in _generators().items()}
 
 
 def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:

@@ -14,9 +14,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unsloth_multigpu.launch.membership import ENV_ROUND, explain
 from unsloth_multigpu.launch.rendezvous import Rounds
+from unsloth_multigpu.launch.watch import POLL_S
 from unsloth_multigpu.options import ENV_LOG_DIR_OF_RUN, MultiGPUConfig, num_nodes
 
-POLL_S = 0.1
 # How long the engine lets a rank that it ends go on after SIGTERM.
 _SHUTDOWN_LIMIT_S = 30
 # The first rank of a node keeps the terminal; the others write to their log and read nothing. `exec` keeps the process

@@ -87,7 +87,7 @@ class _Supervisor:
         except LaunchError as apart:
             return self._tell_apart(apart)
         except SignalException as stopped:
-            self.stop.number = self.stop.number or int(stopped.sigval)
+            self.stop.signal_number = self.stop.signal_number or int(stopped.sigval)
             return self._tell_stop()
         except RestartRefused as refused:
             tell(f"\nunsloth_multigpu: {refused}\n")
@@ -95,7 +95,7 @@ class _Supervisor:
         except ChildFailedError as failed:
             return self._tell_failure({rank: failure.exitcode for rank, failure in failed.failures.items()})
         # A script may catch what a signal makes train() raise, and end well.
-        if self.stop.number:
+        if self.stop.signal_number:
             self._tell_stop()
         return 0
 
@@ -135,13 +135,13 @@ class _Supervisor:
         config = self.launcher.config
         text = describe_stop(self.stop, self.watch.events(), step, config.grace_s, config.resume)
         tell(f"\nunsloth_multigpu: {text}\n")
-        return -self.stop.number
+        return -self.stop.signal_number
 
 
-def _end_engine(number: signal.Signals) -> NoReturn:
+def _end_engine(signal_number: signal.Signals) -> NoReturn:
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    raise SignalException(f"stopped by {number.name}", number)
+    raise SignalException(f"stopped by {signal_number.name}", signal_number)
 
 
 def rank_environment(

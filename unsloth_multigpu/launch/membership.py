@@ -1,21 +1,23 @@
 """Which nodes take part in a round: torch elastic's rendezvous, with a limit for every wait and a store for each round.
 
 Torch's own handler reuses one store for all rounds, counts restarts for each node apart, and may block for minutes in a
-call to a store whose machine went away without a word.
+call to a store whose machine went away without a word. It also unpickles whatever lies in that open store: here nodes
+tell each other of a rendezvous in JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from datetime import timedelta
-from typing import TypeVar
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.rendezvous import (
@@ -28,16 +30,23 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    Token,
+    _NodeDesc,
+    _RendezvousState,
+)
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.errors import LaunchError
-from unsloth_multigpu.launch.backend import PlainStateBackend
 from unsloth_multigpu.launch.nodes import address_towards, is_one_node, listen_at, split_endpoint
 from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, serve_store
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
 from unsloth_multigpu.wire.beat import Beat, Node, decode_beats, encode_beats
+from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
@@ -102,7 +111,9 @@ class NodesRendezvous(RendezvousHandler):
         self._info: RendezvousInfo | None = None
         self._others: dict[int, Node] = {}
         self._texts: dict[int, bytes] = {}
-        self._is_server, self._round, self._num_nodes = listener is not None, -1, 1
+        self._is_server = listener is not None
+        self._round = -1
+        self._num_nodes = 1
         self._lock = threading.Lock()
         self._num_waiting = 0
         self._lost: RendezvousError | None = None
@@ -158,13 +169,13 @@ class NodesRendezvous(RendezvousHandler):
                 raise OSError(f"this machine cannot listen at its address {self._address}")
             port = listener.getsockname()[1]
             self._ranks_store = serve_store(self._address, port, listener.detach())
-            number = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
+            round_index = self._store.add(f"unsloth_multigpu/{self._run_id}/rounds", 1) - 1
             for node in range(info.world_size):
                 # A key that is missing would keep its readers waiting.
                 info.store.set(_beats_key(node), "")
-            info.store.set(key, json.dumps([self._address, port, number]))
-        address, port, number = json.loads(info.store.get(key))
-        self._round, self._num_nodes, self._info = int(number), info.world_size, info
+            info.store.set(key, json.dumps([self._address, port, round_index]))
+        address, port, round_index = json.loads(info.store.get(key))
+        self._round, self._num_nodes, self._info = int(round_index), info.world_size, info
         now_s = time.monotonic()
         self._others = {node: Node(node, now_s, {}) for node in range(info.world_size) if node != info.rank}
         self._texts.clear()
@@ -241,10 +252,9 @@ class NodesRendezvous(RendezvousHandler):
     def _leave(self) -> None:
         """The store goes with the node that serves it: where all end together, that one ends last."""
         key = f"unsloth_multigpu/{self._run_id}/left/{self._round}"
-        num_left, deadline = self._store.add(key, 1), time.monotonic() + _LAST_TO_LEAVE_S
-        while self._is_server and num_left < self._num_nodes and time.monotonic() < deadline:
-            time.sleep(0.02)
-            num_left = self._store.add(key, 0)
+        self._store.add(key, 1)
+        if self._is_server:
+            wait_until(lambda: self._store.add(key, 0) >= self._num_nodes, time.monotonic() + _LAST_TO_LEAVE_S)
 
 
 def explain(error: RendezvousError, config: MultiGPUConfig) -> LaunchError:
@@ -291,3 +301,83 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
         return outcome.result(timeout=limit_s)
     except FutureTimeoutError:
         raise RendezvousTimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+class PlainStateBackend(RendezvousBackend):
+    """Stands before a backend of torch's. What torch unpickles was pickled in this process.
+
+    The store has no authentication: who reaches its port can still disturb the run, but execute nothing.
+
+    Args:
+        backend: Keeps the state's bytes where all nodes find them.
+    """
+
+    def __init__(self, backend: RendezvousBackend) -> None:
+        self._backend = backend
+
+    @property
+    def name(self) -> str:
+        """Name of the backend behind."""
+        return str(self._backend.name)
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The pickled state and its version, None before the first.
+
+        Raises:
+            RendezvousStateError: What is stored is no state.
+        """
+        found = self._backend.get_state()
+        return None if found is None else (_pickled(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Stores a pickled state of this process, if `token` is still the latest version.
+
+        Returns:
+            The state that is stored now, its version, and whether it is the one given.
+
+        Raises:
+            RendezvousStateError: What is stored is no state.
+        """
+        plain = json.dumps({name: _encode(value) for name, value in vars(pickle.loads(state)).items()})
+        found = self._backend.set_state(plain.encode(), token)
+        return None if found is None else (_pickled(found[0]), found[1], found[2])
+
+
+def _pickled(plain: bytes) -> bytes:
+    state = _RendezvousState()
+    try:
+        values = {name: _decode(value) for name, value in json.loads(plain).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise RendezvousStateError(f"The rendezvous state in the store cannot be read: {error}") from error
+    if values.keys() != vars(state).keys():
+        raise RendezvousStateError("The rendezvous state in the store is that of another version of torch.")
+    vars(state).update(values)
+    return pickle.dumps(state)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, datetime):
+        return {"time": value.isoformat()}
+    if isinstance(value, _NodeDesc):
+        return {"node": [value.addr, value.pid, value.local_id]}
+    if isinstance(value, set):
+        return {"set": [_encode(v) for v in sorted(value)]}
+    if isinstance(value, dict):
+        return {"dict": [[_encode(k), _encode(v)] for k, v in value.items()]}
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "time":
+        return datetime.fromisoformat(content)
+    if kind == "node":
+        addr, pid, local_id = content
+        return _NodeDesc(str(addr), int(pid), int(local_id))
+    if kind == "set":
+        return {_decode(v) for v in content}
+    if kind == "dict":
+        return {_decode(k): _decode(v) for k, v in content}
+    raise ValueError(f"{kind!r} is no kind of value")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import array
-import fcntl
 import ipaddress
 import random
 import socket
-import struct
 import zlib
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
-
-_SIOCGIFCONF = 0x8912
-_IFREQ_BYTES = 40
 
 
 def is_one_node(config: MultiGPUConfig) -> bool:
@@ -104,18 +99,12 @@ def _is_loopback_name(host: str) -> bool:
 
 
 def _interfaces() -> dict[str, str]:
-    """Every address of this machine -> the name of its interface. IPv4 by netdevice(7), IPv6 by proc(5)."""
-    buffer = array.array("B", bytes(128 * _IFREQ_BYTES))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket, _SIOCGIFCONF, struct.pack("iL", len(buffer), buffer.buffer_info()[0]))
-    data = buffer.tobytes()[: struct.unpack("iL", answer)[0]]
-    found = {}
-    for start in range(0, len(data), _IFREQ_BYTES):
-        name = data[start : start + 16].partition(b"\0")[0].decode()
-        # A second address of an interface can have a label, "eth0:1".
-        found[socket.inet_ntoa(data[start + 20 : start + 24])] = name.partition(":")[0]
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        digits, *_, name = line.split()
-        found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
-    return found
+    """Every address of this machine -> the name of its interface."""
+    # A second address of an interface can have a label, "eth0:1". An address that holds on one link only is written
+    # with the name of its interface, "fe80::1%eth0", which `getsockname` leaves out.
+    return {
+        address.address.partition("%")[0]: label.partition(":")[0]
+        for label, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    }

@@ -44,7 +44,8 @@ def enter_rank(
     from unsloth_multigpu.launch.pulse import start_pulse
 
     _quiet_side_effects(identity)
-    atexit.register(_leave_group)
+    has_failed = threading.Event()
+    leave_group_at_exit(has_failed.is_set)
     run_dir = context.run_dir
     if run_dir is None:
         os.environ.update(identity.variables())
@@ -60,7 +61,7 @@ def enter_rank(
     start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
     events = EventWriter(run_dir, identity.rank, context.attempt, beat)
     events.write("started", pid=os.getpid())
-    _report_exception(identity, events, run_dir)
+    _report_exception(identity, events, run_dir, has_failed)
     return events, beat
 
 
@@ -89,15 +90,20 @@ def _quiet_side_effects(identity: RankIdentity) -> None:
         os.environ.setdefault("MPLBACKEND", "agg")
 
 
-def _leave_group() -> None:
-    """Ends the group's threads. Left to the interpreter's end they abort a process whose work was done."""
+def leave_group_at_exit(has_failed: Callable[[], bool]) -> None:
+    """Ends the group's threads with the process. Left to the interpreter's end they abort one whose work was done.
+
+    Args:
+        has_failed: Asked at exit: has an error ended this process? Then other ranks may not be there to take part.
+    """
+    atexit.register(leave_group, has_failed)
+
+
+def leave_group(has_failed: Callable[[], bool]) -> None:
+    """What `leave_group_at_exit` does at exit."""
     dist = sys.modules.get("torch.distributed")
-    # After an error other ranks are not there to take part.
-    if dist is not None and dist.is_initialized() and not _has_failed.is_set():
+    if dist is not None and dist.is_initialized() and not has_failed():
         dist.destroy_process_group()
-
-
-_has_failed = threading.Event()
 
 
 def die_with_supervisor(supervisor_pid: int) -> None:
@@ -126,9 +132,9 @@ def _ignore_stop_signal() -> None:
         signal.siginterrupt(signal.SIGUSR1, False)
 
 
-def _report_exception(identity: RankIdentity, events: EventWriter, run_dir: str) -> None:
+def _report_exception(identity: RankIdentity, events: EventWriter, run_dir: str, has_failed: threading.Event) -> None:
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        _has_failed.set()
+        has_failed.set()
         # Gives a text also where the exception's own str() raises.
         shown = traceback.TracebackException(kind, error, tb, compact=True)
         facts = {"error": f"{kind.__name__}: {shown}", "traceback": "".join(shown.format())}

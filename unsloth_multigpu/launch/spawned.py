@@ -13,7 +13,8 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
+
+import psutil
 
 from unsloth_multigpu.errors import LaunchError, SetupError
 from unsloth_multigpu.options import ENV_RANK_PID, ENV_RUN_DIR
@@ -101,11 +102,9 @@ def _is_same(own: RankIdentity, parents: Mapping[str, str]) -> bool:
 def _environment_of(pid: int) -> dict[str, str]:
     """The variables with which a process was started; none where the system does not tell."""
     try:
-        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
+        return dict(psutil.Process(pid).environ())
+    except psutil.Error:
         return {}
-    pairs = (os.fsdecode(line).partition("=") for line in lines)
-    return {name: value for name, separator, value in pairs if separator}
 
 
 def _group_size() -> int:

@@ -12,13 +12,11 @@ from typing import Any, NoReturn
 from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, VersionError
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.beat import Phase, read_beats
-from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.process import kill_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# `timeout` and job managers signal a process and its group: the same signal twice within this time is one.
-REPEAT_S = 0.2
 # The engine asks every 0.1 s while ranks run. When it has not asked for so long it is closing them, or waits for nodes.
 _QUIET_S = 1.0
 # What the same command meets again however often it is started. A script's own exit codes say nothing to us: those
@@ -45,7 +43,7 @@ class Stop:
         end: Raises what ends the engine. It passes the given signal on to the ranks.
 
     Attributes:
-        number: The signal that asked to stop, 0 = none.
+        signal_number: The signal that asked to stop, 0 = none.
         how: "saved" = the ranks were to stop by themselves, "late" = they did not within `grace_s`, "at once".
     """
 
@@ -62,26 +60,26 @@ class Stop:
         self._turn_s = 0.0
         self._attempt = 0
         self._is_over = False
-        self.number = 0
+        self.signal_number = 0
         self.how = "saved"
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+            self._before = {signal_number: signal.getsignal(signal_number) for signal_number in SIGNALS}
         self._own_signals()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for signal_number, handler in self._before.items():
+            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
         self._page.close()
 
     def is_asked(self) -> bool:
         """True once a signal has come to this process, or to another node."""
-        if self._received and not self.number:
+        if self._received and not self.signal_number:
             # It came while the engine was between two starts, or closing the ranks, and asked nobody.
-            self.number, self.how = self._received[0][0], "at once"
-        return self.number != 0
+            self.signal_number, self.how = self._received[0][0], "at once"
+        return self.signal_number != 0
 
     def begin_round(self, attempt: int) -> None:
         """Called before each start of the ranks; `attempt` = how often they were started before.
@@ -90,7 +88,7 @@ class Stop:
             RestartRefused: The ranks were to stop, or failed by what a restart cannot cure.
         """
         if self.is_asked():
-            raise RestartRefused(f"no restart after {signal.Signals(self.number).name}")
+            raise RestartRefused(f"no restart after {signal.Signals(self.signal_number).name}")
         if any(_is_permanent(event) for event in read_events(self._run_dir, attempt - 1)):
             raise RestartRefused("no restart: the ranks would fail the same way")
         self._attempt = attempt
@@ -101,56 +99,56 @@ class Stop:
         self._own_signals()
         self._turn_s = time.monotonic()
         while self._received:
-            number, time_s = self._received.pop(0)
-            if not self.number:
-                self._begin(number, time_s)
+            signal_number, time_s = self._received.pop(0)
+            if not self.signal_number:
+                self._begin(signal_number, time_s)
             elif time_s - self._first_s > REPEAT_S:
                 self._end_now("at once")
-        if not self.number and self._page.signal:
+        if not self.signal_number and self._page.signal:
             # A rank heard of it from another node.
-            self.number, self._first_s = self._page.signal, self._turn_s
-        if self.number and self._turn_s > self._page.deadline_s and not self._is_script_at_work():
+            self.signal_number, self._first_s = self._page.signal, self._turn_s
+        if self.signal_number and self._turn_s > self._page.deadline_s and not self._is_script_at_work():
             self._end_now("late")
 
     def _is_script_at_work(self) -> bool:
         """True where all ranks have left `train()` by a KeyboardInterrupt: what the script does then is its own."""
         events = read_events(self._run_dir, self._attempt)
         kinds = {kind: {e.rank for e in events if e.kind == kind} for kind in ("started", "stopped")}
-        return self.number == signal.SIGINT and kinds["started"] == kinds["stopped"]
+        return self.signal_number == signal.SIGINT and kinds["started"] == kinds["stopped"]
 
     def _own_signals(self) -> None:
         # Torch elastic puts handlers of its own in their place each time that it starts ranks, and torch 2.6 cannot be
         # told not to.
-        for number, before in self._before.items():
+        for signal_number, before in self._before.items():
             wanted = signal.SIG_IGN if before == signal.SIG_IGN else self._receive
-            if signal.getsignal(number) != wanted:
-                signal.signal(number, wanted)
+            if signal.getsignal(signal_number) != wanted:
+                signal.signal(signal_number, wanted)
 
-    def _receive(self, number: int, _frame: object) -> None:
+    def _receive(self, signal_number: int, _frame: object) -> None:
         now_s = time.monotonic()
         if self._is_over or now_s - self._turn_s > _QUIET_S:
-            self._end_at_once(number)
-        self._received.append((number, now_s))
+            self._end_at_once(signal_number)
+        self._received.append((signal_number, now_s))
 
-    def _begin(self, number: int, time_s: float) -> None:
-        self.number, self._first_s = number, time_s
+    def _begin(self, signal_number: int, time_s: float) -> None:
+        self.signal_number, self._first_s = signal_number, time_s
         # A page outlives its rank, and the next one is there only when its script has come so far.
         started = {e.rank for e in read_events(self._run_dir, self._attempt) if e.kind == "started"}
         beats = read_beats(self._run_dir)
         is_outside = all(b.phase is Phase.SCRIPT for r, b in beats.items() if r in started)
-        if not self._grace_s or is_outside or number == signal.SIGHUP:
-            self._end_at_once(number)
-        self._page.ask(number, time_s + self._grace_s)
-        name = signal.Signals(number).name
+        if not self._grace_s or is_outside or signal_number == signal.SIGHUP:
+            self._end_at_once(signal_number)
+        self._page.ask(signal_number, time_s + self._grace_s)
+        name = signal.Signals(signal_number).name
         tell(
             f"\nunsloth_multigpu: {name}: the ranks finish their step, save and stop, within {self._grace_s:g} s "
             "(grace_s). A second signal stops them at once.\n"
         )
 
-    def _end_at_once(self, number: int) -> NoReturn:
-        self.number, self.how, self._is_over = self.number or number, "at once", True
+    def _end_at_once(self, signal_number: int) -> NoReturn:
+        self.signal_number, self.how, self._is_over = self.signal_number or signal_number, "at once", True
         # Scripts may catch Ctrl-C. The ranks must not take other signals for something else.
-        self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        self._end(signal.SIGINT if signal_number == signal.SIGINT else signal.SIGTERM)
 
     def _end_now(self, how: str) -> NoReturn:
         self.how, self._is_over = how, True
@@ -170,7 +168,7 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
         grace_s: The ranks' limit.
         resume: The option.
     """
-    name = signal.Signals(stop.number).name
+    name = signal.Signals(stop.signal_number).name
     where = f"after step {step}" if step >= 0 else "before the first step"
     saved = [str(event.facts["checkpoint"]) for event in events if event.facts.get("checkpoint")]
     way = "The same command goes on" if resume == "auto" else "resume='auto' lets the same command go on"

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
 from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
@@ -204,7 +206,7 @@ class Watch:
             # Before faulthandler is set up, the signal would end the process.
             if paths[rank].exists():
                 send_to_main_thread(pid, signal.SIGUSR2)
-                if read_state(pid) == "T":
+                if read_state(pid) == psutil.STATUS_STOPPED:
                     send_signal(pid, signal.SIGCONT)
         deadline_s, sizes = time.monotonic() + _STACK_LIMIT_S, [-1]
         while time.monotonic() < deadline_s:
@@ -262,9 +264,9 @@ class Watch:
             # A handler of the script's own never runs while the main thread waits in native code.
             self._signal_all(pids, set(alive) - failed, signal.SIGKILL)
 
-    def _signal_all(self, pids: dict[int, int], ranks: Collection[int], number: signal.Signals) -> None:
+    def _signal_all(self, pids: dict[int, int], ranks: Collection[int], signal_number: signal.Signals) -> None:
         for rank in ranks:
-            kill_rank(pids[rank]) if number == signal.SIGKILL else send_signal(pids[rank], number)
+            kill_rank(pids[rank]) if signal_number == signal.SIGKILL else send_signal(pids[rank], signal_number)
 
 
 def _write_private(path: Path, text: str) -> None:

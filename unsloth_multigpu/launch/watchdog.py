@@ -81,8 +81,8 @@ def find_hang(
     """
     if hang_timeout_s <= 0:
         return None
-    unheard_s = {n.number: now_s - n.heard_s for n in others}
-    heard = [n for n in others if unheard_s[n.number] <= _NEWS_S]
+    unheard_s = {n.index: now_s - n.heard_s for n in others}
+    heard = [n for n in others if unheard_s[n.index] <= _NEWS_S]
     known = {**{r: b for n in heard for r, b in n.beats.items()}, **beats}
     work_s = _WORK_FACTOR * max((b.longest_s for b in known.values()), default=0.0)
     limit_s = {
@@ -107,7 +107,7 @@ def find_hang(
         waits = hung & beats.keys()
         if not lost_s and min(still_s[r] for r in waits) <= hang_timeout_s * LONGEST_FACTOR:
             return None  # A rank of a node that is still to be heard may be saving.
-        return _blame_nodes({r: beats[r] for r in waits}, still_s, [n for n in others if n.number in lost_s], lost_s)
+        return _blame_nodes({r: beats[r] for r in waits}, still_s, [n for n in others if n.index in lost_s], lost_s)
     return _name_node(hang or _blame(known, hung, still_s), heard, beats)
 
 
@@ -191,7 +191,7 @@ def _blame_nodes(
     doing = f"wait in {name} for {still_s[rank]:.0f} s" if name else f"make no progress for {still_s[rank]:.0f} s"
     why = "the connection between ranks is gone, or a device has stopped computing"
     if lost:
-        each = [f"node {n.number}{_ranks_of(n)} has not been heard for {lost_s[n.number]:.0f} s" for n in lost]
+        each = [f"node {n.index}{_ranks_of(n)} has not been heard for {lost_s[n.index]:.0f} s" for n in lost]
         why = f"{', '.join(each)}: the connection is gone, or that machine"
     return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {why}", beat.step)
 
@@ -204,8 +204,8 @@ def _ranks_of(node: Node) -> str:
 def _name_node(hang: Hang, heard: Sequence[Node], own: Collection[int]) -> Hang:
     if hang.rank is None or hang.rank in own:
         return hang
-    number = next(n.number for n in heard if hang.rank in n.beats)
-    return replace(hang, message=f"{hang.message}; rank {hang.rank} is on node {number}")
+    index = next(n.index for n in heard if hang.rank in n.beats)
+    return replace(hang, message=f"{hang.message}; rank {hang.rank} is on node {index}")
 
 
 def _blame(beats: Mapping[int, Beat], hung: Collection[int], still_s: Mapping[int, float]) -> Hang:

@@ -110,7 +110,9 @@ class SerialTrainer(Part):
         logger.info(
             "legacy serial path (enable_ddp=False): %d replicas compute one after the other on %s, "
             "gradient_aggregation=%s; one device alone is faster",
-            *(len(self._devices), ", ".join(map(str, self._devices)), self.aggregation),
+            len(self._devices),
+            ", ".join(map(str, self._devices)),
+            self.aggregation,
         )
         start = time.monotonic()
         with Loop(trainer, [self]).steering():

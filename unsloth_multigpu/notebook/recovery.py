@@ -5,7 +5,6 @@ Imported inside functions only.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import weakref
@@ -19,10 +18,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
+from unsloth_multigpu.group.model import inner_name, torch_optimizer
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
-from unsloth_multigpu.group.wrapper import inner_name
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.wire.digest import digest_of
 
 logger = get_logger(__name__)
 
@@ -180,29 +180,20 @@ def _ddp_in(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
         model = getattr(model, name)
 
 
-def _optimizer_of(trainer: Any) -> Any:
-    """torch's optimizer, inside accelerate's; None before the first training."""
-    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-
-
 def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _facts_of(trainer: Any) -> dict[str, Any]:
     """What must be equal on two ranks before one can take the state of the other."""
-    optimizer = _optimizer_of(trainer)
+    optimizer = torch_optimizer(trainer)
     weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in replicated_tensors(trainer.model)]
     shapes = optimizer and [tuple(p.shape) for p in _parameters_of(optimizer)]
     return {
         "class": type(trainer).__name__,
-        "trainable weights": [len(weights), _hash_of(weights)],
-        "optimizer": optimizer and [type(optimizer).__name__, len(shapes), _hash_of(shapes)],
+        "trainable weights": [len(weights), digest_of(weights)],
+        "optimizer": optimizer and [type(optimizer).__name__, len(shapes), digest_of(shapes)],
     }
-
-
-def _hash_of(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def _check_same_facts(number: int, ranks: list[dict[str, Any]]) -> None:
@@ -219,7 +210,7 @@ def _check_same_facts(number: int, ranks: list[dict[str, Any]]) -> None:
 
 def _send_trainer(manager: DDPManager, trainer: Any) -> None:
     """Collective."""
-    optimizer, model = _optimizer_of(trainer), trainer.model
+    optimizer, model = torch_optimizer(trainer), trainer.model
     weights = [t for _, t in replicated_tensors(model)]
     send_state(manager, {"weights": weights, "buffers": list(persistent_buffers(model))})
     states = None if optimizer is None else [optimizer.state.get(p) for p in _parameters_of(optimizer)]
@@ -230,7 +221,7 @@ def _send_trainer(manager: DDPManager, trainer: Any) -> None:
             hint="Make a new Trainer with a new optimizer, on all ranks.",
         )
     _take_optimizer_states(trainer, states)
-    optimizer, scheduler = _optimizer_of(trainer), trainer.lr_scheduler
+    optimizer, scheduler = torch_optimizer(trainer), trainer.lr_scheduler
     groups = optimizer and [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     scaler = trainer.accelerator.scaler
     mine = {
@@ -256,11 +247,11 @@ def _take_optimizer_states(trainer: Any, states: list[Any] | None) -> None:
     """Puts rank 0's states in place of this rank's. On rank 0 they are the same objects."""
     if states is None:
         if trainer.optimizer is not None:
-            _optimizer_of(trainer).state.clear()
+            torch_optimizer(trainer).state.clear()
         return
     if trainer.optimizer is None and any(states):
         trainer.create_optimizer()
-    optimizer = _optimizer_of(trainer)
+    optimizer = torch_optimizer(trainer)
     for parameter, state in zip(_parameters_of(optimizer) if optimizer else (), states, strict=False):
         if state:
             optimizer.state[parameter] = state

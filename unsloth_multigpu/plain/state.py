@@ -17,7 +17,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import ConfigError, DistributedError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.wrapper import inner_name
+from unsloth_multigpu.group.model import inner_name
 
 _MOST_NAMED = 5
 

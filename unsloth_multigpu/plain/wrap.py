@@ -5,7 +5,6 @@ Imported inside functions only.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager, local_device
-from unsloth_multigpu.group.wrapper import inner_name
+from unsloth_multigpu.group.model import inner_name
+from unsloth_multigpu.launch.rank import leave_group_at_exit
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.row import Scope
@@ -48,7 +48,7 @@ class GroupManager(DDPManager):
         if self.identity.world_size > 1 and not dist.is_initialized():
             # srun and mpirun name them otherwise; torch reads these.
             os.environ.update(self.identity.variables())
-            atexit.register(_leave_group)
+            leave_group_at_exit(_has_failed)
         super().open_group()
 
 
@@ -249,7 +249,6 @@ def _with_ddp(
     )
 
 
-def _leave_group() -> None:
-    """Ends the group's threads. After an error other ranks are not there to take part."""
-    if dist.is_initialized() and not hasattr(sys, "last_value"):
-        dist.destroy_process_group()
+def _has_failed() -> bool:
+    """True where an error ends this process: Python keeps the one that it has shown."""
+    return hasattr(sys, "last_value")

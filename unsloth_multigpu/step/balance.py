@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +15,6 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.step.attention import attention_of
-from unsloth_multigpu.step.collation import as_collated
 from unsloth_multigpu.step.cost import (
     ANY_COST,
     CostModel,
@@ -30,9 +27,10 @@ from unsloth_multigpu.step.cost import (
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.loss import LossScale, has_router_loss
+from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
 from unsloth_multigpu.step.sampler import steps_ahead
 from unsloth_multigpu.step.step import Plan
-from unsloth_multigpu.step.stopwatch import Lap, Stopwatch
+from unsloth_multigpu.wire.digest import digest_of
 
 logger = get_logger(__name__)
 
@@ -113,8 +111,9 @@ class Balancer:
             self._go_on_from(self.resumed)
         except SetupError as error:
             reason = error
-        digest = hashlib.blake2b(repr(self._lengths).encode(), digest_size=8).hexdigest()
-        self._manager.check_same({"lengths of samples": digest, "balance": reason.args[0] if reason else self.state()})
+        self._manager.check_same(
+            {"lengths of samples": digest_of(self._lengths), "balance": reason.args[0] if reason else self.state()}
+        )
         if reason is not None:
             if is_demanded:
                 asked = "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
@@ -200,15 +199,15 @@ class Balancer:
                 hint=f"Set max_tokens_per_micro_batch={longest} or more, or truncate the samples.",
             )
 
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> Callable[[], Plan] | None:
-        """What makes the plan of the `number`-th step, which has these samples; None where they are dealt in order.
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> Callable[[], Plan] | None:
+        """What makes the plan of step `step_index`, which has these samples; None where they are dealt in order.
 
-        Which measurements count follows from the number alone: a step is planned ahead, by what was known some steps
+        Which measurements count follows from the index alone: a step is planned ahead, by what was known some steps
         before, and has the same plan on all ranks, with any number of workers' steps begun, and after a resume.
         """
         if self.balance is None:
             return None
-        known = next((balance for until, balance in self._earlier if number <= until), self.balance)
+        known = next((balance for until, balance in self._earlier if step_index <= until), self.balance)
         return functools.partial(balance_step, [self._lengths[i] for i in samples], sizes, known, regroup=self._regroup)
 
     @property

@@ -26,14 +26,35 @@ _MAX_VALUES = 1_000_000
 # Of these only numbers and texts are looked at, and a tokenizer's number of tokens.
 _KNOWN_LIBRARIES = frozenset(
     {
-        *("accelerate", "datasets", "huggingface_hub", "peft", "pyarrow", "safetensors", "tokenizers", "torch"),
-        *("tqdm", "transformers", "trl", "unsloth", "unsloth_multigpu", "unsloth_zoo"),
+        "accelerate",
+        "datasets",
+        "huggingface_hub",
+        "peft",
+        "pyarrow",
+        "safetensors",
+        "tokenizers",
+        "torch",
+        "tqdm",
+        "transformers",
+        "trl",
+        "unsloth",
+        "unsloth_multigpu",
+        "unsloth_zoo",
     }
 )
 # What pickling an object that was not made for it raises. RecursionError is a RuntimeError.
 _NOT_PICKLED = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, ReferenceError),
-    *(RuntimeError, TypeError, ValueError, pickle.PicklingError),
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    ReferenceError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.PicklingError,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,6 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.balance import Balancer
-from unsloth_multigpu.step.collation import free_rows
 from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.loss import (
     LossScale,
@@ -249,7 +248,7 @@ class StepFeed(Part):
         inputs = [without_labels(m.inputs) if m.piece.is_filler else m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
         if self.balancer.varies_rows:
-            free_rows(inputs)
+            _free_rows(inputs)
         if self._scale.is_token_normalised and num_items is None:
             raise SetupError(
                 f"{type(self.trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
@@ -410,3 +409,18 @@ def _without_effect(loss: torch.Tensor) -> torch.Tensor:
         stack.extend(following for following, _ in node.next_functions)
     zero = sum((p.reshape(-1)[:1].sum() * 0.0 for p in parameters), start=torch.zeros_like(loss))
     return zero if zero.requires_grad else loss * 0.0
+
+
+def _free_rows(inputs: Sequence[Any]) -> None:
+    """Takes back that a Trainer has marked the number of rows as one that stays.
+
+    Unsloth marks it for the compiler when it counts a step's tokens; what is compiled and takes a mask or tokens would
+    be compiled again for each number of rows. A weak mark goes before a static one.
+
+    Args:
+        inputs: What a model is called with, each a mapping of tensors.
+    """
+    for batch in inputs:
+        for value in batch.values() if isinstance(batch, Mapping) else ():
+            if 0 in getattr(value, "_dynamo_static_indices", ()):
+                torch._dynamo.maybe_mark_dynamic(value, 0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial, Sample
@@ -212,13 +213,15 @@ def author_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
 
 def name_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
     """The loss, as a user knows it."""
+    model = trainer.model
     if callable(trainer.compute_loss_func):
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
     if getattr(compute_loss, "__self__", None) is not trainer:
         return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
     owner = owner_of(trainer, "compute_loss")
-    is_of_model = owner.__module__.startswith("transformers.")
-    return f"the loss of {type(_base_model(trainer)).__name__}" if is_of_model else f"{owner.__name__}.compute_loss"
+    if owner.__module__.startswith("transformers."):
+        return f"the loss of {type(base_model(model)).__name__}"
+    return f"{owner.__name__}.compute_loss"
 
 
 def is_scripts_own(trainer: Any, method: str) -> bool:
@@ -237,24 +240,18 @@ def _is_known(owner: Any) -> bool:
 
 def has_router_loss(trainer: Any) -> bool:
     """True where a mixture of experts adds a loss of its own for each micro-batch, whatever is in it."""
-    config: Any = getattr(trainer.model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(trainer.model)
     return bool(getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False))
 
 
 def _declared_scale(trainer: Any) -> LossScale:
-    loss_function = getattr(_base_model(trainer), "loss_function", None)
+    loss_function = getattr(base_model(trainer.model), "loss_function", None)
     takes_count = loss_function is not None and "num_items_in_batch" in inspect.signature(loss_function).parameters
     return LossScale(takes_count or trainer.compute_loss_func is not None, is_multiplied=True)
 
 
-def _base_model(trainer: Any) -> Any:
-    model = trainer.model
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _has_stock_model(trainer: Any) -> bool:
-    return type(_base_model(trainer)).__module__.startswith(_STOCK_MODELS)
+    return type(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
 
 
 def _scale_of_counted(trainer: Any, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:

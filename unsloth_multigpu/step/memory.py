@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from unsloth_multigpu.errors import MultiGPUError
@@ -107,6 +107,4 @@ def _host_figures() -> list[str]:
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_bytes != resource.RLIM_INFINITY:
         facts.append(f"the process may have {limit_bytes / 1e9:.2f} GB (RLIMIT_AS)")
-    if free := re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text()):
-        facts.append(f"the machine has {int(free[1]) * 1024 / 1e9:.2f} GB left")
-    return facts
+    return [*facts, f"the machine has {psutil.virtual_memory().available / 1e9:.2f} GB left"]

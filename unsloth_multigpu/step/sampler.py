@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.draw import draw_seed, drawn_from, seeded_draws
+from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.step.ahead import Ahead
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step

@@ -29,8 +29,8 @@ class StepPlanner(Protocol):
     @property
     def num_steps(self) -> int: ...
 
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> Callable[[], Plan] | None:
-        """What makes the plan of the `number`-th step; None where it is to be dealt in order.
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> Callable[[], Plan] | None:
+        """What makes the plan of step `step_index`; None where it is to be dealt in order.
 
         Called at the same place of the training on all ranks. What it returns reads nothing that changes, so that it
         may be called at any time, in any thread.
@@ -42,7 +42,7 @@ class InOrder:
 
     num_steps = 0
 
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], number: int) -> None:
+    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> None:
         """No plan."""
 
 
@@ -74,9 +74,9 @@ class StepShape:
         """This rank's pieces of a step that is dealt in order."""
         return self._mine(deal_step(sizes, self.world_size, regroup=self.regroup, whole=self.whole), sizes)
 
-    def pieces(self, sizes: Sequence[int], samples: Sequence[int], number: int) -> Ahead[list[Piece]]:
-        """This rank's pieces of the `number`-th step; `samples` are its indices in a data set with random access."""
-        make = self.planner.plan(samples, sizes, number)
+    def pieces(self, sizes: Sequence[int], samples: Sequence[int], step_index: int) -> Ahead[list[Piece]]:
+        """This rank's pieces of step `step_index`; `samples` are its indices in a data set with random access."""
+        make = self.planner.plan(samples, sizes, step_index)
         return Ahead(lambda: self.in_order(sizes) if make is None else self._mine(make(), sizes))
 
     def _mine(self, plan: Sequence[Sequence[Piece]], sizes: Sequence[int]) -> list[Piece]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.draw import draw_seed, seeded_draws
+from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
 from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
 
 
@@ -82,22 +82,22 @@ class StepStream(IterableDataset[Step]):
         length = self._num_micro_batches()
         batches = islice(self._reference, length)
         num_read = 0
-        for number in count():
+        for step_index in count():
             # Seeds of the loader's workers are drawn here as well, with the first batch.
-            with seeded_draws(draw_seed(self._shape.seed, self._epoch, number)):
+            with seeded_draws(draw_seed(self._shape.seed, self._epoch, step_index)):
                 batch = list(islice(batches, self._shape.num_accumulated))
             num_read += len(batch)
             if len(batch) < self._shape.num_accumulated and num_read != length:
-                self._keep(batch, number)
+                self._keep(batch, step_index)
                 return
             if not batch:
                 return
             self._cursor["steps"] += 1
             self._cursor["samples"] += sum(map(len, batch))
-            if number < num_done:
+            if step_index < num_done:
                 yield _SKIPPED
                 continue
-            step = self._collated(batch, number)
+            step = self._collated(batch, step_index)
             # Of a pass that is gone on with it was part of a step that is skipped.
             step.left_over, self._left_over = self._left_over, None
             yield step
@@ -109,7 +109,7 @@ class StepStream(IterableDataset[Step]):
         except TypeError:
             return None
 
-    def _keep(self, micro_batches: list[Rows], number: int) -> None:
+    def _keep(self, micro_batches: list[Rows], step_index: int) -> None:
         """Keeps what is left at the end of a pass without a length.
 
         Raises:
@@ -117,19 +117,19 @@ class StepStream(IterableDataset[Step]):
         """
         if not micro_batches:
             return
-        if number == 0:
+        if step_index == 0:
             raise SetupError(
                 f"The stream ended after {len(micro_batches)} micro-batch(es), fewer than gradient_accumulation_steps="
                 f"{self._shape.num_accumulated}: without a length such a pass has no step, and the training no end.",
                 hint=f"Set gradient_accumulation_steps={len(micro_batches)} or less, or give the data set a __len__.",
             )
-        self._left_over = self._collated(micro_batches, number)
+        self._left_over = self._collated(micro_batches, step_index)
 
-    def _collated(self, step: list[Rows], number: int) -> Step:
+    def _collated(self, step: list[Rows], step_index: int) -> Step:
         rows = [row for batch in step for row in batch]
         pieces = self._shape.in_order([len(batch) for batch in step])
         mine = [[rows[p] for p in piece.positions] for piece in pieces]
-        with seeded_draws(draw_seed(self._shape.rank_seed, self._epoch, number)):
+        with seeded_draws(draw_seed(self._shape.rank_seed, self._epoch, step_index)):
             return collate_step(pieces, mine, len(step), self._collate, self._shape.regroup)
 
     def set_epoch(self, epoch: int) -> None:

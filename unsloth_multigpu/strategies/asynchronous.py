@@ -109,7 +109,8 @@ class AsyncParameterServerSync(GradientSync):
         if self._server is not None and self.num_steps:
             logger.info(
                 "sync=parameter_server: a rank was at most %d steps ahead, a gradient missed at most %d updates",
-                *(self.max_lead_steps, self.max_missed_updates),
+                self.max_lead_steps,
+                self.max_missed_updates,
             )
         if self._server is not None:
             self._server.join()

@@ -13,6 +13,7 @@ from torch import nn
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.model import torch_optimizer
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override
 from unsloth_multigpu.strategies.choice import make_sync
@@ -79,9 +80,7 @@ class Exchange(GradientExchange):
                 hint="Make a new Trainer with the plain model, or set sync='ddp'.",
             )
         is_loss_scaled = trainer.accelerator.scaler is not None
-        # accelerate's wrapper; the strategy wants torch's own.
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self.sync = make_sync(self._config, trainer.model, optimizer, is_loss_scaled=is_loss_scaled)
+        self.sync = make_sync(self._config, trainer.model, torch_optimizer(trainer), is_loss_scaled=is_loss_scaled)
         self.sync.begin()
         if self._checkpoint is not None:
             self._load_state(Path(self._checkpoint, STATE_FILE))

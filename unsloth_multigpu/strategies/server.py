@@ -70,8 +70,11 @@ class WeightServer:
         timeout_s: float,
     ) -> None:
         self.is_stopping = False
-        self._optimizer, self._parameters, self._clock = optimizer, parameters, clock
-        self._group, self._timeout_s = group, timeout_s
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._clock = clock
+        self._group = group
+        self._timeout_s = timeout_s
         self._masters = [nn.Parameter(p.detach().clone()) for p in parameters]
         self._turn = threading.Condition()
         self._own_step = ExitStack()

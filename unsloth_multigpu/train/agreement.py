@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
-from collections.abc import Callable
 from typing import Protocol
 
 from torch.distributed import Store
 
 from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.process import is_alive
+from unsloth_multigpu.wire.wait import wait_until
 
-_POLL_S = 0.02
 # Trainings of one process follow each other; the points of each fit into so many bits.
 _TRAINING_BITS = 44
 
@@ -28,8 +26,8 @@ class Agreement(Protocol):
     counted. Hence all ranks stop at the same point.
     """
 
-    def is_reached(self, point: int, number: int) -> int:
-        """Says that this rank has come to `point`, where signal `number` (0 = none) asks it to stop.
+    def is_reached(self, point: int, signal_number: int) -> int:
+        """Says that this rank has come to `point`, where signal `signal_number` (0 = none) asks it to stop.
 
         Returns:
             The signal for which all ranks stop here, 0 = go on.
@@ -53,7 +51,7 @@ class PageAgreement:
         trained = page.points()[local_rank] >> _TRAINING_BITS
         self._base = (trained + 1) << _TRAINING_BITS
 
-    def is_reached(self, point: int, number: int) -> int:
+    def is_reached(self, point: int, signal_number: int) -> int:
         page, point = self._page, self._base + point
         # Without a lock the machine may show what another rank says only after this one has looked.
         with page.lock():
@@ -84,14 +82,16 @@ class StoreAgreement:
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         training = store.add(f"preempt/trainings/{rank}", 1)
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._prefix = f"preempt/{training}"
 
-    def is_reached(self, point: int, number: int) -> int:
+    def is_reached(self, point: int, signal_number: int) -> int:
         store = self._store
         store.set(f"{self._prefix}/point/{self._rank}", str(point))
-        if number:
-            store.compare_set(f"{self._prefix}/signal", "", str(number))
+        if signal_number:
+            store.compare_set(f"{self._prefix}/signal", "", str(signal_number))
         elif not store.check([f"{self._prefix}/signal"]):
             return 0
         points = [self._point(rank) for rank in range(self._world_size)]
@@ -111,17 +111,8 @@ class StoreAgreement:
 class AloneAgreement:
     """One rank."""
 
-    def is_reached(self, point: int, number: int) -> int:
-        return number
+    def is_reached(self, point: int, signal_number: int) -> int:
+        return signal_number
 
     def leave(self, deadline_s: float) -> bool:
         return True
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
-    """Polls until `condition()`. False where it does not hold by the deadline, on the clock of `time.monotonic`."""
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(_POLL_S)
-    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.step import MicroBatch, Step
+from unsloth_multigpu.wire.digest import digest_int64
 
 logger = get_logger(__name__)
 
@@ -166,13 +166,13 @@ class RunningStatistics(Part):
         values = torch.where(self._is_average, averaged, moving)
         parts = values.split([m.num_features for m in self._layers for _ in range(2)])
         with torch.no_grad():
-            for layer, mean, variance, number in zip(
+            for layer, mean, variance, num_batches in zip(
                 self._layers, parts[::2], parts[1::2], counts + num_calls, strict=True
             ):
                 for buffer, value in (
                     (layer.running_mean, mean),
                     (layer.running_var, variance),
-                    (layer.num_batches_tracked, number),
+                    (layer.num_batches_tracked, num_batches),
                 ):
                     assert buffer is not None
                     buffer.copy_(value)
@@ -267,8 +267,7 @@ class EqualBuffers(Part):
         """Gives every rank rank 0's values of buffers that differ. Collective: one number where none does."""
         facts = _facts(self._trainer.model)
         text = json.dumps(facts)
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        digests = self._manager.gather_int64([int.from_bytes(digest, "little", signed=True)])
+        digests = self._manager.gather_int64([digest_int64(text.encode())])
         if all(row == digests[0] for row in digests):
             return
         first, *others = (json.loads(gathered) for gathered in self._manager.gather_texts(text))
@@ -312,8 +311,8 @@ def _facts(model: nn.Module) -> dict[str, list[Any]]:
     """Shape, dtype and hash of each buffer, as JSON values."""
     buffers = {name: buffer for name, _, _, buffer in kept_buffers(model)}
     return {
-        name: [list(buffer.shape), str(buffer.dtype).removeprefix("torch."), number]
-        for (name, buffer), number in zip(buffers.items(), tensor_hashes(list(buffers.values())), strict=True)
+        name: [list(buffer.shape), str(buffer.dtype).removeprefix("torch."), fingerprint]
+        for (name, buffer), fingerprint in zip(buffers.items(), tensor_hashes(list(buffers.values())), strict=True)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -25,10 +26,9 @@ from unsloth_multigpu.train.gradient import (
     not_finite_parameters,
     total_norm,
 )
+from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
-
-_POLL_S = 0.01
 
 
 class StepCheck(Part):
@@ -243,19 +243,23 @@ class BatchCount:
         deadline = time.monotonic() + timeout_s
         for rank in set(range(identity.world_size)) - {identity.rank}:
             what = f"rank {rank} to have no more batches either"
-            while True:
-                text = self._manager.wait_for(f"batches/{rank}", what, timeout_s=timeout_s)
-                epoch, num_batches, has_ended = json.loads(text)
-                if epoch == self._epoch and (num_batches > self._num_batches or has_ended):
-                    self._compare(rank, num_batches)
-                if epoch > self._epoch or (epoch == self._epoch and has_ended):
-                    break
-                if time.monotonic() > deadline:
-                    raise RankTimeoutError(
-                        f"rank {identity.rank} waited {timeout_s:g} seconds for {what}.",
-                        hint="Let all ranks read the same data, or raise timeout_s where it only takes long.",
-                    )
-                time.sleep(_POLL_S)
+            if not wait_until(functools.partial(self._has_ended_epoch, rank, what), deadline):
+                raise RankTimeoutError(
+                    f"rank {identity.rank} waited {timeout_s:g} seconds for {what}.",
+                    hint="Let all ranks read the same data, or raise timeout_s where it only takes long.",
+                )
+
+    def _has_ended_epoch(self, rank: int, what: str) -> bool:
+        """True once the rank has no more batches in this epoch, as this one.
+
+        Raises:
+            DivergenceError: It has had more of them, or fewer.
+        """
+        text = self._manager.wait_for(f"batches/{rank}", what, timeout_s=self._manager.config.timeout_s)
+        epoch, num_batches, has_ended = json.loads(text)
+        if epoch == self._epoch and (num_batches > self._num_batches or has_ended):
+            self._compare(rank, num_batches)
+        return bool(epoch > self._epoch or (epoch == self._epoch and has_ended))
 
     def _compare(self, other: int, num_batches: int) -> None:
         mine = self._manager.identity.rank

@@ -134,14 +134,14 @@ class OneDecision(Part):
 
     def _together(self, moment: Moment, mine: int) -> int:
         """All ranks come by here, and rank 0's flags are those of all."""
-        board, number = self._checked_board(), self._num_words
+        board, index = self._checked_board(), self._num_words
         self._num_words += 1
         if self._rank == 0:
-            board.put(number, mine | moment << len(_FLAGS))
+            board.put(index, mine | moment << len(_FLAGS))
             return mine
-        word = board.get(number)
+        word = board.get(index)
         if word is None:
-            word = self._wait(functools.partial(board.get, number), moment)
+            word = self._wait(functools.partial(board.get, index), moment)
         if word >> len(_FLAGS) != moment:
             there = Moment(word >> len(_FLAGS)).name.lower()
             raise DivergenceError(
@@ -153,23 +153,23 @@ class OneDecision(Part):
 
     def _apart(self, moment: Moment, mine: int) -> int:
         """Ranks come by here when they like. None waits but for a meeting."""
-        board, number = self._checked_board(), 2 * self._step + (moment == Moment.EPOCH)
+        board, index = self._checked_board(), 2 * self._step + (moment == Moment.EPOCH)
         if self._rank == 0:
-            return self._decide(board, number, mine)
-        word = board.look(number) if mine else board.claim(number, PASSED)
+            return self._decide(board, index, mine)
+        word = board.look(index) if mine else board.claim(index, PASSED)
         if word is None or word == WAIT:
-            word = self._wait(functools.partial(board.look, number), moment)
+            word = self._wait(functools.partial(board.look, index), moment)
         return 0 if word == PASSED else word
 
-    def _decide(self, board: Board, number: int, mine: int) -> int:
-        if number == self._postponed_to:
+    def _decide(self, board: Board, index: int, mine: int) -> int:
+        if index == self._postponed_to:
             mine, self._postponed, self._postponed_to = mine | self._postponed, 0, -1
-            board.settle(number, mine)
+            board.settle(index, mine)
             return mine
-        if board.claim(number, mine) != PASSED or not mine:
+        if board.claim(index, mine) != PASSED or not mine:
             return mine
         if self._postponed_to < 0:
-            self._postponed_to = number + 2 - number % 2
+            self._postponed_to = index + 2 - index % 2
             while board.claim(self._postponed_to, WAIT) == PASSED:
                 self._postponed_to += 2
         self._postponed |= mine
@@ -273,7 +273,9 @@ class Overruled:
             logger.warning(
                 "a callback of rank %d has set control.%s after step %d, and none of rank 0 did: rank 0's word counts. "
                 "Let the callback decide alike on all ranks",
-                *(self._rank, name, step),
+                self._rank,
+                name,
+                step,
             )
 
 

@@ -1,14 +1,23 @@
-"""What DDP is told about a model."""
+"""DDP for one training: accelerate wraps the model in it, with our settings, and no step may pass it by."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.errors import DivergenceError, SetupError
+from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
+from unsloth_multigpu.group.manager import DDPManager, gradient_backend
+from unsloth_multigpu.group.model import base_model
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.seam import instance_attribute
+
+logger = get_logger(__name__)
 
 # Attributes of a model's config that mean: some steps leave some parameters without a gradient.
 _CONDITIONAL_PARTS = (
@@ -27,6 +36,97 @@ _DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 # Unsloth's fused loss and its embeddings read the base weight and pass by a LoRA on these.
 _READ_BY_WEIGHT = ("lm_head", "embed")
+# A rank of 4 keeps more of LoRA's small matrices than torch's default of 1, whose loss of accuracy is large. torch's
+# 1000 steps before the first compressed one are longer than many fine-tunings; error feedback needs at least 2.
+_POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
+_HOOKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("bf16", {}),
+    "fp16": ("fp16", {}),
+    "powersgd": ("power_sgd", _POWER_SGD),
+}
+
+
+class DDPWrapping(Part):
+    """Exchanges gradients by DDP.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager, one of several.
+    """
+
+    place = "exchange"
+
+    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+        self._trainer = trainer
+        self._config: MultiGPUConfig = manager.config
+        # False from the start of a training by DDP until its first forward pass.
+        self._is_forward_seen = True
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Checks how gradients are to be sent.
+
+        Raises:
+            SetupError: They cannot be compressed as asked.
+        """
+        accelerator, compression = self._trainer.accelerator, self._config.grad_compression
+        if compression is not None:
+            backend = gradient_backend(self._trainer.args.device)
+            hook = str(getattr(accelerator.ddp_handler, "comm_hook", "no"))
+            check_compression(compression, backend, hook, is_loss_scaled=accelerator.scaler is not None)
+            logger.info("grad_compression=%s: gradients are sent smaller and are no longer exact", compression)
+        forget_evaluation(self._trainer)
+        yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"prepare_model": self._prepare_model}
+
+    def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`, which makes DDP and is all that reads its settings."""
+        # transformers 4 makes new ones just before. They are taken back: the next `train()` must find the script's own.
+        from accelerate.utils import DistributedDataParallelKwargs
+
+        accelerator, compression = self._trainer.accelerator, self._config.grad_compression
+        handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+        settings = ddp_settings(model, self._config, self._trainer.args)
+        if compression is not None:
+            settings.update(compression_settings(compression))
+        with ExitStack() as stack:
+            stack.enter_context(instance_attribute(accelerator, "ddp_handler", handler))
+            for name, value in settings.items():
+                stack.enter_context(instance_attribute(handler, name, value))
+            left_alone = NamesOutsideDDP(model)
+            stack.enter_context(instance_attribute(model, "_ddp_params_and_buffers_to_ignore", left_alone))
+            wrapped = original(model, *args, **kwargs)
+        inner = getattr(wrapped, "_orig_mod", wrapped)
+        is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
+        if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
+            raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
+        if is_trained:
+            make_readable(inner, model, handler.find_unused_parameters)
+        return wrapped
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Looks for the first forward pass by DDP."""
+        wrapped = self._trainer.model_wrapped
+        if not isinstance(wrapped, ReadableDDP):
+            return  # A compiler stands around it, which would trace the hook; or it is the script's own DDP.
+
+        def see(*_: Any) -> None:
+            self._is_forward_seen = True
+            handle.remove()
+
+        self._is_forward_seen = False
+        handle = wrapped.register_forward_pre_hook(see)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuses a step in which each rank has used its own gradients, before its weights are saved."""
+        if not self._is_forward_seen:
+            raise DivergenceError(
+                f"The forward pass passed by DDP in step {state.global_step}: the model that compute_loss is given was "
+                "not called, and the ranks' gradients did not meet.",
+                hint="Call the model that compute_loss(model, inputs) is given, not self.model or model.module.",
+            )
 
 
 class ReadableDDP(nn.parallel.DistributedDataParallel):
@@ -163,8 +263,8 @@ def uses_every_parameter(model: nn.Module) -> bool:
     config: Any = getattr(model, "config", None)
     if config is None or isinstance(config, dict):
         return False
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not type(base).__module__.startswith(("transformers.", "unsloth")):  # Unsloth compiles classes into its modules.
+    # Unsloth compiles classes into its modules.
+    if not type(base_model(model)).__module__.startswith(("transformers.", "unsloth")):
         return False  # A class of the script, whatever its name says.
     names = (*_CONDITIONAL_PARTS, *_DROPPED_LAYERS)
     # Read by attribute as well, since a config may map one name to another.
@@ -195,3 +295,64 @@ def _has_any(values: Mapping[Any, Any], names: Collection[str]) -> bool:
         (value and key in names) or (isinstance(value, Mapping) and _has_any(value, names))
         for key, value in values.items()
     )
+
+
+def compression_settings(compression: str) -> dict[str, Any]:
+    """Attributes of accelerate's `DistributedDataParallelKwargs`.
+
+    "fp16" and "bf16" send 16 bits for each element: fp16 has 11 significant bits and loses what is below 6e-8, bf16 has
+    8 and the range of fp32. "powersgd" sends two thin matrices of rank 4 for each matrix, from the tenth backward on,
+    and carries what it left out into the next step. What it carries is not in a checkpoint and takes the memory of the
+    gradients once more. Each rank factorises for itself: ranks need cards of one kind to stay equal.
+    """
+    from accelerate.utils import DDPCommunicationHookType
+
+    hook, options = _HOOKS[compression]
+    # Not the hook's name: accelerate passes over a text without a word, and compresses nothing.
+    return {"comm_hook": DDPCommunicationHookType(hook), "comm_state_option": dict(options)}
+
+
+def check_compression(compression: str, backend: str, hook_of_script: str, *, is_loss_scaled: bool) -> None:
+    """Refuses what cannot work before anything is trained.
+
+    Args:
+        compression: `MultiGPUConfig.grad_compression`.
+        backend: Process group backend that moves the gradients: "nccl", "gloo", "xccl".
+        hook_of_script: The `comm_hook` that the script gave accelerate itself, "no" for none.
+        is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
+
+    Raises:
+        SetupError: With what to use instead.
+    """
+    if hook_of_script != "no":
+        raise SetupError(
+            f"grad_compression={compression!r}, but the script registers the communication hook {hook_of_script!r}.",
+            hint="Use one of the two: a model has one hook.",
+        )
+    # bf16: torch refuses it. powersgd: each bucket sends twice, the second time when the first has arrived. gloo knows
+    # messages by their order only, and buckets arrive in another order on each rank: it hangs, or mixes them up.
+    if compression in ("bf16", "powersgd") and backend not in ("nccl", "xccl"):
+        raise SetupError(
+            f"grad_compression={compression!r} needs NCCL or XCCL; the gradients of this run go over {backend}.",
+            hint='Use grad_compression="fp16" or leave it out.',
+        )
+    # Scaled gradients overflow now and then, and the scaler passes over that step. But what powersgd carries into the
+    # next ones is NaN from then on, so all would be passed over.
+    if compression == "powersgd" and is_loss_scaled:
+        raise SetupError(
+            "grad_compression='powersgd' cannot work with fp16=True, whose scaled gradients overflow now and then.",
+            hint="Use bf16=True, or another grad_compression.",
+        )
+
+
+def ddp_sent_bytes(model: nn.Module, manager: DDPManager, num_steps: int) -> int | None:
+    """Bytes that this rank has sent in a training of `num_steps` steps; see `RankReport`."""
+    compression, identity = manager.config.grad_compression, manager.identity
+    if compression == "powersgd":
+        return None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    size = num_bytes(*trained) if compression is None else 2 * sum(p.numel() for p in trained)
+    # DDP gives every rank rank 0's weights first, and its buffers in each step.
+    first, buffers = num_bytes(*model.parameters(), *model.buffers()), num_bytes(*model.buffers())
+    followed = first + num_steps * buffers if identity.rank < identity.world_size - 1 else 0
+    return followed + num_steps * all_reduce_bytes(size, identity.world_size)

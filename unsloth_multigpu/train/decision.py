@@ -21,7 +21,7 @@ PASSED = 1 << 8
 WAIT = 1 << 9
 
 _WORD_BYTES = 8
-_PAYLOAD_BITS, _NUMBER_BITS = 10, 40
+_PAYLOAD_BITS, _INDEX_BITS = 10, 40
 # A rank may be so many points ahead of another. Between two collectives there are a few.
 _RING = 4096
 _FILE = "decisions"
@@ -43,20 +43,20 @@ class Board(Protocol):
     def begin(self, training: int) -> None:
         """Words of other trainings count as not written."""
 
-    def put(self, number: int, word: int) -> None:
-        """Rank 0 writes word `number`."""
+    def put(self, index: int, word: int) -> None:
+        """Rank 0 writes word `index`."""
 
-    def get(self, number: int) -> int | None:
-        """Word `number`, None as long as it is not written."""
+    def get(self, index: int) -> int | None:
+        """Word `index`, None as long as it is not written."""
 
-    def claim(self, number: int, word: int) -> int:
-        """Writes claim `number` unless another rank has. Returns what stands there then."""
+    def claim(self, index: int, word: int) -> int:
+        """Writes claim `index` unless another rank has. Returns what stands there then."""
 
-    def settle(self, number: int, word: int) -> None:
+    def settle(self, index: int, word: int) -> None:
         """Rank 0 replaces its own claim."""
 
-    def look(self, number: int) -> int | None:
-        """Claim `number`, None as long as it is not written."""
+    def look(self, index: int) -> int | None:
+        """Claim `index`, None as long as it is not written."""
 
     def close(self) -> None:
         """Lets go of what it holds."""
@@ -91,40 +91,40 @@ class PageBoard:
     def begin(self, training: int) -> None:
         self._training = training
 
-    def put(self, number: int, word: int) -> None:
-        self._memory[1 + number % _RING] = self._pack(number, word)
+    def put(self, index: int, word: int) -> None:
+        self._memory[1 + index % _RING] = self._pack(index, word)
 
-    def get(self, number: int) -> int | None:
-        found = self._read(1 + number % _RING)
-        if found is not None and found[0] > number:
+    def get(self, index: int) -> int | None:
+        found = self._read(1 + index % _RING)
+        if found is not None and found[0] > index:
             raise DistributedError(
-                f"rank 0 is {found[0] - number} decisions ahead of this rank.", hint="Report this message."
+                f"rank 0 is {found[0] - index} decisions ahead of this rank.", hint="Report this message."
             )
-        return found[1] if found is not None and found[0] == number else None
+        return found[1] if found is not None and found[0] == index else None
 
-    def claim(self, number: int, word: int) -> int:
+    def claim(self, index: int, word: int) -> int:
         with self._lock():
-            there = self.look(number)
+            there = self.look(index)
             if there is None:
-                self.settle(number, word)
+                self.settle(index, word)
         return word if there is None else there
 
-    def settle(self, number: int, word: int) -> None:
-        self._memory[1 + _RING + number % _RING] = self._pack(number, word)
+    def settle(self, index: int, word: int) -> None:
+        self._memory[1 + _RING + index % _RING] = self._pack(index, word)
 
-    def look(self, number: int) -> int | None:
-        found = self._read(1 + _RING + number % _RING)
-        if found is None or found[0] < number:
+    def look(self, index: int) -> int | None:
+        found = self._read(1 + _RING + index % _RING)
+        if found is None or found[0] < index:
             return None
-        return found[1] if found[0] == number else PASSED  # A rank is a whole ring ahead.
+        return found[1] if found[0] == index else PASSED  # A rank is a whole ring ahead.
 
-    def _pack(self, number: int, word: int) -> int:
-        return (((self._training << _NUMBER_BITS) + number) << _PAYLOAD_BITS) + word
+    def _pack(self, index: int, word: int) -> int:
+        return (((self._training << _INDEX_BITS) + index) << _PAYLOAD_BITS) + word
 
     def _read(self, place: int) -> tuple[int, int] | None:
         head, word = divmod(self._memory[place], 1 << _PAYLOAD_BITS)
-        training, number = divmod(head, 1 << _NUMBER_BITS)
-        return (number, word) if training == self._training else None
+        training, index = divmod(head, 1 << _INDEX_BITS)
+        return (index, word) if training == self._training else None
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -157,28 +157,28 @@ class StoreBoard:
     def begin(self, training: int) -> None:
         self._prefix = f"control/{training}"
 
-    def put(self, number: int, word: int) -> None:
-        self._store.set(self._key("word", number), str(word))
-        if number >= _RING:
-            self._store.delete_key(self._key("word", number - _RING))
+    def put(self, index: int, word: int) -> None:
+        self._store.set(self._key("word", index), str(word))
+        if index >= _RING:
+            self._store.delete_key(self._key("word", index - _RING))
 
-    def get(self, number: int) -> int | None:
-        return self._read("word", number)
+    def get(self, index: int) -> int | None:
+        return self._read("word", index)
 
-    def claim(self, number: int, word: int) -> int:
-        return int(self._store.compare_set(self._key("claim", number), "", str(word)))
+    def claim(self, index: int, word: int) -> int:
+        return int(self._store.compare_set(self._key("claim", index), "", str(word)))
 
-    def settle(self, number: int, word: int) -> None:
-        self._store.set(self._key("claim", number), str(word))
+    def settle(self, index: int, word: int) -> None:
+        self._store.set(self._key("claim", index), str(word))
 
-    def look(self, number: int) -> int | None:
-        return self._read("claim", number)
+    def look(self, index: int) -> int | None:
+        return self._read("claim", index)
 
-    def _key(self, name: str, number: int) -> str:
-        return f"{self._prefix}/{name}/{number}"
+    def _key(self, name: str, index: int) -> str:
+        return f"{self._prefix}/{name}/{index}"
 
-    def _read(self, name: str, number: int) -> int | None:
-        key = self._key(name, number)
+    def _read(self, name: str, index: int) -> int | None:
+        key = self._key(name, index)
         return int(self._store.get(key)) if self._store.check([key]) else None
 
 

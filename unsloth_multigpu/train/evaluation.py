@@ -91,7 +91,7 @@ class Evaluation:
 
     def _prediction_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.prediction_step`: keeps apart what the batch adds to TRL's metrics."""
-        number = self._num_done * self._shard.num_processes + self._shard.process_index
+        batch_index = self._num_done * self._shard.num_processes + self._shard.process_index
         num_batches, batch_size = len(self._batches), self._batches.batch_size
         last = self._num_rows - (num_batches - 1) * batch_size
         before = {name: (values, len(values)) for name, values in self._collected()}
@@ -101,8 +101,8 @@ class Evaluation:
         finally:
             self._in_step = False
             self._num_done += 1
-        self._note(before, is_filler=number >= num_batches)
-        if number == num_batches - 1 and num_batches > 1 and last < batch_size:
+        self._note(before, is_filler=batch_index >= num_batches)
+        if batch_index == num_batches - 1 and num_batches > 1 and last < batch_size:
             # Predictions are gathered row by row, and the rows behind the last are cut off again.
             logits, labels = (_filled_up(x, last, batch_size) for x in (logits, labels))
         return loss, logits, labels
@@ -130,8 +130,8 @@ class Evaluation:
     def _merge(self) -> None:
         """Puts all batches' metrics into each rank's lists, in the order of one process."""
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(self._noted))]
-        for number in range(max(map(len, ranks), default=0)):
-            for noted in (rank[number] for rank in ranks if number < len(rank)):
+        for batch_index in range(max(map(len, ranks), default=0)):
+            for noted in (rank[batch_index] for rank in ranks if batch_index < len(rank)):
                 for name, values in noted.items():
                     attribute, _, metric = name.partition("/")
                     getattr(self._trainer, attribute)["eval"].setdefault(metric, []).extend(values)

@@ -16,7 +16,7 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
 from unsloth_multigpu.wire.beat import BeatPage, Phase
-from unsloth_multigpu.wire.control import ControlPage
+from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import EventWriter
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ logger = get_logger(__name__)
 
 # Where no supervisor of ours catches them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A signal that comes twice at once is one: srun sends it to the ranks, and so does their launcher.
-REPEAT_S = 0.2
 # Points are (step, batch of an evaluation after it).
 _BATCH_BITS = 20
 
@@ -36,7 +34,7 @@ class Caught:
     """Catches signals in a rank that has no supervisor of ours. A second one does what it did before."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.signal_number = 0
         self._time_s = 0.0
         self._before: dict[int, Any] = {}
 
@@ -45,8 +43,8 @@ class Caught:
         """Owns the signals meanwhile; those that are ignored stay so."""
         if threading.current_thread() is threading.main_thread():
             self._before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
-        for number in self._before:
-            signal.signal(number, self._receive)
+        for signal_number in self._before:
+            signal.signal(signal_number, self._receive)
         try:
             yield
         finally:
@@ -56,12 +54,12 @@ class Caught:
         while self._before:
             signal.signal(*self._before.popitem())
 
-    def _receive(self, number: int, _frame: object) -> None:
-        if not self.number:
-            self.number, self._time_s = number, time.monotonic()
+    def _receive(self, signal_number: int, _frame: object) -> None:
+        if not self.signal_number:
+            self.signal_number, self._time_s = signal_number, time.monotonic()
         elif time.monotonic() - self._time_s > REPEAT_S:
             self._give_back()
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal_number)
 
 
 class Preemption(Part):
@@ -76,7 +74,7 @@ class Preemption(Part):
         may_stop: False between two points at which a stop changes nothing, the same on all ranks.
 
     Attributes:
-        number: The signal for which the ranks are stopping, 0 = none.
+        signal_number: The signal for which the ranks are stopping, 0 = none.
     """
 
     place = "preemption"
@@ -102,7 +100,7 @@ class Preemption(Part):
         self._agreement: Agreement = AloneAgreement()
         self._batch = 0
         self._saved_step = -1
-        self.number = 0
+        self.signal_number = 0
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -147,12 +145,12 @@ class Preemption(Part):
         if self._events is not None:
             # "Is in training", with a fact.
             self._events.write("training", checkpoint=self._checkpoint())
-        if self.number:
+        if self.signal_number:
             self.leave()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Nothing was to be saved. An evaluation or the best model at the end would take the time that is left.
-        if self.number:
+        if self.signal_number:
             self.leave()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -162,13 +160,13 @@ class Preemption(Part):
 
     def is_stopping(self) -> bool:
         """True at the point where all ranks stop. Asked once for each point."""
-        if not self.number and self._may_stop():
-            asked = self._caught.number if self._page is None else self._page.signal
+        if not self.signal_number and self._may_stop():
+            asked = self._caught.signal_number if self._page is None else self._page.signal
             point = (self._trainer.state.global_step << _BATCH_BITS) + self._batch
-            self.number = self._agreement.is_reached(point, asked)
-            if self.number and self._events is not None:
-                self._events.write("stopping", signal=signal.Signals(self.number).name)
-        return self.number != 0
+            self.signal_number = self._agreement.is_reached(point, asked)
+            if self.signal_number and self._events is not None:
+                self._events.write("stopping", signal=signal.Signals(self.signal_number).name)
+        return self.signal_number != 0
 
     @property
     def is_save_wanted(self) -> bool:
@@ -198,7 +196,7 @@ class Preemption(Part):
         # The engine ends all ranks with the first process that ends, and others may be writing still.
         if not self._agreement.leave(deadline_s):
             logger.warning("not all ranks have saved within grace_s=%g", self._config.grace_s)
-        name = signal.Signals(self.number).name
+        name = signal.Signals(self.signal_number).name
         step = self._trainer.state.global_step
         if page is not None and not page.signal:
             if ":" in self._config.nnodes:
@@ -206,11 +204,11 @@ class Preemption(Part):
                     f"A node leaves the run after step {step}, on {name}.",
                     hint="Set max_restarts to go on with the nodes that stay.",
                 )
-            page.ask(self.number, deadline_s)
+            page.ask(self.signal_number, deadline_s)
         if self._events is not None:
             self._events.write("stopped", signal=name, checkpoint=self._checkpoint())
         elif self._manager.identity.rank == 0:
             logger.info("stopped by %s after step %d, checkpoint=%s", name, step, self._checkpoint() or "none")
-        if self.number == signal.SIGINT:
+        if self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(128 + self.number)
+        raise SystemExit(128 + self.signal_number)

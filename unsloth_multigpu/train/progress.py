@@ -61,7 +61,7 @@ class Progress(Part):
         try:
             yield
         except BaseException as error:
-            if not self._preemption.number:
+            if not self._preemption.signal_number:
                 facts = {"exit_code": exit_code(error)} if isinstance(error, SystemExit) else {}
                 self._tell("left_training", error=f"{type(error).__name__}: {error}", **facts)
             raise

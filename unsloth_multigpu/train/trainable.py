@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence, Set
@@ -16,6 +15,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
+from unsloth_multigpu.wire.digest import digest_hex
 
 logger = get_logger(__name__)
 
@@ -127,8 +127,7 @@ class TrainedParameters(Part):
         """
         identity, self._num_changes = self._manager.identity, self._num_changes + 1
         names = [(n, id(p) in added) for n, p in self._trainer.model.named_parameters() if id(p) in added | removed]
-        digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=8).hexdigest()
-        mine = json.dumps([self._step, digest])
+        mine = json.dumps([self._step, digest_hex(json.dumps(names).encode())])
         prefix = f"trained/{self._training}/{self._num_changes}"
         self._manager.publish(f"{prefix}/{identity.rank}", mine)
         # Before the others' collective gives up, which would say less.

@@ -26,14 +26,13 @@ from unsloth_multigpu.tool import attached
 from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
+from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
-from unsloth_multigpu.train.traffic import ddp_sent_bytes
 from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
-from unsloth_multigpu.train.wrapping import DDPWrapping
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter

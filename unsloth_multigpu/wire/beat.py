@@ -67,12 +67,12 @@ class Node:
     """What is known of the ranks of another node.
 
     Args:
-        number: Of the node, among those of this round.
+        index: Of the node, among those of this round.
         heard_s: When it was last heard, or when the round began, on `time.monotonic`'s clock.
         beats: Of its ranks, as it was last heard; empty while it has not all of them at work.
     """
 
-    number: int
+    index: int
     heard_s: float
     beats: Mapping[int, Beat]
 
@@ -187,14 +187,14 @@ def encode_beats(beats: Mapping[int, Beat], now_s: float) -> str:
 
     The first value is that clock, by which two texts differ even if nothing has happened in between.
     """
-    rows = [
-        [
-            *(r, b.step, b.phase, b.micro_batch, b.collective, b.operation),
-            *(now_s - b.progress_s, now_s - b.alive_s, b.longest_s),
-        ]
-        for r, b in beats.items()
-    ]
+    rows = [[rank, *_row_of(beat, now_s)] for rank, beat in beats.items()]
     return json.dumps([now_s, rows])
+
+
+def _row_of(beat: Beat, now_s: float) -> list[Any]:
+    """What `_decode` reads behind the rank."""
+    ages_s = [now_s - beat.progress_s, now_s - beat.alive_s]
+    return [beat.step, beat.phase, beat.micro_batch, beat.collective, beat.operation, *ages_s, beat.longest_s]
 
 
 def decode_beats(text: bytes, now_s: float) -> dict[int, Beat] | None:

@@ -13,10 +13,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from unsloth_multigpu.wire.folder import make_log
-from unsloth_multigpu.wire.process import kill_rank
+from unsloth_multigpu.wire.process import KILL_LIMIT_S, kill_rank
 
-# From SIGKILL until the process is gone; a driver may hold it longer.
-_KILL_LIMIT_S = 5.0
 _TAIL_LINES = 25
 # It becomes the program. A debugger that is attached to this process goes into each Python that it sees being started,
 # and lets it wait for a client of its own, which VS Code and JupyterLab never send; a shell it leaves alone.
@@ -89,7 +87,7 @@ class Child:
         # Before it is collected: until then nobody else can have its number.
         kill_rank(self.pid)
         try:
-            self.exit_code = self._process.wait(_KILL_LIMIT_S)
+            self.exit_code = self._process.wait(KILL_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.exit_code = -signal.SIGKILL
 

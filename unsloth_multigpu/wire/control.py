@@ -13,6 +13,9 @@ _WORD_BYTES = 8
 # Words of the page: the signal, the point to stop at, the deadline, then two for each rank.
 _SIGNAL, _STOP_POINT, _DEADLINE_NS, _FIRST_RANK = range(4)
 _FILE = "control"
+# `timeout` and job managers signal a process and its group, srun the ranks and so does their launcher: the same signal
+# twice within this time is one.
+REPEAT_S = 0.2
 
 
 class ControlPage:
@@ -54,11 +57,11 @@ class ControlPage:
         """When the ranks must have stopped, on the clock of `time.monotonic`."""
         return self._words[_DEADLINE_NS] / 1e9
 
-    def ask(self, number: int, deadline_s: float) -> None:
+    def ask(self, signal_number: int, deadline_s: float) -> None:
         """Asks the ranks to stop. The first to ask is heard."""
         if not self.signal:
             self._words[_DEADLINE_NS] = int(deadline_s * 1e9)
-            self._words[_SIGNAL] = number
+            self._words[_SIGNAL] = signal_number
 
     @property
     def stop_point(self) -> int:

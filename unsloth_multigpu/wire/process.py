@@ -1,4 +1,8 @@
-"""What the kernel says of a process and of the machine's memory. Linux."""
+"""Processes: do they live, who ends them, and has the machine run out of memory? Linux.
+
+psutil tells of processes. What it has no words for is read or called here: a signal to the main thread alone, the exit
+code of a child that somebody else collects, and how often the kernel has killed for lack of memory.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +16,36 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
 
 _POLL_S = 0.01
 # From SIGKILL until a process is gone; a driver may hold it longer.
-_KILL_LIMIT_S = 5.0
+KILL_LIMIT_S = 5.0
 
 
 def is_alive(pid: int) -> bool:
     """True if the process exists and is no zombie."""
-    return read_state(pid) not in "ZX"
+    return read_state(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def read_state(pid: int) -> str:
-    """State of a process, one letter of proc(5): "R", "S", "D", "T" = stopped, "Z", "X" = gone."""
-    return _read_stat(pid)[0]
+    """One of psutil's `STATUS_...`; `STATUS_DEAD` also for a process that is gone."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return str(psutil.STATUS_DEAD)
 
 
 def read_held_bytes(pid: int) -> int:
     """Memory of the machine that the process holds now; 0 where it is gone."""
-    return int(_read_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def wait_for_exit(pid: int) -> int | None:
@@ -50,20 +62,20 @@ def wait_for_exit(pid: int) -> int | None:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def send_signal(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, signal_number: signal.Signals) -> None:
     """Sends a signal; a process that has ended needs none."""
     try:
-        os.kill(pid, number)
+        os.kill(pid, signal_number)
     except ProcessLookupError:
         logger.debug("pid=%d had already ended", pid)
 
 
-def send_to_main_thread(pid: int, number: signal.Signals) -> None:
+def send_to_main_thread(pid: int, signal_number: signal.Signals) -> None:
     """Sends a signal that no other thread may take: a stopped process then handles it before it goes on."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30.
     if tgkill is None:
-        send_signal(pid, number)
-    elif tgkill(pid, pid, number) != 0:
+        send_signal(pid, signal_number)
+    elif tgkill(pid, pid, signal_number) != 0:
         logger.debug("pid=%d had already ended", pid)
 
 
@@ -99,23 +111,23 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
 def wait_after_kill(process: subprocess.Popen[Any]) -> None:
     """Collects a process that was sent SIGKILL; a driver may hold it, and then it is left to init."""
     with suppress(subprocess.TimeoutExpired):
-        process.wait(_KILL_LIMIT_S)
+        process.wait(KILL_LIMIT_S)
 
 
 def find_marked(marker: str) -> list[int]:
     """Living processes that have inherited a variable with `marker` in it, wherever they are attached by now."""
     found = []
-    for entry in Path("/proc").iterdir():
+    for pid in psutil.pids():
         # One that has ended meanwhile, or is another user's.
-        with suppress(OSError):
-            if entry.name.isdigit() and os.fsencode(marker) in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+        with suppress(psutil.Error):
+            if any(marker in f"{name}={value}" for name, value in psutil.Process(pid).environ().items()):
+                found.append(pid)
     return found
 
 
 def kill_marked(marker: str) -> list[int]:
     """SIGKILL to all that `find_marked` finds, and to what those start meanwhile; returns those that did not end."""
-    end_s = time.monotonic() + _KILL_LIMIT_S
+    end_s = time.monotonic() + KILL_LIMIT_S
     seen: set[int] = set()
     while True:
         found = find_marked(marker)
@@ -134,14 +146,6 @@ def count_memory_kills() -> int:
     Only a difference tells something; a kill is counted more than once where several counters see it.
     """
     return sum(map(_read_kills, _kill_counters()))
-
-
-def _read_stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on; the second holds the name, with any character in it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["X"] + ["0"] * 49
 
 
 def _kill_counters() -> Iterator[Path]:

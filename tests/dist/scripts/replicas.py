@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from tiny_llama import tiny_llama  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from unsloth_multigpu.train import wrapping as steering  # noqa: E402
+from unsloth_multigpu.train import ddp as steering  # noqa: E402
 
 rank = int(os.environ["RANK"])
 NORM = "model.layers.0.input_layernorm.weight"

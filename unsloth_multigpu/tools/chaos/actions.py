@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 
 # The supervisor looks for signals ten times a second, and takes two of them within 0.2 s for one.
@@ -68,7 +69,7 @@ def _tell_supervisor(signal_number: signal.Signals, pid: int | None, *, times: i
 def run_out_of_memory(device: torch.device) -> None:
     """Raises what torch raises where a device's memory is not enough."""
     if device.type == "cpu":
-        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used_bytes = psutil.Process().memory_info().vms
         # The limit is lifted afterwards: reporting the error needs memory.
         with limited(resource.RLIMIT_AS, used_bytes + _MEMORY_LEFT_BYTES):
             torch.empty(_MEMORY_ASKED_BYTES, dtype=torch.uint8)

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from unsloth_multigpu.step.stopwatch import Stopwatch
+from unsloth_multigpu.step.measure import Stopwatch
 
 CPU = torch.device("cpu")
 PAUSE_S = 0.05
