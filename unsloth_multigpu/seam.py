@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unsloth_multigpu.errors import PatchError
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import check_version
 
 _MISSING: Any = object()
@@ -204,7 +205,7 @@ def steered(owner: Any, name: str, method: Callable[..., Any], *, is_needed: boo
         yield
 
 
-def verify_seams(trainer: Any) -> None:
+def verify_seams(trainer: TrainerLike) -> None:
     """Checks, when a training begins, that every method of the table is there and has the parameters that are used.
 
     Raises:
@@ -232,7 +233,7 @@ def check_seam(seam: InstanceSeam, owner: type) -> bool:
     return True
 
 
-def verify_calls(trainer: Any, event: Literal["step", "step end", "save"]) -> None:
+def verify_calls(trainer: TrainerLike, event: Literal["step", "step end", "save"]) -> None:
     """Checks, behind the first step or a checkpoint, that what is steered was called.
 
     Raises:
@@ -248,7 +249,7 @@ def verify_calls(trainer: Any, event: Literal["step", "step end", "save"]) -> No
             raise _misfit(seam, type(owner), what)
 
 
-def owner_of(seam: InstanceSeam, trainer: Any) -> Any:
+def owner_of(seam: InstanceSeam, trainer: TrainerLike) -> Any:
     return trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
 
 

@@ -21,6 +21,7 @@ from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool, attached
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
@@ -88,7 +89,7 @@ class Session:
         self.on_close.close()
         self.console.close()
 
-    def run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+    def run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
         from unsloth_multigpu.train.search import trial_set_up
 
@@ -113,7 +114,7 @@ class Session:
             "of the script, as under torchrun. Let the trainer's train() call super().train()"
         )
 
-    def _run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+    def _run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
         train_index = self.program.begin_training()
         if not self.config.enable_ddp:
@@ -151,7 +152,7 @@ class Session:
         asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
         return self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and not self.tool.is_comparison)
 
-    def _run_serial(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
+    def _run_serial(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""
         steered = attached(_SERIAL)(trainer, self.config)
         result = steered.run(original_train)
@@ -159,7 +160,7 @@ class Session:
         return result
 
 
-def _loop_of(trainer: Any, part: Part) -> AbstractContextManager[None]:
+def _loop_of(trainer: TrainerLike, part: Part) -> AbstractContextManager[None]:
     from unsloth_multigpu.train.loop import Loop
 
     return Loop(trainer, [part]).steering()

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from unsloth_multigpu.part import Part
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 
@@ -37,10 +38,10 @@ class Tool:
             SetupError: They do not allow what the tool is for.
         """
 
-    def adjust_arguments(self, args: Any) -> None:
+    def adjust_arguments(self, args: ArgumentsLike) -> None:
         """Called with `TrainingArguments` before they check themselves."""
 
-    def part(self, trainer: Any, session: Any, steps: Any) -> Part | None:
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         """What it adds to a training; None where it has nothing to do in it.
 
         Args:

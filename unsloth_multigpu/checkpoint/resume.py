@@ -23,6 +23,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)
@@ -51,7 +52,7 @@ class Resume(Part):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         steps: StepFeed,
         arguments: dict[str, Any],
@@ -186,7 +187,7 @@ class Resume(Part):
                 logger.warning("%s", line)
         return [Found(answer["step"]) for answer in answers]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Lets the epoch that is gone on with have the order that it was begun with."""
         loader = self._steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
@@ -222,7 +223,7 @@ class Resume(Part):
         return original(*args, **kwargs)
 
 
-def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, number: int) -> dict[str, Any]:
+def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: int, number: int) -> dict[str, Any]:
     """What must be equal for a checkpoint to be one of this training: name -> JSON value.
 
     Args:

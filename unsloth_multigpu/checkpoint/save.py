@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
@@ -25,6 +25,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -47,7 +48,12 @@ class Checkpoints(Part):
     place = "checkpoints"
 
     def __init__(
-        self, trainer: Any, manager: DDPManager, steps: StepFeed, exchange: GradientExchange | None, resume: Resume
+        self,
+        trainer: TrainerLike,
+        manager: DDPManager,
+        steps: StepFeed,
+        exchange: GradientExchange | None,
+        resume: Resume,
     ) -> None:
         self._trainer = trainer
         self._manager = manager
@@ -72,7 +78,9 @@ class Checkpoints(Part):
             return metrics
         return self._agree(metrics)  # An `evaluate` of the script may have added some.
 
-    def _decide_alike(self, original: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any) -> Any:
+    def _decide_alike(
+        self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
+    ) -> Any:
         """`CallbackHandler.on_evaluate`, by which early stopping decides."""
         metrics.update(self._agree(metrics))
         return original(args, state, control, metrics)
@@ -116,7 +124,7 @@ class Checkpoints(Part):
                 trainer.state.stateful_callbacks = callbacks
             self._in_writers(name, final, functools.partial(self._complete, part, final, before))
         if pushes:
-            trainer._push_from_checkpoint(os.fspath(final))
+            cast(OptionalTrainer, trainer)._push_from_checkpoint(os.fspath(final))
 
     def _in_writers(self, name: str, final: Path, complete: Callable[[], None]) -> None:
         """Lets the writers do something that takes longer than a collective may, while the others wait. Collective."""

@@ -33,6 +33,7 @@ from unsloth_multigpu.step.loss import LossScale, has_router_loss
 from unsloth_multigpu.step.sampler import steps_ahead
 from unsloth_multigpu.step.step import Plan
 from unsloth_multigpu.step.stopwatch import Lap, Stopwatch
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
 
@@ -60,7 +61,7 @@ class Balancer:
         manager: This rank's manager.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
@@ -310,7 +311,7 @@ def _numbers(balance: Balance) -> dict[str, Any]:
     }
 
 
-def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:
+def _may_regroup(scale: LossScale, trainer: TrainerLike, *, is_demanded: bool) -> bool:
     """True where micro-batches can be made anew, False where only rows can be exchanged between them."""
     if scale.misfit is not None:
         has_router = has_router_loss(trainer)

@@ -34,6 +34,7 @@ from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labe
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.step.trial import draw_samples
 from unsloth_multigpu.step.weighing import ROWS, SUM
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
 
 logger = get_logger(__name__)
@@ -57,7 +58,7 @@ class StepFeed(Part):
     # An evaluation binds what it finds in the place of accelerate's `gather`.
     keeps = ("args.gradient_accumulation_steps", "args.average_tokens_across_devices", "gather_function")
 
-    def __init__(self, trainer: Any, manager: DDPManager, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: BeatPage) -> None:
         self.trainer = trainer
         self.manager = manager
         self._beat = beat
@@ -104,7 +105,7 @@ class StepFeed(Part):
         # One process that is only guarded weighs nothing; a script's own step may pass by the loss there.
         return seam != "compute_loss" or self._is_shared
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         is_first, self._is_begun = not self._is_begun, True
         # A stream is to shuffle for its epoch also where the Trainer resumes in it: accelerate forgets it there. Later
         # epochs are told by the loop, which counts passes of a stream, too.

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial, Sample
 from unsloth_multigpu.step.weighing import ROWS, SUM, weight_of
+from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -102,7 +103,7 @@ class LossScale:
 
 
 def find_loss_scale(
-    trainer: Any,
+    trainer: TrainerLike,
     draw_samples: Callable[[], list[Sample]],
     compute_loss: Callable[..., Any] | None = None,
     *,
@@ -148,7 +149,7 @@ def find_loss_scale(
         weighing = SUM if scale.is_token_normalised else ""
         fit = trial.fit(samples, count, weighing, with_gradient=with_gradient)
         misfit = Misfit(fit.problem, fit.value, fit.gradient, fit.norm_ratio) if fit.problem else None
-        if misfit is None and name == "DPOTrainer" and not _SORTING_LOSSES.isdisjoint(trainer.args.loss_type):
+        if misfit is None and name == "DPOTrainer" and not _SORTING_LOSSES.isdisjoint(_loss_types(trainer)):
             misfit = SORTED
         if not scale.is_token_normalised:
             is_alone = misfit is None and fit.weighing == ROWS and _counts_rows_alone(trainer, name, samples, fit)
@@ -175,7 +176,7 @@ class LossWatch:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         compute_loss: Callable[..., Any],
         scale: LossScale,
         draw_samples: Callable[[int], list[Sample]],
@@ -200,7 +201,7 @@ class LossWatch:
         return Misfit(fit.problem, fit.value) if has_changed else None
 
 
-def author_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
+def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
     """Name of the class of transformers, TRL or Unsloth whose loss it is; "" = the script's own."""
     owner = owner_of(trainer, "compute_loss")
     is_method = getattr(compute_loss, "__self__", None) is trainer
@@ -210,7 +211,7 @@ def author_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
     return str(owner.__name__).removeprefix("_Unsloth")
 
 
-def name_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
+def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
     """The loss, as a user knows it."""
     if callable(trainer.compute_loss_func):
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
@@ -221,12 +222,12 @@ def name_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
     return f"the loss of {type(_base_model(trainer)).__name__}" if is_of_model else f"{owner.__name__}.compute_loss"
 
 
-def is_scripts_own(trainer: Any, method: str) -> bool:
+def is_scripts_own(trainer: TrainerLike, method: str) -> bool:
     """True where the class that has the method is of the script: not of transformers, TRL or Unsloth."""
     return not _is_known(owner_of(trainer, method))
 
 
-def owner_of(trainer: Any, method: str) -> Any:
+def owner_of(trainer: TrainerLike, method: str) -> Any:
     """The class of the trainer that defines the method."""
     return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
 
@@ -235,29 +236,29 @@ def _is_known(owner: Any) -> bool:
     return str(owner.__module__).startswith(("transformers.", *_KNOWN_AUTHORS))
 
 
-def has_router_loss(trainer: Any) -> bool:
+def has_router_loss(trainer: TrainerLike) -> bool:
     """True where a mixture of experts adds a loss of its own for each micro-batch, whatever is in it."""
     config: Any = getattr(trainer.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False))
 
 
-def _declared_scale(trainer: Any) -> LossScale:
+def _declared_scale(trainer: TrainerLike) -> LossScale:
     loss_function = getattr(_base_model(trainer), "loss_function", None)
     takes_count = loss_function is not None and "num_items_in_batch" in inspect.signature(loss_function).parameters
     return LossScale(takes_count or trainer.compute_loss_func is not None, is_multiplied=True)
 
 
-def _base_model(trainer: Any) -> Any:
+def _base_model(trainer: TrainerLike) -> Any:
     model = trainer.model
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _has_stock_model(trainer: Any) -> bool:
+def _has_stock_model(trainer: TrainerLike) -> bool:
     return type(_base_model(trainer)).__module__.startswith(_STOCK_MODELS)
 
 
-def _scale_of_counted(trainer: Any, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
+def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
     """Is a loss that is told the step's count divided by it, and multiplied by the number of ranks?"""
     few, many, multiplied = _losses_by_count(trial, inputs)
     if max(map(abs, (few, many, multiplied))) < ZERO_LOSS:
@@ -294,12 +295,17 @@ def _losses_by_count(trial: LossTrial, inputs: Any) -> tuple[float, float, float
     return few, many, trial.value(inputs, _FEW_ITEMS, over_ranks=True)
 
 
-def _counts_rows_alone(trainer: Any, name: str, samples: Sequence[Sample], fit: Fit) -> bool:
+def _loss_types(trainer: TrainerLike) -> set[str]:
+    """Those of a DPOTrainer."""
+    return set(cast(OptionalArguments, trainer.args).loss_type)
+
+
+def _counts_rows_alone(trainer: TrainerLike, name: str, samples: Sequence[Sample], fit: Fit) -> bool:
     """True only where it is known that no other mean than that over rows is meant: then rows may be exchanged."""
     if not _has_stock_model(trainer) or has_router_loss(trainer):
         return False
     if name == "DPOTrainer":
-        return set(trainer.args.loss_type) <= _PAIRWISE_LOSSES
+        return _loss_types(trainer) <= _PAIRWISE_LOSSES
     labels = samples[0].whole.get("labels") if isinstance(samples[0].whole, Mapping) else None
     if name != "Trainer" or not isinstance(labels, torch.Tensor):
         return False

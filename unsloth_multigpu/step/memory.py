@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.trainer_protocol import ArgumentsLike
 
 # torch's allocator for the CPU, drivers, cuBLAS and NCCL have no class of their own for it.
 _TEXT = re.compile(r"out of memory|can(no|')t allocate memory|ALLOC_FAILED", re.IGNORECASE)
@@ -49,7 +50,7 @@ def explain(error: BaseException, *, rank: int, device: torch.device, place: str
             error.add_note(f"{facts}{figures}\nHint: {hint}")
 
 
-def advice(args: Any, device: torch.device, *, is_evaluation: bool) -> str:
+def advice(args: ArgumentsLike, device: torch.device, *, is_evaluation: bool) -> str:
     """What to set, by what the training has set.
 
     Args:

@@ -27,6 +27,7 @@ from unsloth_multigpu.step.tracing import (
     plain,
     source_of,
 )
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -106,7 +107,7 @@ class Metrics(Part):
 
     place = "metrics"
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self.is_dealing = False
@@ -137,7 +138,7 @@ class Metrics(Part):
             "evaluation_loop": self._evaluation_loop,
         }
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # The Trainer is about to log what its last step has left; after the last epoch nothing else comes.
         self._is_epoch_end = True
 
@@ -434,7 +435,7 @@ def _metric(name: str) -> str:
     return name.partition("\n")[0].partition("/")[2]
 
 
-def _shape(trainer: Any, inputs: Any) -> tuple[int, int, int]:
+def _shape(trainer: TrainerLike, inputs: Any) -> tuple[int, int, int]:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     tensor = inputs.get(name) if isinstance(inputs, Mapping) else None
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:

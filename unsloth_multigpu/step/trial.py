@@ -18,6 +18,7 @@ from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
 from unsloth_multigpu.step.snapshot import kept_training_state
 from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
 
@@ -65,7 +66,7 @@ _BOUNDS = {
 _TF32 = Bound(1e-3, 5e-3)
 
 
-def rounding_bound(trainer: Any) -> Bound:
+def rounding_bound(trainer: TrainerLike) -> Bound:
     """The bound of the lowest precision in which the trainer computes."""
     precision = getattr(trainer.accelerator, "mixed_precision", "no")
     found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
@@ -113,7 +114,7 @@ class Fit:
     problem: str = ""
 
 
-def draw_samples(trainer: Any, loader: Any, *, skip: int = 0) -> list[Sample]:
+def draw_samples(trainer: TrainerLike, loader: Any, *, skip: int = 0) -> list[Sample]:
     """Two samples from the start of the data, behind `skip` rows. Empty for a stream that can be read only once.
 
     They never have more rows than the script's micro-batch, and take short ones, which cost little. In the first sample
@@ -156,7 +157,7 @@ def _size_of(row: Any) -> int:
     )
 
 
-def _collated(trainer: Any, loader: Any, rows: list[Any], cut: int) -> Sample | None:
+def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> Sample | None:
     whole, again = (loader.collate_fn(list(rows)) for _ in range(2))
     parts = [part for part in (rows[:cut], rows[cut:]) if part]
     if len(parts) < 2:
@@ -204,7 +205,7 @@ class LossTrial:
         num_calls: How often the loss was called.
     """
 
-    def __init__(self, trainer: Any, compute_loss: Callable[..., Any]) -> None:
+    def __init__(self, trainer: TrainerLike, compute_loss: Callable[..., Any]) -> None:
         self._trainer = trainer
         self._compute_loss = compute_loss
         self._probes = _probes(trainer.model)

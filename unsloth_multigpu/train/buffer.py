@@ -20,6 +20,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.step import MicroBatch, Step
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -80,7 +81,7 @@ class RunningStatistics(Part):
 
     place = "statistics"
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
@@ -238,7 +239,7 @@ class EqualBuffers(Part):
 
     place = "buffers"
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self._at_begin: dict[str, Any] = {}
@@ -247,7 +248,7 @@ class EqualBuffers(Part):
     def overrides(self) -> dict[str, Override]:
         return {"evaluation_loop": self._evaluation_loop}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._at_begin = _facts(self._trainer.model)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +256,7 @@ class EqualBuffers(Part):
         self.make_equal()
         return original(*args, **kwargs)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Makes all equal, and names what ranks have changed alike: counters of forward passes, say. Collective."""
         self.make_equal()
         now = {name for name, fact in _facts(self._trainer.model).items() if self._at_begin.get(name) != fact}

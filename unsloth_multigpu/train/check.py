@@ -25,6 +25,7 @@ from unsloth_multigpu.train.gradient import (
     not_finite_parameters,
     total_norm,
 )
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -48,7 +49,7 @@ class StepCheck(Part):
 
     place = "check"
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._on_nan = manager.config.on_nan
@@ -128,7 +129,7 @@ class StepCheck(Part):
             self._judge(total_norm(self._trainer.model.parameters()))
         return loss
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         if self._judges and not self._is_judged:
             self._judge(total_norm(self._trainer.model.parameters()))  # transformers 4 may not have clipped.
         if not self._is_skipped:
@@ -137,7 +138,7 @@ class StepCheck(Part):
         self._losses.clear()
         self._end_place()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._end_place()
 
     def _end_place(self) -> None:
@@ -196,7 +197,7 @@ class BatchCount:
         steps: What chooses the samples; where it follows one order of samples on all ranks, nothing can differ.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps

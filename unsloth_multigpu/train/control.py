@@ -14,6 +14,7 @@ from unsloth_multigpu.group.manager import DDPManager, left_alone
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.decision import PASSED, WAIT, Board, PageBoard, StoreBoard, wait_for_word
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 logger = get_logger(__name__)
@@ -59,7 +60,7 @@ class OneDecision(Part):
 
     place = "decision"
 
-    def __init__(self, trainer: Any, manager: DDPManager, run_dir: str | None, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, run_dir: str | None, beat: BeatPage) -> None:
         self._trainer = trainer
         self._manager = manager
         self._run_dir = run_dir
@@ -97,18 +98,18 @@ class OneDecision(Part):
             "_save_checkpoint": self._save,
         }
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # The page must say so before this rank waits: ranks have different numbers of micro-batches behind them.
         self._beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
         self.agree(Moment.STEP, control)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.agree(Moment.SUBSTEP, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.agree(Moment.EPOCH, control)
 
-    def agree(self, moment: Moment, control: Any) -> None:
+    def agree(self, moment: Moment, control: ControlLike) -> None:
         """Writes rank 0's flags into `control`.
 
         Raises:

@@ -9,6 +9,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
 # Attributes of a model's config that mean: some steps leave some parameters without a gradient.
 _CONDITIONAL_PARTS = (
@@ -118,7 +119,7 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
     ddp.exchanged = exchanged_of(ddp.module)
 
 
-def forget_evaluation(trainer: Any) -> None:
+def forget_evaluation(trainer: TrainerLike) -> None:
     """Takes back what `evaluate()` or another `sync` made of the model: accelerate prepares no model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
     if model is None:
@@ -131,7 +132,7 @@ def forget_evaluation(trainer: Any) -> None:
         model.forward = vars(model).pop("_original_forward")
 
 
-def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[str, Any]:
+def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) -> dict[str, Any]:
     """What DDP is told where the script said nothing: attributes of accelerate's `DistributedDataParallelKwargs`.
 
     Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has

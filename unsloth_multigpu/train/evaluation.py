@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.metrics import STORES
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 class _Rounds(BatchSampler):
@@ -54,7 +55,7 @@ class Evaluation:
         loader: As accelerate prepared it.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, loader: Any) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, loader: Any) -> None:
         self._trainer = trainer
         self._manager = manager
         self._shard = loader.batch_sampler
@@ -150,7 +151,7 @@ def _filled_up(values: Any, num_rows: int, wanted: int) -> Any:
     return torch.cat([values, values[-1:].expand(num_more, *values.shape[1:])])
 
 
-def evaluation_of(trainer: Any, manager: DDPManager, loader: Any) -> Evaluation | None:
+def evaluation_of(trainer: TrainerLike, manager: DDPManager, loader: Any) -> Evaluation | None:
     """The evaluation of a loader whose batches can be shared whole; None for others, which stay accelerate's.
 
     These are streams, batches of varying size, batches that accelerate splits, and trainers that generate samples.

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 _GENERATES = ("_generate_and_score_completions", "generate_on_policy_outputs")
@@ -27,7 +28,7 @@ class Guard(Part):
 
     place = "phases"
 
-    def __init__(self, trainer: Any, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, beat: BeatPage) -> None:
         self.trainer = trainer
         self.beat = beat
         self._compiler = CompilerPhase(beat)
@@ -60,26 +61,26 @@ class Guard(Part):
             found |= {n: functools.partial(self._within, phase) for n in names if hasattr(self.trainer, n)}
         return found
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(step=state.global_step)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.is_epoch_new = True
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark()  # Behind the norm of the gradients, which is read.
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._is_warm = True
         self.beat.mark(is_done=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(Phase.ENDED)
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.event import EventWriter
@@ -83,7 +84,7 @@ class Preemption(Part):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
         run_dir: str | None,
@@ -130,7 +131,7 @@ class Preemption(Part):
             if self.is_stopping():
                 self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Batches are counted from here, so that those of many evaluations fit into a point's bits.
         self._batch = 0
         # Over nodes the answer comes through the wire, which may be cut.
@@ -142,7 +143,7 @@ class Preemption(Part):
             control.should_evaluate = False
             control.should_training_stop = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._saved_step = state.global_step
         if self._events is not None:
             # "Is in training", with a fact.
@@ -150,12 +151,12 @@ class Preemption(Part):
         if self.number:
             self.leave()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Nothing was to be saved. An evaluation or the best model at the end would take the time that is left.
         if self.number:
             self.leave()
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._batch += 1  # Ranks do as many batches of an evaluation.
         if self.is_stopping():
             self.save_and_leave()

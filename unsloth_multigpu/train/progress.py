@@ -13,6 +13,7 @@ from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import verify_calls
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import EventWriter
 
 
@@ -36,7 +37,7 @@ class Progress(Part):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
         replicas: ReplicaProof,
@@ -71,27 +72,27 @@ class Progress(Part):
         if self._events is not None:
             self._events.write(kind, **facts)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         from transformers import set_seed
 
         rank = self._manager.identity.rank
         if self._manager.config.seed_per_rank and rank > 0:
             set_seed(args.seed + rank)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._verify_first_step()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.num_steps += 1
         if self.num_steps == 1:
             verify_calls(self._trainer, "step")
         # The Trainer saves the checkpoint of this step after this.
         self._prove_replicas(state.global_step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         verify_calls(self._trainer, "save")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._verify_first_step()
         # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
         if self._replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):

@@ -6,11 +6,12 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import steered
+from unsloth_multigpu.trainer_protocol import CallbackHandlerLike, OptionalTrainer, TrainerLike
 
 # Rank 0's word before a trial; another text is the end.
 _TRIAL = "trial"
@@ -22,7 +23,9 @@ class TrialCutOff(Exception):
     """Rank 0 has left a trial before its end."""
 
 
-def run_search(trainer: Any, manager: DDPManager, search: Callable[..., Any], backend: Any, options: Any) -> Any:
+def run_search(
+    trainer: TrainerLike, manager: DDPManager, search: Callable[..., Any], backend: Any, options: Any
+) -> Any:
     """`Trainer.hyperparameter_search` on all ranks; each returns what rank 0 has found. Collective.
 
     transformers lets rank 0 choose trials and sends each to the others, which expect `n_trials` of them. Here they
@@ -70,7 +73,7 @@ def _backend_run(run: Callable[..., Any]) -> Iterator[None]:
     before = BACKENDS[name]
 
     class OneSearch(before):  # type: ignore[misc, valid-type]
-        def run(self, _trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(self, _trainer: TrainerLike, *args: Any, **kwargs: Any) -> Any:
             return run(super().run, *args, **kwargs)
 
     BACKENDS[name] = OneSearch
@@ -80,9 +83,10 @@ def _backend_run(run: Callable[..., Any]) -> Iterator[None]:
         BACKENDS[name] = before
 
 
-def _lead(trainer: Any, manager: DDPManager, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _lead(trainer: TrainerLike, manager: DDPManager, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Rank 0's part: says before each trial that there is one, and at the end what is best."""
-    space, announced = trainer.hp_space, []
+    searching, announced = cast(OptionalTrainer, trainer), []
+    space = searching.hp_space
 
     def announcing(trial: Any) -> Any:
         # The first thing that becomes of a trial; transformers sends it to the others right behind.
@@ -91,7 +95,7 @@ def _lead(trainer: Any, manager: DDPManager, run: Callable[..., Any], *args: Any
             manager.broadcast_text(_TRIAL)
         return space(trial)
 
-    trainer.hp_space = announcing
+    searching.hp_space = announcing
     best = run(trainer, *args, **kwargs)
     runs = best if isinstance(best, list) else [best]
     found = [[r.run_id, r.objective, r.hyperparameters] for r in runs]
@@ -101,7 +105,7 @@ def _lead(trainer: Any, manager: DDPManager, run: Callable[..., Any], *args: Any
 
 
 def _follow(
-    trainer: Any, manager: DDPManager, run: Callable[..., Any], _num_trials: int, *args: Any, **kwargs: Any
+    trainer: TrainerLike, manager: DDPManager, run: Callable[..., Any], _num_trials: int, *args: Any, **kwargs: Any
 ) -> Any:
     """The part of the others: trains what rank 0 trains, until it says what it has found."""
     from transformers.trainer_utils import BestRun
@@ -129,7 +133,7 @@ def _make_model(manager: DDPManager, original: Callable[..., Any], trial: Any = 
     return original(type(trial)(json.loads(manager.broadcast_text("")), trial.number))
 
 
-def _report(trainer: Any, manager: DDPManager, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _report(trainer: TrainerLike, manager: DDPManager, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`Trainer._report_to_hp_search`, in which rank 0's study may prune the trial. Collective."""
     if manager.identity.rank == 0:
         return _reported(trainer.callback_handler, manager, functools.partial(original, *args, **kwargs))
@@ -142,7 +146,7 @@ def _report(trainer: Any, manager: DDPManager, original: Callable[..., Any], *ar
     return result
 
 
-def _reported(handler: Any, manager: DDPManager, report: Callable[[], Any]) -> Any:
+def _reported(handler: CallbackHandlerLike, manager: DDPManager, report: Callable[[], Any]) -> Any:
     """Rank 0's part: what comes of the report is told before anything follows from it."""
     is_told = False
 
@@ -166,7 +170,7 @@ def _reported(handler: Any, manager: DDPManager, report: Callable[[], Any]) -> A
 
 
 @contextmanager
-def trial_set_up(trainer: Any, trial: Any) -> Iterator[None]:
+def trial_set_up(trainer: TrainerLike, trial: Any) -> Iterator[None]:
     """Lets the arguments and the accelerator of a trial be there before its training is steered.
 
     `Trainer.train` would make both in its midst: the trial's batch size and accumulation would come too late, and what

@@ -16,6 +16,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
 
@@ -45,7 +46,9 @@ class TrainedParameters(Part):
 
     place = "trained"
 
-    def __init__(self, trainer: Any, manager: DDPManager, exchange: GradientExchange | None, training: int) -> None:
+    def __init__(
+        self, trainer: TrainerLike, manager: DDPManager, exchange: GradientExchange | None, training: int
+    ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._exchange = exchange
@@ -197,7 +200,7 @@ def all_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def parameters_beside_the_model(trainer: Any) -> list[tuple[str, Any]]:
+def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:
     """Names and tensors of what the optimizer trains and the model does not have: nobody exchanges its gradients."""
     own = {id(p) for p in trainer.model.parameters()}
     return [

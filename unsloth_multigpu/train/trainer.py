@@ -34,6 +34,7 @@ from unsloth_multigpu.train.traffic import ddp_sent_bytes
 from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
 from unsloth_multigpu.train.wrapping import DDPWrapping
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
@@ -64,7 +65,7 @@ class DDPTrainer:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
         beat: BeatPage,

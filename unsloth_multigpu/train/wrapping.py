@@ -16,6 +16,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.train.compression import check_compression, compression_settings
 from unsloth_multigpu.train.ddp import NamesOutsideDDP, ReadableDDP, ddp_settings, forget_evaluation, make_readable
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -30,7 +31,7 @@ class DDPWrapping(Part):
 
     place = "exchange"
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._config: MultiGPUConfig = manager.config
         # False from the start of a training by DDP until its first forward pass.
@@ -80,7 +81,7 @@ class DDPWrapping(Part):
             make_readable(inner, model, handler.find_unused_parameters)
         return wrapped
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Looks for the first forward pass by DDP."""
         wrapped = self._trainer.model_wrapped
         if not isinstance(wrapped, ReadableDDP):
@@ -93,7 +94,7 @@ class DDPWrapping(Part):
         self._is_forward_seen = False
         handle = wrapped.register_forward_pre_hook(see)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Refuses a step in which each rank has used its own gradients, before its weights are saved."""
         if not self._is_forward_seen:
             raise DivergenceError(
