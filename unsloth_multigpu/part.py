@@ -1,4 +1,4 @@
-"""The contract of what steers a training: methods of the Trainer that it stands in for, and events that it answers."""
+"""The contract of a part of a training: the methods of the Trainer that it replaces, and the events that it handles."""
 
 from __future__ import annotations
 
@@ -8,36 +8,39 @@ from typing import Any, ClassVar
 
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike
 
-# Stands in the place of a library's method, which it is given first.
+# Replaces a method of a library. The original method is its first argument.
 Override = Callable[..., Any]
 
 
 class Part:
-    """One concern of a training that we steer. `train.loop.Loop` puts parts on a Trainer, in the order of its table.
+    """One concern of a training that we steer. `train.loop.Loop` attaches parts to a Trainer in the order of its table.
 
     The events are those of `transformers.TrainerCallback`, with the same arguments. All callbacks of the script have
-    answered before.
+    handled an event before a part does.
 
     Attributes:
         place: Its row in `train.loop.PLACES`.
         keeps: Attributes of the Trainer that the part changes while it trains, such as "args.logging_steps". They are
-            put back behind the training.
+            restored after the training.
     """
 
     place: ClassVar[str]
     keeps: ClassVar[tuple[str, ...]] = ()
 
     def overrides(self) -> Mapping[str, Override]:
-        """What stands in the place of which method, by names of `seam.SEAMS`. Asked inside of `around`."""
+        """Returns a replacement for each method that this part replaces, by its name in `seam.SEAMS`.
+
+        Called after `around` was entered.
+        """
         return {}
 
     def is_needed(self, seam: str) -> bool:
-        """False where a training is right although this part's override of `seam` is never called."""
+        """False if a training is right even when this part's override of `seam` is never called."""
         return True
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Open while the Trainer trains: around the methods of this part and all parts behind it."""
+        """A context that is open while the Trainer trains, around the methods of this part and of all later parts."""
         yield
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:

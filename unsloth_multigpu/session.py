@@ -123,7 +123,7 @@ class Session:
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
         if self.identity.world_size == 1 and not isinstance(self.config.sync, DDP):
-            logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
+            logger.warning("sync=%s: one process has no other rank to meet and trains as without it", self.config.sync)
         if self._steers():
             from unsloth_multigpu.train.trainer import DDPTrainer
 

@@ -145,7 +145,7 @@ def test_weights_are_compared_at_the_next_meeting_where_ranks_were_apart_when_it
     exchange, trained = SimpleNamespace(), SimpleNamespace(is_changed=False)
     ours = Progress(trainer, manager_of(ONE_OF_TWO, sync="local_sgd"), None, replicas, exchange, trained, None)
     for step in range(1, 9):
-        exchange.sync = SimpleNamespace(are_replicas_equal=step % 4 == 0)
+        exchange.are_replicas_equal = step % 4 == 0
         ours.on_step_end(trainer.args, SimpleNamespace(global_step=step), None)
     assert checked == [(4, [])]
 

@@ -31,7 +31,7 @@ def followed(trainer, sync="allreduce", parameters=None):
     identity = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
     manager = SimpleNamespace(config=MultiGPUConfig(sync=sync), identity=identity)
     known = [p for p in trainer.model.parameters() if p.requires_grad] if parameters is None else parameters
-    exchange = SimpleNamespace(sync=SimpleNamespace(parameters=known)) if sync != "ddp" else None
+    exchange = SimpleNamespace(parameters=known) if sync != "ddp" else None
     return Loop(trainer, [TrainedParameters(trainer, manager, exchange, 0)]).steering()
 
 

@@ -1,6 +1,6 @@
 """Whole checkpoints: a manifest, written last, tells a whole folder from a torn one. Files alone; no torch.
 
-The manifest's CRC-32 finds writes that were cut off and bits that flipped. It is no protection against forgery: who can
+The manifest's CRC-32 finds writes that were cut off and bits that flipped. It does not protect against forgery: who can
 write the files can write the manifest.
 """
 

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a training goes on from, and restores what Hugging Face's loop does not."""
+"""Finds the checkpoint that a training resumes from, and restores what Hugging Face's loop does not."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ORDER_FILE = "unsloth_multigpu_order.json"
 
 
 class Resume(Part):
-    """The checkpoint that one `train()` goes on from, if any.
+    """The checkpoint that one `train()` resumes from, if any.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
-        steps: What feeds the trainer; its planner goes on with earlier measurements.
+        steps: What feeds the trainer; its planner continues with earlier measurements.
         arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
         training: How many calls of `train()` this process made before.
         context: Tells whether the ranks were started again.
@@ -72,7 +72,7 @@ class Resume(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Decides what the training goes on from. Collective.
+        """Decides what the training resumes from. Collective.
 
         Raises:
             ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
@@ -117,7 +117,7 @@ class Resume(Part):
             clear_parts(folder)
 
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Replaces `resume_from_checkpoint` by what this training really goes on from. Collective.
+        """Replaces `resume_from_checkpoint` by what this training really resumes from. Collective.
 
         Args:
             run_dir: Folder of the checkpoints.
@@ -154,7 +154,7 @@ class Resume(Part):
             self._answers(lambda: Found(0, check_asked(named, any_training)))
         if step is not None:
             arguments["resume_from_checkpoint"] = asked = os.path.join(run_dir, f"checkpoint-{step}")
-            logger.info("goes on from %s", asked)
+            logger.info("the training goes on from %s", asked)
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
         if self._manifest is not None:
@@ -188,7 +188,7 @@ class Resume(Part):
         return [Found(answer["step"]) for answer in answers]
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Lets the epoch that is gone on with have the order that it was begun with."""
+        """Gives the resumed epoch the order that it was begun with."""
         loader = self._steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if isinstance(sampler, StepSampler) and not self._trainer.args.ignore_data_skip and len(sampler):
@@ -215,7 +215,7 @@ class Resume(Part):
         return None
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_batch_samples`: none for a training that goes on at its end; it would make one more step."""
+        """`Trainer.get_batch_samples`: none for a training that resumes at its end; it would do one more step."""
         state = self._trainer.state
         if 0 < state.max_steps <= state.global_step:
             self._trainer.control.should_training_stop = True

@@ -66,7 +66,7 @@ class Checkpoints(Part):
         return {"_save_checkpoint": self._save, "evaluate": self._evaluate, "on_evaluate": self._decide_alike}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluate`: what it draws is its own, so that a training that a stop cuts off in it goes on alike."""
+        """`Trainer.evaluate`: its random draws leave the training unchanged, so one stopped in it resumes alike."""
         with ExitStack() as stack:
             stack.enter_context(kept_random_state())
             self._evaluation = stack
@@ -113,7 +113,7 @@ class Checkpoints(Part):
             if trainer.state.best_model_checkpoint == os.fspath(part):
                 trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
             elif trainer.state.best_global_step and os.path.isdir(best):
-                # As the Trainer does, which looked for it beside the hidden folder.
+                # As the Trainer does, which looked for it next to the hidden folder.
                 trainer.state.best_model_checkpoint = best
             # Every rank has written its files. What rank 0 says is the name of this save, and of no other.
             is_first = self._manager.identity.rank == 0

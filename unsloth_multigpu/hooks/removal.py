@@ -70,7 +70,7 @@ class RemovalGuard:
 
         @functools.wraps(original)
         def removing(*args: Any, **kwargs: Any) -> Any:
-            # A program's own helper processes are no ranks; what these functions call among themselves is one call.
+            # A program's own helper processes are not ranks. Calls of these functions inside one another are one call.
             if os.getpid() != self._pid or getattr(self._thread, "is_inside", False):
                 return original(*args, **kwargs)
             self._thread.is_inside = True
@@ -121,7 +121,7 @@ class RemovalGuard:
                 return _LEFT_OUT
             return self._together(manager, name, path, target, act)
         except DistError:
-            # Rank 0 served the store and has ended, as under srun: nobody is left to be harmed but its files.
+            # Rank 0 served the store and has ended, as under srun. Only its files can still be harmed.
             if gate.journal.saved_in(path):
                 raise
             return act()
@@ -156,7 +156,7 @@ class RemovalGuard:
         return any(manager.is_published(f"{key}/{rank}") for rank in others)
 
     def _is_left_to_rank_0(self, manager: DDPManager, what: str, path: str) -> bool:
-        """True once rank 0 has made this call, or is past it; False where it is no call of rank 0's, or failed there.
+        """True once rank 0 has made this call, or is past it; False where rank 0 does not make it, or failed in it.
 
         Raises:
             DistributedError: Rank 0 has ended and keeps what it saved, or does not come here within `timeout_s`.

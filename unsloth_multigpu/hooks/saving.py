@@ -114,7 +114,7 @@ class SaveGate:
         self.removed: list[str] = []
 
     def find_manager(self) -> DDPManager | None:
-        """A new manager has an empty store: ranks that have left a notebook's cell at different places begin anew."""
+        """A new manager has an empty store: ranks that have left a cell at different places count from zero again."""
         manager = self._get_manager()
         if manager is not None and manager is not self._manager:
             self._manager = manager
@@ -322,7 +322,7 @@ def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     names = ("save_directory", "output_dir", "fname", "dataset_path", "repo_id")
     value = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), "")
     if isinstance(value, (str, os.PathLike)):
-        # A repository's name is no path, but making it absolute does not harm: it is only compared.
+        # A repository's name is not a path, but making it absolute does no harm: it is only compared.
         return os.path.abspath(os.fspath(value))
     return "" if value is None else None
 

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 _SUPPORTS = "transformers>=4.57,<6"
 _DEFAULT_DDP_TIMEOUT_S = 1800
-# What stands in for `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
+# What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
 # when it is called.
 RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
 
@@ -102,7 +102,7 @@ def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
     """The patch of a process in which the line has done nothing, because multiprocessing has started it.
 
     Args:
-        is_lone: True where the line is in effect after all, and in a process that is no rank.
+        is_lone: True where `enable_multi_gpu` is in effect after all, and in a process that is not a rank.
     """
     return Patch(
         target="transformers.trainer:Trainer.train",

@@ -1,4 +1,4 @@
-"""What attention costs beside the rest of a model, by its shape."""
+"""What attention costs compared with the rest of a model, by its shape."""
 
 from __future__ import annotations
 

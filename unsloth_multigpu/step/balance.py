@@ -40,11 +40,11 @@ logger = get_logger(__name__)
 # Until it is measured: a GPU is not full below some hundred tokens, and launching its kernels takes a while.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
 _ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, possible=ANY_COST)
-# Steps after which ranks tell each other their times. Costs are found in the first ones, and go on being fitted until
-# they are settled; speeds may change for ever.
+# Steps after which ranks tell each other their times. Costs are found in the first exchanges, and fitted until they are
+# settled; speeds may change at any time.
 _FIRST_EXCHANGES = (4, 8, 16)
 _EXCHANGE_EVERY = 32
-# Laps of so many exchanges count together: few laps of a busy machine tell little.
+# How many exchanges' laps are fitted together: a few laps on a busy machine tell little.
 _EXCHANGES_KEPT = 4
 _WARM_UP_STEPS = 2
 _FEWEST_LAPS, _MOST_LAPS = 8, 64
@@ -127,7 +127,7 @@ class Balancer:
         return f", {dealt} by length ({min(self._lengths)} to {max(self._lengths)} tokens)"
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, as JSON values: without it a training that goes on would plan other micro-batches."""
+        """What was measured, as JSON values: without it a resumed training would plan other micro-batches."""
         if self.balance is None:
             return {}
         return {
@@ -269,7 +269,7 @@ class Balancer:
         if config.rank_speeds is None:
             is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
             measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
-            # Slow is who was slow twice: a rank may lose its processor for a moment.
+            # Count a rank as slow only after two slow measurements: it may lose its processor for a moment.
             speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
             self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)
@@ -312,11 +312,11 @@ def _numbers(balance: Balance) -> dict[str, Any]:
 
 
 def _may_regroup(scale: LossScale, trainer: TrainerLike, *, is_demanded: bool) -> bool:
-    """True where micro-batches can be made anew, False where only rows can be exchanged between them."""
+    """True if rows can be regrouped into other micro-batches, False if they can only be exchanged between them."""
     if scale.misfit is not None:
         has_router = has_router_loss(trainer)
         raise SetupError(
-            f"micro-batches cannot be made anew: {scale.misfit.problem}",
+            f"micro-batches cannot be regrouped: {scale.misfit.problem}",
             hint="Set output_router_logits=False in the model's config." if has_router else "Set balance='off'.",
         )
     if scale.is_token_normalised:

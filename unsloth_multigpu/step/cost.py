@@ -17,9 +17,9 @@ _MIN_SPREAD = 2.0
 # Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
 _EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
-# So many times overhead and floor tell them from the work.
+# Work of this many times overhead and floor can be told from them.
 _WORK_SHOWS = 2.0
-# Nobody cuts micro-batches so small that less than it would count.
+# Micro-batches are never cut so small that a smaller overhead would matter.
 _NEGLIGIBLE = 128.0
 # What may be the overhead and the floor of a device, in tokens; none has been full of more than the largest.
 _OVERHEADS = (0.0, *(2.0**k for k in range(5, 16)))
@@ -28,7 +28,7 @@ _FLOORS = (0.0, *(2.0**k for k in range(8, 16)), 2.0**20)
 # device differs from the model by some per cent whatever the noise is.
 _DOUBT = 9.0
 _SYSTEMATIC = 0.01
-# A micro-batch that took so many times what its work says met something else: a first compilation, a busy machine.
+# A micro-batch that took this many times its predicted time met something else: a compilation, a busy machine.
 _OUTLIER = 3.0
 
 

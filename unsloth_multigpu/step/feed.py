@@ -311,7 +311,7 @@ class StepFeed(Part):
             noted = self.metrics.micro_batch(micro_batch, is_left_over=is_left_over)
             with noted, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 loss = original(model, micro_batch.inputs, num_items)
-            # A mean over nothing is no number; it counts nothing.
+            # A mean over nothing is NaN; it counts nothing.
             losses.append(loss if self._piece_factor else torch.zeros_like(loss))
             self.metrics.note_loss(losses[-1], micro_batch)
             self.balancer.note(micro_batch.piece)
@@ -397,7 +397,7 @@ def _without_effect(loss: torch.Tensor) -> torch.Tensor:
     """Zero, with a gradient of zero: what ranks exchange gradients for, and nothing else."""
     if bool(torch.isfinite(loss)):
         return loss * 0.0
-    # Zero times a gradient that is no number is none either. The same parameters, without the way in between.
+    # Zero times NaN is NaN. Sum the same parameters instead, without the computation in between.
     parameters, seen, stack = [], set(), [loss.grad_fn]
     while stack:
         node = stack.pop()

@@ -57,7 +57,7 @@ class Misfit:
 
 
 ROUTER = Misfit("the router's loss counts once for each micro-batch, whatever is in it")
-SORTED = Misfit("its rows are sorted and compared with one another, so that a row counts differently beside others")
+SORTED = Misfit("its rows are sorted and compared with one another, so that the weight of a row depends on the others")
 UNSEEN = Misfit("its data can be read only once, so that it cannot be tried")
 
 
@@ -70,7 +70,7 @@ class LossScale:
             depend on which micro-batch or rank a sample is in.
         is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging.
         weighing: What a loss that is not token-normalised averages over, see `weighing.candidates`; "sum": nothing.
-        rows_are_independent: The loss is a mean over rows, each of which counts the same beside whatever others.
+        rows_are_independent: The loss is a mean over rows, in which the other rows do not change the weight of a row.
         class_weights: Of the classes, where the mean is weighted by them.
         misfit: Why a micro-batch has to stay whole; None = its parts make it up.
         is_watched: The loss may change its form, as a script's own or a preference loss may: it is tried again.
@@ -171,7 +171,7 @@ class LossWatch:
         trainer: A `transformers.Trainer` or subclass.
         compute_loss: See `find_loss_scale`.
         scale: What was found at the start.
-        draw_samples: Gives samples that begin behind so many rows.
+        draw_samples: Returns samples that begin after the given number of rows.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tu
             few, many, multiplied = _losses_by_count(trial, inputs)
     if not all(map(math.isfinite, (few, many, multiplied))):
         raise SetupError(
-            f"The loss of the first rows is {few:.4g}, so that nobody can see how it is averaged.",
+            f"The loss of the first rows is {few:.4g}, so it cannot be seen how it is averaged.",
             hint="Look at the first rows of the data: each needs a label that is not -100.",
         )
     num_ranks = trainer.accelerator.num_processes

@@ -200,7 +200,7 @@ class Metrics(Part):
             setattr(trainer, _NUM_TOKENS, plain(count))
 
     def _check(self, record: _Record) -> None:
-        """An expression that does not give this rank's own number again is no expression of it."""
+        """Drops an expression that does not reproduce this rank's own number."""
         for value in record.values.values():
             try:
                 own = math.nan if value[1] is None else evaluate(value[1], record.parts)
@@ -260,12 +260,12 @@ class Metrics(Part):
         return result
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.log`: one that the ranks do not come by together holds none of their parts."""
+        """`Trainer.log`: a line that the ranks do not write together holds none of their parts."""
         if not self.is_dealing or not self._num_new:
             return original(*args, **kwargs)
         self._warn(
-            "log() was called beside the training's own lines: what TRL has measured since the last line is not in it, "
-            "it comes with the next"
+            "log() was called outside the training's own log lines: what TRL has measured since the last line is not in "
+            "it, it comes with the next"
         )
         with ExitStack() as stack:
             for attribute in STORES:
@@ -318,7 +318,7 @@ class Metrics(Part):
         self._records, self._num_new, self._steps = [], {}, []
 
     def _add_losses(self, records: list[_Record], num_ranks: int) -> None:
-        """Adds the loss of each micro-batch as the Trainer would, which passes over those that are no number."""
+        """Adds the loss of each micro-batch as the Trainer would, which skips those that are not finite."""
         losses: dict[tuple[int, bool, int], float] = {}
         for record in records:
             losses[record.order] = losses.get(record.order, 0.0) + record.loss / num_ranks

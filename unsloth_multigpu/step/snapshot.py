@@ -161,7 +161,7 @@ def _copied(value: Any) -> tuple[Any, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a container and of those in it; not of attributes that it has beside what it holds."""
+    """A copy of a container and of those in it; not of attributes of the container itself."""
     if not _is_container(value):
         return value
     held = copy.copy(value)

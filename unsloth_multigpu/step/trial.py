@@ -234,7 +234,7 @@ class LossTrial:
             samples: What it is tried on.
             num_items: See `value`.
             weighing: Only this one is tried; "" = all `candidates`.
-            with_gradient: Gradients are compared as well, in which a loss that is no mean shows even where the parts
+            with_gradient: Gradients are compared as well, which reveal a loss that is not a mean even where the parts
                 have nearly the same loss.
         """
         samples = [sample for sample in samples if len(sample.parts) > 1]
@@ -274,7 +274,7 @@ class LossTrial:
         near = max((2 if min(misfits) <= 1 else 10) * min(misfits), _SAME)
         best = next(fit for fit, misfit in zip(fits, misfits, strict=True) if misfit <= near)
         if not best.problem and not all(whole.is_linear for whole, _ in measured):
-            problem = "it is no sum of means, but another function of them, which counts rows differently as it changes"
+            problem = "it is not a sum of means but another function of them, so the weights of its rows change"
             return replace(best, problem=problem)
         return replace(best, is_one_of_several=sum(not fit.problem for fit in fits) > 1)
 
@@ -292,7 +292,7 @@ class LossTrial:
             total = 1.0 if name == SUM else sum(weights)
             if not total:
                 return Fit(name, math.inf, math.inf, problem="no row of the sample counts")
-            # A mean over nothing is no number, and counts nothing.
+            # A mean over nothing is NaN, and counts nothing.
             made = [(w / total, part) for w, part in zip(weights, parts, strict=True) if w]
             misfit, off, norm_ratio = _misfit(whole, made)
             value, gradient = max(value, misfit), max(gradient, off)
@@ -359,7 +359,7 @@ class LossTrial:
 
     @contextmanager
     def moved_weights(self) -> Iterator[None]:
-        """Calls the loss beside the trainable weights while it is open: where it is zero, nothing shows."""
+        """Shifts the trainable weights while the context is open: where the loss is zero, nothing can be seen."""
         before, self._shift = self._shift, _SHIFT
         try:
             yield

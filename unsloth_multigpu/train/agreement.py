@@ -14,7 +14,7 @@ from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.process import is_alive
 
 _POLL_S = 0.02
-# Trainings of one process follow each other; the points of each fit into so many bits.
+# The points of one training use the low 44 bits of a number; the training's index is above them.
 _TRAINING_BITS = 44
 
 
@@ -23,9 +23,9 @@ class Agreement(Protocol):
 
     All ranks pass the same points in the same order, but how far apart they are is not known: a GPU may be steps
     behind its process. So each rank first says which point it has come to, and then looks whether a stop was asked
-    for. The first rank that sees so sets the stop at the first point behind all that have been said. Nobody has
-    passed that one: a rank that went by without having seen the question had said its point before, and it was
-    counted. Hence all ranks stop at the same point.
+    for. The first rank that sees the question sets the stop at the first point after all points that were said. No
+    rank has passed that point: a rank that passed it without seeing the question had said its own point before, and
+    that one was counted. Hence all ranks stop at the same point.
     """
 
     def is_reached(self, point: int, number: int) -> int:

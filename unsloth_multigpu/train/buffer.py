@@ -55,8 +55,8 @@ def place_of(piece: Piece, batch_size: int, num_references: int) -> Place:
     first, num_rows = piece.positions[0], len(piece.positions)
     if piece.share < 1.0 or piece.reference or not first:
         return Place(piece.reference, piece.share, is_whole=piece.share == 1.0)
-    # Rows that were grouped anew do not tell their micro-batch. Of a short last one that was cut, the second part does
-    # not begin where a micro-batch does, and says that it is no whole one.
+    # Regrouped rows do not tell their micro-batch. The second part of a short last micro-batch that was cut does not
+    # begin where a micro-batch does, which says that it is not a whole one.
     reference = min(sum(piece.positions) // num_rows // batch_size, num_references - 1)
     is_row_of_rows = piece.positions == tuple(range(reference * batch_size, reference * batch_size + num_rows))
     is_whole = is_row_of_rows and (num_rows == batch_size or reference == num_references - 1)
@@ -178,9 +178,9 @@ class RunningStatistics(Part):
                     assert buffer is not None
                     buffer.copy_(value)
         if self._has_warned:
-            return  # Nobody waits for the device.
+            return  # Do not wait for the device.
         if bool(num_parts > 0):
-            self._warn("micro-batches are shared or grouped anew")
+            self._warn("micro-batches are shared or regrouped")
         elif bool(((squares - calls**2).abs() > _ROUNDING).any()):
             self._warn("micro-batches call a layer different numbers of times")
 

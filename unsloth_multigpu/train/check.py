@@ -108,7 +108,7 @@ class StepCheck(Part):
     def _clip(self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """`Accelerator.clip_grad_norm_`: the norm is judged between its two halves.
 
-        By a norm that is no number it would spoil every gradient, and nothing would show whose it was.
+        Clipping by a norm of NaN would spoil every gradient, and hide which parameter it came from.
         """
         parameters = list(parameters)
         if not self._judges or not self._is_shared:

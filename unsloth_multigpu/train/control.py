@@ -43,7 +43,7 @@ class OneDecision(Part):
     Callbacks run on every rank and need not agree: they look at a clock, at their own GPU, or decide on rank 0 only. An
     evaluation, a save or a stop on one rank alone would leave the others waiting for it.
 
-    Rank 0 writes its flags down and goes on. The other ranks read them and take them over, which costs microseconds
+    Rank 0 writes its flags and continues. The other ranks read them and take them over, which costs microseconds
     on one machine and a round trip to the store over several. Where rank 0 is behind they wait for it, as they would
     in the next collective.
 
@@ -175,7 +175,7 @@ class OneDecision(Part):
                 self._postponed_to += 2
         self._postponed |= mine
         logger.info(
-            "%s after step %d is for step %d: ranks that step by themselves have gone on",
+            "%s after step %d is for step %d: ranks that step by themselves have passed it",
             ", ".join(_names(mine)),
             self._step,
             self._postponed_to // 2,

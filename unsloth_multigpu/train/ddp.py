@@ -94,7 +94,7 @@ def exchanged_of(model: nn.Module) -> frozenset[int]:
 def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
     """Lets DDP exchange the gradients of the parameters that are trainable now. Between two steps, on all ranks.
 
-    The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is made anew as
+    The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is rebuilt as
     where a copy of DDP is unpickled; the old one takes its hooks off the parameters when it goes.
 
     Raises:
@@ -108,7 +108,7 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise SetupError(
-            "DDP with torch's Python reducer cannot be made anew.", hint="Set torch._dynamo.config.optimize_ddp=True."
+            "DDP with torch's Python reducer cannot be rebuilt.", hint="Set torch._dynamo.config.optimize_ddp=True."
         )
     ddp.find_unused_parameters = find_unused_parameters
     state = ddp.__getstate__()  # type: ignore[no-untyped-call]
@@ -123,12 +123,12 @@ def forget_evaluation(trainer: TrainerLike) -> None:
     """Takes back what `evaluate()` or another `sync` made of the model: accelerate prepares no model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
     if model is None:
-        return  # Between two trials of a search; train() makes it anew.
+        return  # Between two trials of a search; train() makes a new one.
     if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
         return
     trainer.model_wrapped = model
     is_prepared = vars(model).pop("_is_accelerate_prepared", False)
-    if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is put around it anew.
+    if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is applied again.
         model.forward = vars(model).pop("_original_forward")
 
 

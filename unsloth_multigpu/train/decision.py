@@ -15,14 +15,14 @@ from torch.distributed import Store
 
 from unsloth_multigpu.errors import DistributedError
 
-# What a rank that does not wait for rank 0 leaves behind: it has gone on, and nothing can be decided there any more.
+# Left by a rank that does not wait for rank 0: it has passed this point, and nothing can be decided there any more.
 PASSED = 1 << 8
-# What rank 0 leaves ahead of all ranks: whoever comes here waits for its word.
+# Left by rank 0 ahead of all ranks: a rank that comes to this point waits for its word.
 WAIT = 1 << 9
 
 _WORD_BYTES = 8
 _PAYLOAD_BITS, _NUMBER_BITS = 10, 40
-# A rank may be so many points ahead of another. Between two collectives there are a few.
+# How many points a rank may be ahead of another. Between two collectives there are a few.
 _RING = 4096
 _FILE = "decisions"
 _SHORTEST_PAUSE_S = 0.00002

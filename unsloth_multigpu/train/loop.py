@@ -1,6 +1,6 @@
-"""The one loop: parts stand on a Trainer in the order of one table, by one override per method and one callback.
+"""The one loop: parts act on a Trainer in the order of one table, by one override per method and one callback.
 
-The loop itself is Hugging Face's. What is here decides who stands around whom in it.
+The loop itself is Hugging Face's. This module decides the order of the parts in it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("metrics", "Reads what the feed has noted, before the Trainer logs, evaluates or saves."),
     ("check", "Sees the loss of every micro-batch with its weight, and the gradient before it is sent."),
     ("exchange", "Gradients meet once the check has judged them. Saving waits until weights have met."),
-    ("trained", "DDP must be made anew before a step computes, so it stands around all that computes."),
+    ("trained", "DDP must be rebuilt before a step computes, so it stands around all that computes."),
     ("buffers", "Buffers are made equal behind the last update of a step, and before an evaluation reads them."),
-    ("resume", "What the training goes on from is known before anything is saved."),
+    ("resume", "What the training resumes from is known before anything is saved."),
     ("checkpoints", "Saves what the exchange has made equal on all ranks."),
     ("phases", "Marks on the rank's page what the parts inside of it do: to the supervisor it is one phase."),
     ("progress", "Compares the ranks behind everything that changes weights, and before a checkpoint of them."),
@@ -54,20 +54,20 @@ class Loop:
     def __init__(self, trainer: TrainerLike, parts: Iterable[Part]) -> None:
         self.trainer: Any = trainer  # None once it was let go.
         self.parts = tuple(sorted(parts, key=lambda part: _ORDER[part.place]))
-        # What is put back behind the training: the object, the attribute's name, its value, and whether it is put back
-        # although somebody else has set it meanwhile.
+        # What is restored after the training: the object, the attribute's name, its value, and whether it is restored
+        # even if other code has set it meanwhile.
         self._before: dict[tuple[int, str], tuple[Any, str, Any, bool]] = {}
         self._callback: Any = None
 
     @contextmanager
     def steering(self) -> Iterator[None]:
-        """The parts stand on the Trainer while it is open."""
+        """Attaches the parts to the Trainer while the context is open."""
         trainer: TrainerLike = self.trainer
         with ExitStack() as stack:
             stack.callback(self.let_go)
             self._callback = _callback_of(self)
             for seam in SEAMS.values():
-                # Some are steered for a moment only, which an exception may cut off.
+                # Some methods are replaced for a moment only, and an exception may interrupt that.
                 if (owner := owner_of(seam, trainer)) is not None:
                     self._keep(owner, seam.name, is_ours=False)
             for part in self.parts:
@@ -81,7 +81,7 @@ class Loop:
             yield
 
     def let_go(self) -> None:
-        """Leaves the Trainer as it was. To be called again where an exception has cut it off in the middle."""
+        """Restores the Trainer. Call it again if an exception has interrupted it."""
         if self.trainer is None:
             return
         handler: CallbackHandlerLike = self.trainer.callback_handler
@@ -109,7 +109,7 @@ class Loop:
         setattr(owner, name, replacement)
 
     def go_last(self) -> None:
-        """Puts our callback behind those that the script has added since: parts act on what callbacks decide."""
+        """Moves our callback after those that the script has added since: parts act on what callbacks decide."""
         handler: CallbackHandlerLike = self.trainer.callback_handler
         if handler.callbacks[-1] is not self._callback:
             # A new list: the old one is being walked through.
@@ -117,7 +117,7 @@ class Loop:
 
 
 def _callback_of(loop: Loop) -> Any:
-    """The one callback, which hands each event to the parts that answer it."""
+    """The one callback, which passes each event to the parts that handle it."""
     from transformers import TrainerCallback
 
     def answering(event: str) -> Callable[..., None]:

@@ -87,7 +87,7 @@ class Guard(Part):
         self._compiler.enter()
         # The first samples may take long: workers start, and a resumed stream is read up to its place.
         if self.beat.phase != Phase.SETUP:
-            # A stream fills its buffer anew.
+            # A stream fills its buffer again.
             is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
             self.beat.mark(Phase.FILL if self.is_epoch_new and is_stream else Phase.DATA)
         self.is_epoch_new = False
@@ -136,7 +136,7 @@ class CompilerPhase:
         self._handler: Any = None
 
     def enter(self) -> None:
-        """Listens to the compiler from here on, if somebody has imported it."""
+        """Listens to the compiler from here on, if it was imported."""
         module = sys.modules.get("torch._dynamo.callback")
         if self._handler is None and module is not None:
             self._handler = module.callback_handler
@@ -158,6 +158,6 @@ class CompilerPhase:
         self._beat.mark(Phase.COMPILE)
 
     def _end(self, *_: Any) -> None:
-        # The main thread may have gone on while another one compiled the backward pass.
+        # The main thread may have continued while another one compiled the backward pass.
         if self._beat.phase == Phase.COMPILE:
             self._beat.mark(self._before)

@@ -146,18 +146,18 @@ class Preemption(Part):
     def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._saved_step = state.global_step
         if self._events is not None:
-            # "Is in training", with a fact.
+            # The event of a running training, here with the path of its checkpoint.
             self._events.write("training", checkpoint=self._checkpoint())
         if self.number:
             self.leave()
 
     def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # Nothing was to be saved. An evaluation or the best model at the end would take the time that is left.
+        # There was nothing to save. An evaluation, or loading the best model, would use up the time that is left.
         if self.number:
             self.leave()
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._batch += 1  # Ranks do as many batches of an evaluation.
+        self._batch += 1  # All ranks do the same number of evaluation batches.
         if self.is_stopping():
             self.save_and_leave()
 

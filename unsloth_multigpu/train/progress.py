@@ -26,11 +26,11 @@ class Progress(Part):
         events: Where the rank's events go, if a supervisor reads them.
         replicas: Compares the ranks.
         exchange: The gradient strategy in DDP's place.
-        trained: Knows whether DDP was made anew; None in one process.
+        trained: Knows whether DDP was rebuilt; None in one process.
         preemption: Tells the supervisor itself where a signal stops the training.
 
     Attributes:
-        num_steps: Steps of this training, without those before a checkpoint that it goes on from.
+        num_steps: Steps of this training, without those before the checkpoint that it resumes from.
     """
 
     place = "progress"
@@ -116,7 +116,7 @@ class Progress(Part):
             self._is_proof_due = False
 
     def _beside_the_model(self) -> list[tuple[str, Any]]:
-        """What the optimizer trains beside the model. An asynchronous server steps on copies of its own on rank 0."""
+        """What the optimizer trains outside the model. An asynchronous server steps on copies of its own on rank 0."""
         return parameters_beside_the_model(self._trainer) if self._manager.config.meets_every_step else []
 
 

@@ -25,10 +25,10 @@ _NUM_LOGGED = 5
 
 
 class TrainedParameters(Part):
-    """Lets DDP exchange the gradients of what is trainable, in every step anew.
+    """Lets DDP exchange the gradients of what is trainable, and checks that at every step.
 
     DDP knows the parameters that were trainable when it was made. A callback that unfreezes layers changes them between
-    two steps: then DDP is made anew on all ranks, newly trained parameters begin with rank 0's values, and the training
+    two steps: then DDP is rebuilt on all ranks, newly trained parameters begin with rank 0's values, and the training
     is that of one process. Within a step it is too late, and an error. Other strategies keep the parameters that they
     began with: there more of them are an error.
 
@@ -41,7 +41,7 @@ class TrainedParameters(Part):
         training: How many calls of `train()` this process made before.
 
     Attributes:
-        is_changed: DDP was made anew, and the ranks have not been compared since.
+        is_changed: DDP was rebuilt, and the ranks have not been compared since.
     """
 
     place = "trained"
@@ -100,12 +100,12 @@ class TrainedParameters(Part):
         self._agree(added, removed)
         settings = ddp_settings(ddp.module, self._manager.config, self._trainer.args)
         rebuild_ddp(ddp, settings.get("find_unused_parameters", ddp.default_find_unused))
-        # A layer that is set anew when it is unfrozen may draw other numbers on each rank.
+        # A layer that is initialized again when it is unfrozen may draw other numbers on each rank.
         self._manager.broadcast_tensors(p for p in trained if id(p) in added)
         # Some recipes train other layers in every step.
         log = logger.info if self._num_changes <= _NUM_LOGGED else logger.debug
         log(
-            "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was made anew",
+            "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was rebuilt",
             self._step,
             len(added),
             len(removed),
@@ -201,7 +201,7 @@ def all_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:
-    """Names and tensors of what the optimizer trains and the model does not have: nobody exchanges its gradients."""
+    """Names and tensors of what the optimizer trains outside the model: no one else exchanges these gradients."""
     own = {id(p) for p in trainer.model.parameters()}
     return [
         (f"parameter {i} of the optimizer's group {g}, which is not in the model", p)

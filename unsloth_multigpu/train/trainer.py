@@ -56,7 +56,7 @@ class DDPTrainer:
         arguments: Of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
         training: How many calls of `train()` this process made before.
         context: What the supervisor tells this rank.
-        is_comparison: Nothing is saved, or gone on from but where the script says so.
+        is_comparison: Nothing is saved, and the training resumes only where the script asks for it.
 
     Attributes:
         parts: All that steers the training.
@@ -189,7 +189,7 @@ class DDPTrainer:
                     hint="Leave it out for this trainer.",
                 )
             return False
-        # Unsloth writes TRL's trainers anew, in modules of their names.
+        # Unsloth rewrites TRL's trainers, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
             if self.manager.identity.world_size == 1 and not self.config.asked(Scope.TRAINER):
                 return False  # Its own batches are those of one process.
