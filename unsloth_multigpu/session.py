@@ -1,4 +1,4 @@
-"""What `enable_multi_gpu` opens in a rank: configuration, place, patches and what they need."""
+"""What `enable_multi_gpu` opens in a rank: options, identity, patches and what they need."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Session:
         return self._manager
 
     def open_manager(self) -> DDPManager | None:
-        """The same; None once this session is closed, and where this rank runs something without the others."""
+        """As `manager`; None after this session was closed, and where this rank runs code without the others."""
         return None if self.is_closed or not self.program.can_exchange() else self.manager()
 
     def renew_manager(self) -> None:
@@ -90,7 +90,7 @@ class Session:
         self.console.close()
 
     def run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
+        """Replaces `Trainer.train`; `original_train` reads `arguments` when it is called."""
         from unsloth_multigpu.train.search import trial_set_up
 
         self.num_running += 1
@@ -101,7 +101,7 @@ class Session:
             self.num_running -= 1
 
     def notice_training(self) -> None:
-        """Told where a Trainer's loop begins, however it was reached.
+        """Called when a Trainer's loop begins, however it was reached.
 
         Raises:
             PatchError: Something stands in the place of `Trainer.train` that does not call ours.
@@ -146,7 +146,7 @@ class Session:
         return result
 
     def _steers(self) -> bool:
-        """False where one process is left alone, because nothing was asked of it."""
+        """False if this single process is not steered, because no option asks for it."""
         config = self.config
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
         asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
@@ -215,7 +215,7 @@ def open_session(
 
 
 def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
-    """Says once which libraries are newer than all that was tested; what does not fit is an error by itself."""
+    """Warns once of libraries that are newer than any tested version. One that does not fit raises elsewhere."""
     newer = [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]
     if not newer:
         return
@@ -250,7 +250,7 @@ def _patches(session: Session) -> list[Patch]:
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
-        # A map of all visible cards would spread over them the model that each of them is to have a copy of.
+        # A device map over all visible cards would split the model, but each card is to hold a whole copy.
         return [*patches, *placement_patches(visible_accelerators()[0], 0)]
     if identity.world_size == 1:
         return patches

@@ -78,7 +78,7 @@ class Resume(Part):
             ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
         """
         trainer = self._trainer
-        # A name that holds the time, or a random number, is another one on each rank.
+        # A name that contains the time or a random number differs between ranks.
         trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
         run_dir = trainer._get_output_dir(self._arguments.get("trial"))
         self._find_writers(Path(run_dir))
@@ -91,11 +91,11 @@ class Resume(Part):
 
     @property
     def is_writer(self) -> bool:
-        """True on a rank that looks after a folder of checkpoints."""
+        """True on a rank that manages a folder of checkpoints."""
         return self._manager.identity.rank in self.writers
 
     def _find_writers(self, folder: Path) -> None:
-        """One rank looks after the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
+        """One rank manages the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
         identity = self._manager.identity
         if identity.world_size > identity.local_world_size:
             token = folder / PART_FOLDER / f"token-{uuid.uuid4().hex}"
@@ -131,7 +131,7 @@ class Resume(Part):
         config, world_size = self._manager.config, self._manager.identity.world_size
         any_training = Wanted(world_size, grows_with_ranks=not config.keeps_global_batch)
         this_training = dataclasses.replace(any_training, facts=facts)
-        # Trials of a search for hyperparameters are told apart by nothing that a new process knows.
+        # A new process cannot tell the trials of a hyperparameter search apart.
         may_look = arguments.get("trial") is None
         run_id, step = self.context.run_id, None
         self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
@@ -140,7 +140,7 @@ class Resume(Part):
         if may_look and run_id and any(attempt for (attempt,) in attempts):
             step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
         if step is None and config.resume == "auto" and may_look:
-            # Before what the script names: the same command names the same place however far it has come since.
+            # Looked for before the script's own choice: the same command names the same checkpoint after any progress.
             step = self._newest(folder, this_training)
             if step is None and asked is None:
                 logger.info("resume='auto': no whole checkpoint of this training in %s, it begins at step 0", folder)
@@ -203,7 +203,7 @@ class Resume(Part):
             stream.go_on(self._manifest.cursor, self._trainer.state.global_step)
 
     def _load_random_state(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
-        """`Trainer._load_rng_state`: ranks that the checkpoint does not know begin at a place of their own."""
+        """`Trainer._load_rng_state`: ranks that the checkpoint does not have begin with a random state of their own."""
         args, rank = self._trainer.args, self._manager.identity.rank
         name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
         if checkpoint is None or Path(checkpoint, name).is_file():

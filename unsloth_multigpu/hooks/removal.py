@@ -1,4 +1,4 @@
-"""What rank 0 has saved stays: the other ranks do not remove it, rank 0 does.
+"""Only rank 0 removes the files that it has saved; the other ranks do not.
 
 The script runs on every rank, and so does `if exists(folder): rmtree(folder)` before a save. A rank that comes there
 late would remove what rank 0 has saved since. In program order its removal belongs before that save, where rank 0 has
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _POLL_S = 0.02
-# How often a removal is tried again while another rank is at the same one.
+# How often a removal is retried while another rank removes the same file.
 _MAX_TRIES = 100
 _RETRY_S = 0.02
 _LEFT_OUT = object()
@@ -81,7 +81,7 @@ class RemovalGuard:
                 act = functools.partial(original, *args, **kwargs)
                 path, target = _paths(args, kwargs, moves=moves)
                 if self._gate.rank == 0 and self._gate.is_saving:
-                    # Savers clear away what they replace, and stand in the journal themselves.
+                    # Savers remove what they replace. The journal has an entry of the saver itself.
                     self._gate.removed += [path] if self._gate.journal.saved_in(path) else []
                     return act()
                 result = self._remove(manager, original.__name__, path, target, act)
@@ -96,7 +96,7 @@ class RemovalGuard:
         return removing
 
     def _remove(self, manager: DDPManager, name: str, path: str, target: str | None, act: Callable[[], Any]) -> Any:
-        """Removes or moves `path` unless that is rank 0's to do, and done by it."""
+        """Removes or moves `path`, unless that is up to rank 0 and rank 0 does it."""
         what = f"{name}({', '.join(repr(p) for p in (path, target) if p is not None)})"
         if self._gate.rank > 0:
             return self._remove_above_rank_0(manager, name, what, path, target, act)
@@ -176,14 +176,14 @@ class RemovalGuard:
                 logger.info("%s: left out, rank 0 has saved since", what)
                 return True
             if has_left or time.monotonic() > deadline:
-                # No RankTimeoutError: it would pass for the consequence of another rank's failure.
+                # Not a RankTimeoutError: that would count as the consequence of another rank's failure.
                 reason = "has ended its part" if has_left else f"has not come to this call in timeout_s={limit_s:g} s"
                 raise DistributedError(
                     f"rank {gate.rank} would remove what rank 0 saved: {what}, and rank 0 {reason}.",
                     hint="Remove it on all ranks, or on rank 0 alone: if ump.get_multi_gpu_status().rank == 0.",
                 )
             has_left = manager.is_abandoned() or manager.is_published("saves/end")
-            if not has_left:  # What it did before it left is seen in another turn.
+            if not has_left:  # Look once more: it may have done that just before it left.
                 time.sleep(_POLL_S)
 
 

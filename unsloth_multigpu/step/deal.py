@@ -222,7 +222,7 @@ def equation(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: boo
     if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
         return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"
     rows = " + ".join(str(sum(len(p.positions) for p in share if not p.is_filler)) for share in plan)
-    return f"{sum(sizes)} = {rows} samples" + (f" on {world_size} ranks" if world_size > 1 else "")
+    return f"{sum(sizes)} = {rows} samples on {world_size} rank{'s' if world_size > 1 else ''}"
 
 
 def _even_pieces(share: range, max_rows: int) -> list[Piece]:

@@ -264,8 +264,8 @@ class Metrics(Part):
         if not self.is_dealing or not self._num_new:
             return original(*args, **kwargs)
         self._warn(
-            "log() was called outside the training's own log lines: what TRL has measured since the last line is not in "
-            "it, it comes with the next"
+            "log() was called outside the training's own log lines: what TRL has measured since the last line "
+            "is not in it but comes with the next one"
         )
         with ExitStack() as stack:
             for attribute in STORES:

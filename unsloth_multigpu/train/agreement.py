@@ -1,4 +1,4 @@
-"""How ranks agree where to stop, without a collective."""
+"""How ranks agree on the point where they stop, without a collective."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Agreement(Protocol):
 
 
 class PageAgreement:
-    """The ranks of one machine, by its page. About 6 microseconds for each point.
+    """The ranks of one machine, by a page of shared memory. About 6 microseconds for each point.
 
     Args:
         page: The run's page.
@@ -55,7 +55,7 @@ class PageAgreement:
 
     def is_reached(self, point: int, number: int) -> int:
         page, point = self._page, self._base + point
-        # Without a lock the machine may show what another rank says only after this one has looked.
+        # Without a lock this rank might read the page before another rank's write becomes visible.
         with page.lock():
             page.set_point(self._local_rank, point)
             if page.signal and not page.stop_point:

@@ -1,4 +1,4 @@
-"""Checks each step of one training: is its gradient finite, has every rank a batch, was there memory enough?"""
+"""Checks each step of one training: is its gradient finite, has every rank a batch, was there enough memory?"""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepCheck(Part):
         }
 
     def is_needed(self, seam: str) -> bool:
-        # A script's own step may compute its loss by itself; who weighs it says whether that will do.
+        # A script's own training_step may compute its loss by itself. The step feed checks whether that works.
         return seam != "compute_loss"
 
     @property
@@ -116,7 +116,7 @@ class StepCheck(Part):
         norm = total_norm(parameters, norm_type)
         self._judge(norm)
         if not self._is_skipped:
-            # What accelerate's own does for plain tensors; what others put in its place may do more.
+            # What accelerate's own method does for plain tensors. A replacement by other code may do more.
             if not getattr(original, "__module__", "").startswith("accelerate."):
                 return original(parameters, max_norm, norm_type)
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -146,10 +146,10 @@ class StepCheck(Part):
         self._place, self._is_evaluation = "", False
 
     def _judge(self, gradient_norm: torch.Tensor) -> None:
-        """Where the norm is not finite it raises, or takes the gradients away."""
+        """Raises if the norm is not finite, or drops the gradients of the step."""
         self._is_judged = True
         norm = float(gradient_norm)
-        # Of finite gradients the sum of squares may overflow. Clipping by it makes them zero, as everywhere.
+        # The sum of squares of finite gradients may overflow. Clipping by it makes them zero, as without this package.
         if math.isfinite(norm) or (math.isinf(norm) and not not_finite_parameters(self._trainer.model)):
             return
         fact = self._fact(norm)
@@ -159,7 +159,7 @@ class StepCheck(Part):
                 hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out.",
             )
         warning, self._is_skipped = self._skipped.skip(fact), True
-        # The optimizer passes over what has no gradient, and keeps its state.
+        # The optimizer skips parameters without a gradient, and keeps their state.
         for group in self._trainer.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -207,7 +207,7 @@ class BatchCount:
         self._has_ended = False
 
     def begin(self) -> None:
-        """Takes back what an earlier training has published. Before the ranks' first meeting in this one."""
+        """Deletes what an earlier training has published. Called before the ranks first meet in this one."""
         if self._manager.identity.world_size > 1:
             self._publish()
 
@@ -224,7 +224,7 @@ class BatchCount:
         return original(self._counted(epoch_iterator), *args, **kwargs)
 
     def _counted(self, epoch_iterator: Any) -> Iterator[Any]:
-        # Noted before the loop asks for more: counting tokens may be the first meeting that a rank is missed in.
+        # Noted before the loop asks for more: counting tokens may be the first collective in which a rank is missing.
         for batch in epoch_iterator:
             self._num_batches += 1
             self._publish()

@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 _ALL_FLAGS = (1 << len(_FLAGS)) - 1
 _STOPS = 0b11000
-# Ranks that look at a clock see the limit a step or two apart. What rank 0 decides so near is the same decision.
+# Ranks that read a clock reach a limit a step or two apart. Decisions of rank 0 within so few steps are the same one.
 _NEAR_STEPS = 10
 
 
@@ -99,7 +99,7 @@ class OneDecision(Part):
         }
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # The page must say so before this rank waits: ranks have different numbers of micro-batches behind them.
+        # The page must say so before this rank waits: ranks may have computed different numbers of micro-batches.
         self._beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
         self.agree(Moment.STEP, control)
 
@@ -134,7 +134,7 @@ class OneDecision(Part):
         return int(self._trainer.state.global_step)
 
     def _together(self, moment: Moment, mine: int) -> int:
-        """All ranks come by here, and rank 0's flags are those of all."""
+        """For ranks that meet at every step: rank 0's flags become those of all ranks."""
         board, number = self._checked_board(), self._num_words
         self._num_words += 1
         if self._rank == 0:
@@ -153,7 +153,7 @@ class OneDecision(Part):
         return word & _ALL_FLAGS
 
     def _apart(self, moment: Moment, mine: int) -> int:
-        """Ranks come by here when they like. None waits but for a meeting."""
+        """For ranks that step by themselves: no rank waits, except where the ranks meet."""
         board, number = self._checked_board(), 2 * self._step + (moment == Moment.EPOCH)
         if self._rank == 0:
             return self._decide(board, number, mine)
@@ -189,7 +189,7 @@ class OneDecision(Part):
 
         def turn() -> None:
             what = f"what rank 0's callbacks decide after step {self._step} ({moment.name.lower()})"
-            # Asked first: what it wrote before is seen afterwards.
+            # Asked first, so that a word that rank 0 wrote before it left is still read below.
             if self._manager.is_abandoned() and read() is None:
                 raise left_alone(self._rank, what)
             if time.monotonic() > deadline_s:
@@ -206,7 +206,7 @@ class OneDecision(Part):
         return self._board
 
     def _log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer._maybe_log_save_evaluate`, which reads each flag once those before it are dealt with."""
+        """`Trainer._maybe_log_save_evaluate`, which reads each flag after it has acted on those before."""
         trainer = self._trainer
         self._is_log_due = trainer.control.should_log and self._step > trainer._globalstep_last_logged
         self._has_saved = False
@@ -217,7 +217,7 @@ class OneDecision(Part):
         return result
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.log`. Only the loop's own call is made by every rank; it is the first one behind the step."""
+        """`Trainer.log`. Only the loop's own call is made by every rank; it is the first one after the step."""
         is_loops, self._is_log_due = self._is_log_due, False
         result = original(*args, **kwargs)
         if is_loops:
@@ -237,7 +237,7 @@ class OneDecision(Part):
 
 
 class Overruled:
-    """Tells of flags that a rank above 0 has set and rank 0 has not.
+    """Logs flags that a rank above 0 has set and rank 0 has not.
 
     Args:
         rank: This rank.

@@ -38,7 +38,7 @@ class Guard(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Behind the training the rank is in the script again."""
+        """After the training the rank is in the script again."""
         self.beat.mark(Phase.SETUP, step=0, micro_batch=0)
         try:
             yield
@@ -68,7 +68,7 @@ class Guard(Part):
         self.is_epoch_new = True
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self.beat.mark()  # Behind the norm of the gradients, which is read.
+        self.beat.mark()  # The norm of the gradients has been read.
 
     def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._is_warm = True
@@ -98,8 +98,8 @@ class Guard(Part):
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.beat.mark(Phase.COMPUTE if self._is_warm else Phase.WARM_UP)
         result = original(*args, **kwargs)
-        # The micro-batches that are behind it tell the update of a step from what follows the step. A device that works
-        # by itself may only begin what was asked of it: whoever reads a number next waits for all of it.
+        # The number of computed micro-batches tells the update of a step from what follows the step. A device works
+        # asynchronously and may only have begun: the next read of a number waits for all of it.
         self.beat.mark(Phase.UPDATE if self._is_warm else Phase.WARM_UP, micro_batch=self.beat.micro_batch + 1)
         return result
 
@@ -113,7 +113,7 @@ class Guard(Part):
             self._is_in_loop = False
 
     def _store_flos(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Outside of the above and of a save, it is the first thing behind the last step, and a collective.
+        # Outside of the above and of a save, this is the first call after the last step, and a collective.
         if self.beat.phase == Phase.UPDATE and not self._is_in_loop:
             self.beat.mark(Phase.ENDED)
         return original(*args, **kwargs)
@@ -144,7 +144,7 @@ class CompilerPhase:
             self._handler.register_end_callback(self._end)
 
     def leave(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         # A script may have cleared the handler meanwhile.
         if self._handler is not None and self._begin in self._handler.start_callbacks:
             self._handler.remove_start_callback(self._begin)
@@ -152,7 +152,7 @@ class CompilerPhase:
         self._handler = None
 
     def _begin(self, *_: Any) -> None:
-        # Older versions of torch tell of a compilation inside another as well.
+        # Older versions of torch also report a compilation inside another one.
         if self._beat.phase != Phase.COMPILE:
             self._before = self._beat.phase
         self._beat.mark(Phase.COMPILE)

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Where no supervisor of ours catches them.
+# Signals that a rank catches itself where no supervisor of ours does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A signal that comes twice at once is one: srun sends it to the ranks, and so does their launcher.
+# Two signals within this time count as one: srun sends it to the ranks, and so does their launcher.
 REPEAT_S = 0.2
 # Points are (step, batch of an evaluation after it).
 _BATCH_BITS = 20
 
 
 class Caught:
-    """Catches signals in a rank that has no supervisor of ours. A second one does what it did before."""
+    """Catches signals in a rank that has no supervisor of ours. A second signal has its usual effect."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -43,7 +43,7 @@ class Caught:
 
     @contextmanager
     def while_open(self) -> Iterator[None]:
-        """Owns the signals meanwhile; those that are ignored stay so."""
+        """Handles the signals while the context is open. Signals that are ignored stay ignored."""
         if threading.current_thread() is threading.main_thread():
             self._before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
         for number in self._before:
@@ -126,7 +126,7 @@ class Preemption(Part):
             elif identity.world_size > 1:
                 self._agreement = StoreAgreement(self._manager.store, identity.rank, identity.world_size)
             yield
-            # Asked behind the last step: what the script does next must not be cut off in the middle.
+            # Asked after the last step: what the script does next must not be cut off in the middle.
             self._batch += 1
             if self.is_stopping():
                 self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
@@ -134,7 +134,7 @@ class Preemption(Part):
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Batches are counted from here, so that those of many evaluations fit into a point's bits.
         self._batch = 0
-        # Over nodes the answer comes through the wire, which may be cut.
+        # With several nodes the answer comes over the network, which may fail.
         with self.beat.within(Phase.AGREE):
             is_stopping = self.is_stopping()
         if is_stopping:

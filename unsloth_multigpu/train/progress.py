@@ -94,22 +94,22 @@ class Progress(Part):
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._verify_first_step()
-        # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
+        # The weights that the script saves now must have been compared; the best checkpoint may just have been loaded.
         if self._replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
             self._replicas.check(self._trainer.model, state.global_step, self._beside_the_model())
 
     def _verify_first_step(self) -> None:
-        # Logging and saving come behind `on_step_end`.
+        # Logging and saving come after `on_step_end`.
         if self.num_steps == 1:
             verify_calls(self._trainer, "step end")
 
     def _prove_replicas(self, step: int) -> None:
-        """Compares the ranks' weights where it is time, once they are to be equal. Collective."""
+        """Compares the ranks' weights if a comparison is due and the weights should be equal. Collective."""
         if self._trained is not None and self._trained.is_changed:
             self._trained.is_changed = False
             self._is_proof_due = self._manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self._replicas.is_due(step)
-        # Ranks that step by themselves are equal when they have met, and not before.
+        # Ranks that step by themselves have equal weights only after they have met.
         is_equal = self._exchange is None or self._exchange.are_replicas_equal
         if self._is_proof_due and is_equal:
             self._replicas.check(self._trainer.model, step, self._beside_the_model())
@@ -121,5 +121,5 @@ class Progress(Part):
 
 
 def exit_code(error: SystemExit) -> int:
-    """What Python ends with: the number given, 0 for None, 1 for a text."""
+    """The exit code that Python uses: the number given, 0 for None, 1 for a text."""
     return error.code if isinstance(error.code, int) else int(error.code is not None)
