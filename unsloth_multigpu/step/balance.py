@@ -37,7 +37,7 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
 
-# Until it is measured: a GPU is not full below some hundred tokens, and launching its kernels takes a while.
+# Assumed until it is measured: a GPU is not fully used below some hundred tokens, and launching kernels takes time.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
 _ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, possible=ANY_COST)
 # Steps after which ranks tell each other their times. Costs are found in the first exchanges, and fitted until they are
@@ -73,11 +73,11 @@ class Balancer:
         self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * self._world_size)
         self._is_settled = False
         self.num_steps = 0
-        # Steps of earlier runs; this process has to get warm again.
+        # Steps of earlier runs. They do not count as warm-up of this process.
         self._num_resumed = 0
         self._last_speeds: tuple[float, ...] = (1.0,) * self._world_size
         self.balance: Balance | None = None
-        # What was known before, and the last step that is planned by it: later ones are planned by what followed.
+        # Earlier balances, each with the last step that is planned by it.
         self._earlier: list[tuple[int, Balance]] = []
         self._num_ahead = 1
         # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
@@ -139,7 +139,7 @@ class Balancer:
         }
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Takes over a `state_dict()`, but for what is given by an option. Speeds belong to a number of ranks."""
+        """Loads a `state_dict()`, except what is given by an option. Speeds belong to a number of ranks."""
         if not state or self.balance is None:
             return
         if len(state["speeds"]) == self._world_size:
@@ -183,7 +183,7 @@ class Balancer:
         return self._as_given(dataclasses.replace(assumed, attention=attention_of(self._trainer.model)))
 
     def _as_given(self, cost: CostModel) -> CostModel:
-        """These costs, but for what an option gives."""
+        """These costs, except what an option gives."""
         overhead, floor = self._config.micro_batch_overhead_tokens, self._config.micro_batch_floor_tokens
         possible = {(o if overhead is None else overhead, f if floor is None else floor) for o, f in cost.possible}
         return dataclasses.replace(
@@ -219,13 +219,13 @@ class Balancer:
 
     def note(self, piece: Piece) -> None:
         """Keeps the time of a micro-batch, which has just been computed."""
-        # Pieces that were dealt in order, as in a short last step, do not know their work.
+        # The work of pieces that were dealt in order, as in a short last step, is not known.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
         if lap is not None and self.num_steps - self._num_resumed >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
     def check_labels(self, inputs: Sequence[Any]) -> None:
-        """Raises where exchanged rows turn out not to count alike: a mean over labels leaves ignored ones out.
+        """Raises if exchanged rows turn out to have different weights: a mean over labels leaves ignored ones out.
 
         Raises:
             SetupError: A micro-batch has a row without a label.
@@ -282,7 +282,7 @@ class Balancer:
             logger.debug("balance: %s", self.state())
 
     def _fitted(self, cost: CostModel, laps: Sequence[Sequence[tuple[float, float]]]) -> CostModel:
-        """Costs as these laps and earlier ones say, but for what is given by an option."""
+        """Fits the costs to these laps and earlier ones, except what is given by an option."""
         self._kept_laps.extend(laps)
         # In tokens, in which ranks, and moments, of different speeds agree.
         rates = [_throughput(cost, rank) for rank in self._kept_laps]
@@ -332,7 +332,7 @@ def _may_regroup(scale: LossScale, trainer: TrainerLike, *, is_demanded: bool) -
 
 
 def _throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:
-    """Cost per second: of half of the time it was more, of half less."""
+    """Median of the cost per second, weighted by time."""
     rates = sorted((cost.of_work(work) / max(s, 1e-9), s) for work, s in laps)
     half, passed = sum(s for _, s in rates) / 2, 0.0
     for rate, s in rates:

@@ -76,7 +76,7 @@ def _pad_multiple(collate: Any) -> int:
 
 
 def free_rows(inputs: Sequence[Any]) -> None:
-    """Takes back that a Trainer has marked the number of rows as one that stays.
+    """Undoes a Trainer's mark that the number of rows is constant.
 
     Unsloth marks it for the compiler when it counts a step's tokens; what is compiled and takes a mask or tokens would
     be compiled again for each number of rows. A weak mark goes before a static one.

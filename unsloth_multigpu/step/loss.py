@@ -1,4 +1,4 @@
-"""How a trainer's loss is scaled: what the step's gradient is made of decides how samples may be dealt."""
+"""How a trainer's loss is scaled, which decides how the samples of a step may be dealt."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = get_logger(__name__)
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
-# Two counts so far apart that a part of the loss which is not divided by them shows, however small.
+# Two counts that differ so much that any part of the loss which is not divided by them can be seen.
 _FEW_ITEMS, _MANY_ITEMS = 64, 2**24
-# Those of DPO's losses whose pairs do not meet each other.
+# The losses of DPO whose pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
-# Those of them that sort the rows of a micro-batch. As long as policy and reference are the same, nothing of it shows.
+# Losses that sort the rows of a micro-batch. While policy and reference are equal, a trial cannot see that.
 _SORTING_LOSSES = {"aot", "aot_unpaired"}
 
 
@@ -129,7 +129,7 @@ def find_loss_scale(
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     name = author_of(trainer, compute_loss)
     is_own = not name or not _has_stock_model(trainer)
-    # A preference loss may show its form only once the policy has left its reference.
+    # The form of a preference loss may be visible only once the policy differs from its reference.
     may_change = is_own or name not in ("SFTTrainer", "Trainer")
     if counts_items and name == "SFTTrainer" and not is_own and trainer.label_smoother is None:
         return replace(_declared_scale(trainer), misfit=ROUTER if has_router_loss(trainer) else None)
@@ -163,7 +163,7 @@ def find_loss_scale(
 
 
 class LossWatch:
-    """Tries a loss again while it trains: it may leave the form that it had at the start.
+    """Tries a loss again during the training: its form may differ from that at the start.
 
     Before steps 2, 4, 8, ..., each time on other rows, without gradient: a few forward passes.
 
@@ -188,7 +188,7 @@ class LossWatch:
         self._num_steps = 0
 
     def next_step(self) -> Misfit | None:
-        """Called before each step; what was found to be wrong now."""
+        """Called before each step. Returns what was found to be wrong."""
         self._num_steps += 1
         if self._num_steps < 2 or self._num_steps & (self._num_steps - 1):
             return None
@@ -205,14 +205,14 @@ def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
     """Name of the class of transformers, TRL or Unsloth whose loss it is; "" = the script's own."""
     owner = owner_of(trainer, "compute_loss")
     is_method = getattr(compute_loss, "__self__", None) is trainer
-    # TRL marks some trainers by a text in the place of the function.
+    # TRL marks some trainers by a text instead of the function.
     if not is_method or callable(trainer.compute_loss_func) or not _is_known(owner):
         return ""
     return str(owner.__name__).removeprefix("_Unsloth")
 
 
 def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
-    """The loss, as a user knows it."""
+    """The name of the loss that a user knows."""
     if callable(trainer.compute_loss_func):
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
     if getattr(compute_loss, "__self__", None) is not trainer:
@@ -259,7 +259,7 @@ def _has_stock_model(trainer: TrainerLike) -> bool:
 
 
 def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
-    """Is a loss that is told the step's count divided by it, and multiplied by the number of ranks?"""
+    """Finds whether a loss that gets the step's count is divided by it, and multiplied by the number of ranks."""
     few, many, multiplied = _losses_by_count(trial, inputs)
     if max(map(abs, (few, many, multiplied))) < ZERO_LOSS:
         with trial.moved_weights():
@@ -296,7 +296,7 @@ def _losses_by_count(trial: LossTrial, inputs: Any) -> tuple[float, float, float
 
 
 def _loss_types(trainer: TrainerLike) -> set[str]:
-    """Those of a DPOTrainer."""
+    """The loss types of a DPOTrainer."""
     return set(cast(OptionalArguments, trainer.args).loss_type)
 
 

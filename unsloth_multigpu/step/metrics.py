@@ -1,4 +1,4 @@
-"""Makes what the ranks have counted and measured into what one process would log."""
+"""Combines what the ranks have counted and measured into the metrics that one process would log."""
 
 from __future__ import annotations
 

@@ -28,20 +28,20 @@ _MOST_ROWS, _ROWS_READ = 8, 32
 _MOST_ELEMENTS = 6_000
 # Elements of the parameters whose gradient is compared. Coefficients of rows are the same for all parameters.
 _PROBED_ELEMENTS = 2**20
-# Weights that make all losses equal hide how they are averaged; then these parameters are moved by so much.
+# Weights with equal losses for all rows hide how these are averaged. Then parameters are shifted by this much.
 _SHIFT = 0.02
 # Gradients of fp16 activations vanish below 6e-8.
 _FP16_SCALE = 2.0**10
-# Misfits, as parts of the bound, that say nothing about which of two weighings is meant.
+# Below this part of the bound, misfits do not tell two weighings apart.
 _SAME = 0.1
-# A loss of nothing but rounding.
+# A loss below this is only rounding.
 ZERO_LOSS = 1e-6
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest relative misfit of an exact weighing: what rounding alone makes.
+    """Largest relative misfit of an exact weighing, which comes from rounding alone.
 
     Rows in smaller micro-batches are computed by other kernels and added up in another order. In fp32, exact losses of
     17 kinds had a misfit of 6e-7 at most and inexact ones of 1.2e-4 at least; the bound lies between. Activations of 8
@@ -192,7 +192,7 @@ def _cut(whole: Any, parts: Sequence[slice]) -> list[Any]:
 
 
 class LossTrial:
-    """Calls the trainer's loss on samples. Each call begins with the same state, and leaves none behind.
+    """Calls the trainer's loss on samples. Each call begins with the same state, and restores it.
 
     The model is in training mode, as when it trains: what depends on that is seen. Only dropout is off, whose masks
     depend on the place in a micro-batch.
@@ -270,7 +270,7 @@ class LossTrial:
         names = [weighing] if weighing else _common([*candidates(s.whole, len(table))] for s in samples)
         fits = [self._judged(name, samples, measured, table) for name in names]
         misfits = [max(fit.value / self.bound.value, fit.gradient / self.bound.gradient) for fit in fits]
-        # Of several that fit as well as rounding lets them, the likeliest; where none fits, no odd one by chance.
+        # Of several that fit within rounding take the likeliest. If none fits, do not take an odd one by chance.
         near = max((2 if min(misfits) <= 1 else 10) * min(misfits), _SAME)
         best = next(fit for fit, misfit in zip(fits, misfits, strict=True) if misfit <= near)
         if not best.problem and not all(whole.is_linear for whole, _ in measured):
@@ -405,7 +405,7 @@ class _Measured:
 
     @property
     def is_zero(self) -> bool:
-        """Nothing but rounding, say of a student that begins as its teacher."""
+        """True if the loss is only rounding, as that of a student that begins as a copy of its teacher."""
         return abs(self.loss) < ZERO_LOSS
 
 
@@ -427,7 +427,7 @@ def _misfit(whole: _Measured, made: Sequence[tuple[float, _Measured]]) -> tuple[
         return value, 0.0, 1.0
     together = torch.stack([share * gradient for share, gradient in gradients]).sum(0)
     norm, norm_together = float(whole.gradient.norm()), float(together.norm())
-    # Where rows' gradients cancel, their rounding does not.
+    # The gradients of rows may cancel, but their rounding errors do not.
     size = max(norm, 1e-3 * math.fsum(abs(share) * float(g.norm()) for share, g in gradients), _TINY)
     off = float((together - whole.gradient).norm()) / size
     return value, off, (norm_together / norm if norm and norm_together else 1.0)
@@ -445,7 +445,7 @@ def _probes(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _told_apart(sample: Sample) -> Sample:
-    """Takes labels from the last part's rows where all parts have as many: nothing would show what is averaged."""
+    """Removes labels of the last part if all parts have equally many: otherwise it cannot be seen what is averaged."""
     labels = sample.whole.get("labels") if isinstance(sample.whole, Mapping) else None
     parts = sample.parts
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():

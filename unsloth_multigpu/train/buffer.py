@@ -45,7 +45,7 @@ class Place:
 
 
 def place_of(piece: Piece, batch_size: int, num_references: int) -> Place:
-    """Finds the place of a piece; rough where rows of several micro-batches are in it.
+    """Finds the place of a piece; an approximation where it has rows of several micro-batches.
 
     Args:
         piece: No filler.
@@ -143,7 +143,7 @@ class RunningStatistics(Part):
         place = self._places.get(id(current))
         before, counts = self._values(), self._counts()
         result = original(*args, **kwargs)
-        if place is None:  # A filler, whose statistics are written over.
+        if place is None:  # A filler, whose statistics are overwritten.
             return result
         after, calls = self._values(), self._counts() - counts
         count, num_calls = self._of_values(counts), self._of_values(calls)
@@ -205,7 +205,7 @@ class RunningStatistics(Part):
         """How often each layer was called in training; floats, where `_values` lies."""
         first = self._layers[0].running_mean
         assert first is not None
-        # Read on the device, since a wait for each would stop it.
+        # Kept on the device: reading each value would wait for the device.
         counts = [m.num_batches_tracked for m in self._layers if m.num_batches_tracked is not None]
         return torch.stack([c.to(first.device) for c in counts]).float()
 

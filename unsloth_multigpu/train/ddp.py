@@ -1,4 +1,4 @@
-"""What DDP is told about a model."""
+"""The settings of DDP for a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
-# Attributes of a model's config that mean: some steps leave some parameters without a gradient.
+# Attributes of a model's config which mean that some steps leave some parameters without a gradient.
 _CONDITIONAL_PARTS = (
     "num_experts",
     "num_local_experts",
@@ -24,7 +24,7 @@ _CONDITIONAL_PARTS = (
     "cross_attention_layers",
 )
 _DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-# The same in a parameter's name, for parts that the config does not tell of.
+# The same by names of parameters, for parts that the config does not mention.
 _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 # Unsloth's fused loss and its embeddings read the base weight and pass by a LoRA on these.
 _READ_BY_WEIGHT = ("lm_head", "embed")
@@ -86,7 +86,7 @@ def make_readable(ddp: nn.parallel.DistributedDataParallel, model: nn.Module, de
 
 
 def exchanged_of(model: nn.Module) -> frozenset[int]:
-    """ids of the parameters whose gradients a DDP would exchange that is made now."""
+    """ids of the parameters whose gradients a new DDP would exchange."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
 
@@ -120,7 +120,7 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
 
 
 def forget_evaluation(trainer: TrainerLike) -> None:
-    """Takes back what `evaluate()` or another `sync` made of the model: accelerate prepares no model twice."""
+    """Undoes how `evaluate()` or another `sync` prepared the model: accelerate does not prepare a model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
     if model is None:
         return  # Between two trials of a search; train() makes a new one.
@@ -133,7 +133,7 @@ def forget_evaluation(trainer: TrainerLike) -> None:
 
 
 def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) -> dict[str, Any]:
-    """What DDP is told where the script said nothing: attributes of accelerate's `DistributedDataParallelKwargs`.
+    """Settings of DDP where the script gave none: attributes of accelerate's `DistributedDataParallelKwargs`.
 
     Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
     several micro-batches; and `broadcast_buffers`, which DDP does as a step begins, where the ranks have just met.
@@ -144,7 +144,7 @@ def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) 
         config: The run's options.
         args: The script's `TrainingArguments`.
     """
-    # The gradients are the buckets, and not a copy of them: one set of gradients less in memory, the same numbers.
+    # Gradients are views of the buckets, not copies: one set of gradients less in memory, the same numbers.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
     if config.find_unused_parameters is not None:
         settings["find_unused_parameters"] = config.find_unused_parameters

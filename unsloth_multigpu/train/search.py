@@ -13,9 +13,9 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.trainer_protocol import CallbackHandlerLike, OptionalTrainer, TrainerLike
 
-# Rank 0's word before a trial; another text is the end.
+# What rank 0 sends before a trial. Any other text is the end of the search.
 _TRIAL = "trial"
-# What came of a report to rank 0's study.
+# The outcome of a report to rank 0's study.
 _GOES_ON, _PRUNED, _FAILED = range(3)
 
 
@@ -89,7 +89,7 @@ def _lead(trainer: TrainerLike, manager: DDPManager, run: Callable[..., Any], *a
     space = searching.hp_space
 
     def announcing(trial: Any) -> Any:
-        # The first thing that becomes of a trial; transformers sends it to the others right behind.
+        # This is the first use of a trial. transformers sends it to the other ranks right after it.
         if trial.number not in announced:
             announced.append(trial.number)
             manager.broadcast_text(_TRIAL)
@@ -147,7 +147,7 @@ def _report(trainer: TrainerLike, manager: DDPManager, original: Callable[..., A
 
 
 def _reported(handler: CallbackHandlerLike, manager: DDPManager, report: Callable[[], Any]) -> Any:
-    """Rank 0's part: what comes of the report is told before anything follows from it."""
+    """Rank 0's part: tells the other ranks the outcome of the report before it acts on it."""
     is_told = False
 
     def tell(outcome: int) -> None:
@@ -157,7 +157,7 @@ def _reported(handler: CallbackHandlerLike, manager: DDPManager, report: Callabl
             manager.gather_int64([outcome])
 
     def on_train_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tell(_PRUNED)  # Before the exception the callbacks hear of the end, and ours meet the other ranks' there.
+        tell(_PRUNED)  # The callbacks are called before the exception, and those of this package meet the other ranks.
         return original(*args, **kwargs)
 
     try:
@@ -165,7 +165,7 @@ def _reported(handler: CallbackHandlerLike, manager: DDPManager, report: Callabl
             result = report()
         tell(_GOES_ON)
     finally:
-        tell(_FAILED)  # An error leaves the trial on all ranks, too: what it means is for rank 0's study to say.
+        tell(_FAILED)  # An error ends the trial on all ranks, too. Rank 0's study decides what follows.
     return result
 
 

@@ -77,7 +77,7 @@ class TrainedParameters(Part):
         return loss
 
     def _follow(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> None:
-        """Makes sure that the gradients of all that is trained will meet."""
+        """Makes sure that the gradients of all trained parameters are exchanged."""
         ids = set(map(id, trained))
         if self._exchange is not None:
             more = ids - set(map(id, self._exchange.parameters))
@@ -114,7 +114,7 @@ class TrainedParameters(Part):
         self.is_changed = True
 
     def _follow_foreign(self, ids: set[int]) -> None:
-        """For a DDP that the script has made, which may have settings that are not to be seen."""
+        """For a DDP that the script has made, whose settings cannot be read."""
         if self._seen is not None and ids - set(self._seen):
             raise SetupError(
                 f"{self._names(ids - set(self._seen))} became trainable after step {self._step}, but the script's own "
@@ -134,7 +134,7 @@ class TrainedParameters(Part):
         mine = json.dumps([self._step, digest])
         prefix = f"trained/{self._training}/{self._num_changes}"
         self._manager.publish(f"{prefix}/{identity.rank}", mine)
-        # Before the others' collective gives up, which would say less.
+        # Before the collective of the other ranks times out, whose error says less.
         deadline = time.monotonic() + self._manager.config.timeout_s / 2
         for rank in sorted(set(range(identity.world_size)) - {identity.rank}):
             try:
@@ -155,7 +155,7 @@ class TrainedParameters(Part):
         )
 
     def _check_end(self, every: Sequence[nn.Parameter], ids: set[int], model: nn.Module) -> None:
-        """What has changed after the backward is followed in the next step; what has changed before it was missed."""
+        """A change after the backward is followed in the next step. A change before it came too late."""
         is_searched = getattr(getattr(model, "_orig_mod", model), "find_unused_parameters", True)
         missed = {
             id(p)
@@ -201,7 +201,7 @@ def all_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:
-    """Names and tensors of what the optimizer trains outside the model: no one else exchanges these gradients."""
+    """Names and tensors of what the optimizer trains outside the model: DDP does not exchange these gradients."""
     own = {id(p) for p in trainer.model.parameters()}
     return [
         (f"parameter {i} of the optimizer's group {g}, which is not in the model", p)

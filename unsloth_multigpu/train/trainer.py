@@ -1,4 +1,4 @@
-"""DDPTrainer: steers one `Trainer.train()` call. The loop is Hugging Face's; which samples it gets is ours."""
+"""DDPTrainer: steers one `Trainer.train()` call. The loop is Hugging Face's; this package chooses its samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from unsloth_multigpu.wire.event import EventWriter
 
 logger = get_logger(__name__)
 
-# What makes gradients meet in another way than DDP.
+# The part that exchanges gradients in DDP's place.
 _EXCHANGE = "unsloth_multigpu.strategies.exchange:Exchange"
 
 
@@ -135,7 +135,7 @@ class DDPTrainer:
         return result
 
     def _is_plain_ddp(self) -> bool:
-        """False where the script asked for another kind of parallelism, which then has the field to itself."""
+        """False if the script asked for another kind of parallelism. Then this package does not steer the training."""
         accelerator = self.trainer.accelerator
         parallelism = getattr(accelerator, "parallelism_config", None)
         other = {

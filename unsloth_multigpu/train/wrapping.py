@@ -1,4 +1,4 @@
-"""Lets accelerate wrap the model in DDP with our settings, and sees to it that the training goes through it."""
+"""Lets accelerate wrap the model in DDP with our settings, and checks that the training uses it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DDPWrapping(Part):
 
     def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.prepare_model`, which makes DDP and is all that reads its settings."""
-        # transformers 4 makes new ones just before. They are taken back: the next `train()` must find the script's own.
+        # transformers 4 makes new settings just before. The script's are restored for the next `train()`.
         from accelerate.utils import DistributedDataParallelKwargs
 
         accelerator, compression = self._trainer.accelerator, self._config.grad_compression
@@ -85,7 +85,7 @@ class DDPWrapping(Part):
         """Looks for the first forward pass by DDP."""
         wrapped = self._trainer.model_wrapped
         if not isinstance(wrapped, ReadableDDP):
-            return  # A compiler stands around it, which would trace the hook; or it is the script's own DDP.
+            return  # A compiler wraps it and would trace the hook, or it is the script's own DDP.
 
         def see(*_: Any) -> None:
             self._is_forward_seen = True
