@@ -78,13 +78,13 @@ class RankTimeoutError(DistributedError, TimeoutError):
 
 
 class NonFiniteGradientError(MultiGPUError, ArithmeticError):
-    """The gradient of a step is infinite or no number."""
+    """The gradient of a step is infinite or NaN."""
 
     exit_code = 78
 
 
 class ResumeError(MultiGPUError, ValueError):
-    """A training cannot go on from a checkpoint."""
+    """A training cannot resume from a checkpoint."""
 
     exit_code = 79
 

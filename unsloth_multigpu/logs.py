@@ -26,12 +26,12 @@ class RankFilter(logging.Filter):
 
 
 def tell(text: str) -> None:
-    """Writes what a supervisor or a rank has to say to stderr. One that is gone, or was never there, ends no run."""
+    """Writes a line of a supervisor or a rank to stderr. A closed or missing stderr does not end a run."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError) as gone:
-        logging.getLogger(__name__).debug("nobody reads stderr: %s", gone)
+        logging.getLogger(__name__).debug("stderr cannot be written: %s", gone)
 
 
 def get_logger(name: str) -> logging.Logger:

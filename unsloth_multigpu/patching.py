@@ -1,4 +1,4 @@
-"""The one patching mechanism. A patch is data; it lands when its target is imported, is verified, and is undone.
+"""The one patching mechanism. A patch is data: it is applied when its target is imported, verified, and undone.
 
 Nothing here imports a target's module: a patch waits for the user's import.
 """
@@ -27,8 +27,8 @@ State = Literal["landed", "waiting for import", "absent", "not installed", "undo
 
 _log = get_logger(__name__)
 _MISSING: Any = object()
-# How far a function may be from what stands in its place: wrappers over wrappers, each with what it keeps. A name
-# leads to much that is no wrapper.
+# How deep our function may lie under what replaced it: wrappers over wrappers, each with what it holds. A name counts
+# for several levels, since it also leads to much that is not a wrapper.
 _WRAPPER_DEPTH, _NAME_STEPS, _MOST_PARTS = 12, 6, 64
 
 
@@ -109,7 +109,7 @@ class PatchRegistry:
     def undo(self) -> None:
         """Takes the patches off in reverse order; those still waiting never land. Harmless when called again.
 
-        Where somebody wrapped over ours, or kept a copy of it, ours stays and only passes calls through.
+        If other code wrapped our function, or kept a copy of it, ours stays there and only passes calls through.
         """
         for seam in reversed(self._seams):
             seam.remove("undone")
@@ -189,10 +189,10 @@ class _Seam:
             return
         is_wrapped = isinstance(raw, (staticmethod, classmethod))
         original = raw.__func__ if is_wrapped else raw
-        # A class gives no `self` to a callable that is no descriptor; to a function in its place it would.
+        # A class does not pass `self` to a callable that is not a descriptor, but it would pass it to our function.
         is_bindable = not isinstance(self.holder, type) or hasattr(type(raw), "__get__")
         if not callable(original) or isinstance(original, type) or not is_bindable:
-            raise self._misfit(f"it is no function but {type(raw).__name__}")
+            raise self._misfit(f"it is not a function but {type(raw).__name__}")
         if missing := [name for name in self.patch.needs if name not in inspect.signature(original).parameters]:
             raise self._misfit(f"it has no parameter {', '.join(missing)}")
         self.function = self._switch(original, self.patch.wrap(original))
@@ -203,7 +203,7 @@ class _Seam:
         _log.debug("patch=%s state=landed", self.patch.target)
 
     def remove(self, state: State) -> None:
-        # Only what we put there: over somebody's wrapper a restore would take theirs off, too.
+        # Remove only our own function: restoring under another library's wrapper would remove that wrapper, too.
         if self.state == "landed" and vars(self.holder).get(self.name) is self.installed:
             if self.before is _MISSING:
                 delattr(self.holder, self.name)
@@ -235,7 +235,7 @@ class _Seam:
         )
 
     def _is_alias(self) -> bool:
-        # A class that was renamed keeps its old name beside the new one, whose patch stands for both.
+        # A renamed class keeps its old name as an alias. The patch of the new name covers both.
         return isinstance(self.holder, type) and self.holder.__name__ != self.path.split(".")[-2]
 
     def _record_absence(self) -> None:

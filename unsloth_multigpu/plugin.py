@@ -81,7 +81,7 @@ def enable_multi_gpu(
         sync: How gradients meet: a strategy such as `DiLoCo(every_steps=8)`, or its name for its defaults: "ddp",
             "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
-        resume: "auto" goes on from the last whole checkpoint of this training, "off" does what the script says ["off"].
+        resume: "auto" resumes from the last whole checkpoint of this training, "off" does what the script says ["off"].
         replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
         seldom: The other options, by name, and arguments of the older plugin, each with a DeprecationWarning that names
             the replacement.

@@ -1,4 +1,4 @@
-"""What a rank runs, and what that changes for its session. A script's is here, that of cells in `notebook.program`."""
+"""What a rank runs, and how its session depends on that. A script is here, cells are in `notebook.program`."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class ScriptProgram:
         """Nothing to do: a training that fails ends the script."""
 
     def note_training(self, loop: Loop) -> None:
-        """Nothing to keep in mind: nothing goes on after a failure."""
+        """Nothing to note: a script does not continue after a failure."""
 
     def note_wrapper(self, model: nn.Module) -> None:
-        """Nothing to keep in mind, as above."""
+        """Nothing to note, as above."""
 
 
 def _draw_alike(session: Session) -> None:
-    """Lets what the script draws without a seed be the same on all ranks. A seed that it has set by now stays."""
+    """Makes random numbers that the script draws without a seed equal on all ranks. A seed that it has set stays."""
     if session.index:
         return  # The ranks were made alike when this process enabled the first time.
     if session.identity.world_size > 1:

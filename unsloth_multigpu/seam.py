@@ -1,7 +1,7 @@
 """The methods of a Trainer, its accelerator and its callback handler that are steered while it trains, as one table.
 
-Patches steer functions of classes; these stand on one object, for the time of one training. Both are verified when it
-begins.
+A patch replaces a function of a class. An instance seam replaces a method of one object, while one training runs. Both
+are verified when the training begins.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unsloth_multigpu.errors import PatchError
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import check_version
 
 _MISSING: Any = object()
@@ -30,9 +31,9 @@ class InstanceSeam:
         owner: The object, as an attribute of the Trainer.
         name: Of the method.
         reason: Why it is steered, in one sentence, for `doctor --seams`.
-        needs: Parameters that what stands in its place relies on.
-        called: "step" = in each optimizer step, "step end" = behind each, "save" = for each checkpoint: one that is not
-            called then is an error. "" = only in some trainings.
+        needs: Parameters that our replacement relies on.
+        called: "step" = in each optimizer step, "step end" = after each, "save" = for each checkpoint. A method that is
+            not called then is an error. "" = called only in some trainings.
         unless_off: Argument of the training that turns the call off where it is zero or None.
         optional: Not every version, or not every trainer, has it.
     """
@@ -47,7 +48,7 @@ class InstanceSeam:
 
     @property
     def target(self) -> str:
-        """As it is shown, such as `accelerator.reduce`."""
+        """The name that is shown, such as `accelerator.reduce`."""
         return f"{self.owner}.{self.name}"
 
 
@@ -65,7 +66,7 @@ SEAMS: dict[str, InstanceSeam] = {
         _of_trainer("get_train_dataloader", "Its loader is turned into one of whole optimizer steps."),
         _of_trainer(
             "get_batch_samples",
-            "Takes one step of the loader, counts its tokens over all ranks, and goes on in the middle of an epoch.",
+            "Takes one step of the loader, counts its tokens over all ranks, and continues in the middle of an epoch.",
             *("epoch_iterator", "num_batches", "device"),
             called="step",
         ),
@@ -101,14 +102,16 @@ SEAMS: dict[str, InstanceSeam] = {
             *("model", "trial"),
             called="save",
         ),
-        _of_trainer("_get_output_dir", "A checkpoint is written into a folder beside its own first.", "trial"),
+        _of_trainer("_get_output_dir", "A checkpoint is first written into a hidden folder.", "trial"),
         _of_trainer(
             "_push_from_checkpoint", "A checkpoint is pushed when it is whole.", "checkpoint_folder", optional=True
         ),
         _of_trainer("_load_best_model", "Tells the watchdog that files are read, and lets ranks meet before."),
-        _of_trainer("_load_rng_state", "Each rank goes on with its own random numbers.", "checkpoint"),
+        _of_trainer("_load_rng_state", "Each rank continues with its own random numbers.", "checkpoint"),
         _of_trainer(
-            "_load_optimizer_and_scheduler", "Tells a strategy which checkpoint it goes on from.", "checkpoint"
+            "_load_optimizer_and_scheduler",
+            "Tells a strategy which checkpoint to resume from.",
+            "checkpoint",
         ),
         _of_trainer("store_flos", "Tells the watchdog that the last step is done."),
         _of_trainer("save_model", "`chaos` fails here.", "output_dir"),
@@ -125,7 +128,7 @@ SEAMS: dict[str, InstanceSeam] = {
         InstanceSeam(
             "accelerator",
             "clip_grad_norm_",
-            "A step whose gradient is no number is found, named and left out before it reaches the weights.",
+            "A step whose gradient is not finite is found, named and left out before it reaches the weights.",
             ("parameters", "max_norm", "norm_type"),
             called="step",
             unless_off="max_grad_norm",
@@ -159,7 +162,7 @@ SEAMS: dict[str, InstanceSeam] = {
 
 
 class Steered(functools.partial):  # type: ignore[type-arg]
-    """A method of ours that stands in the place of one of theirs, which is its last argument. Counts its calls."""
+    """Replaces a method of another library, which is its last argument, and counts its calls."""
 
     num_calls = 0
     is_needed = True
@@ -190,13 +193,13 @@ def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def steered(owner: Any, name: str, method: Callable[..., Any], *, is_needed: bool = True) -> Iterator[None]:
-    """Puts `method` in the place of a method of `owner` for a time. It is given the original first.
+    """Replaces a method of `owner` by `method` for a time. The original is the first argument of `method`.
 
     Args:
         owner: The Trainer, its accelerator or its callback handler.
         name: One of `SEAMS`.
         method: What is called in its place.
-        is_needed: The training is wrong where it is not called; else only less is known of it.
+        is_needed: True if the training is wrong where `method` is not called. Otherwise we only know less about it.
     """
     replacement = Steered(method, getattr(owner, SEAMS[name].name))
     replacement.is_needed = is_needed
@@ -204,7 +207,7 @@ def steered(owner: Any, name: str, method: Callable[..., Any], *, is_needed: boo
         yield
 
 
-def verify_seams(trainer: Any) -> None:
+def verify_seams(trainer: TrainerLike) -> None:
     """Checks, when a training begins, that every method of the table is there and has the parameters that are used.
 
     Raises:
@@ -232,11 +235,11 @@ def check_seam(seam: InstanceSeam, owner: type) -> bool:
     return True
 
 
-def verify_calls(trainer: Any, event: Literal["step", "step end", "save"]) -> None:
-    """Checks, behind the first step or a checkpoint, that what is steered was called.
+def verify_calls(trainer: TrainerLike, event: Literal["step", "step end", "save"]) -> None:
+    """Checks, after the first step or a checkpoint, that our methods were called.
 
     Raises:
-        PatchError: The library, or a method of the script, goes another way, on which nothing is steered.
+        PatchError: The library, or a method of the script, takes a path that does not call them.
     """
     for seam in SEAMS.values():
         owner = owner_of(seam, trainer)
@@ -248,12 +251,12 @@ def verify_calls(trainer: Any, event: Literal["step", "step end", "save"]) -> No
             raise _misfit(seam, type(owner), what)
 
 
-def owner_of(seam: InstanceSeam, trainer: Any) -> Any:
+def owner_of(seam: InstanceSeam, trainer: TrainerLike) -> Any:
     return trainer if seam.owner == "trainer" else getattr(trainer, seam.owner)
 
 
 def _is_missed(method: Any) -> bool:
-    """True where one of the methods that stand over each other is needed, and was not called."""
+    """True if one of the replacements stacked on this method is needed and was not called."""
     while isinstance(method, Steered):
         if method.is_needed and not method.num_calls:
             return True
@@ -262,7 +265,10 @@ def _is_missed(method: Any) -> bool:
 
 
 def _missing_parameters(seam: InstanceSeam, owner: type) -> list[str]:
-    """Those that the library's own method lacks. A script's fails by itself; one that takes anything hands it on."""
+    """Parameters that the library's own method lacks.
+
+    A method of the script that lacks one fails by itself. A method with `*args` or `**kwargs` passes them on.
+    """
     for base in owner.__mro__:
         if seam.name not in vars(base) or base.__module__.partition(".")[0] not in _LIBRARIES:
             continue

@@ -1,4 +1,4 @@
-"""What `enable_multi_gpu` opens in a rank: configuration, place, patches and what they need."""
+"""What `enable_multi_gpu` opens in a rank: options, identity, patches and what they need."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import Tool, attached
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
@@ -72,7 +73,7 @@ class Session:
         return self._manager
 
     def open_manager(self) -> DDPManager | None:
-        """The same; None once this session is closed, and where this rank runs something without the others."""
+        """As `manager`; None after this session was closed, and where this rank runs code without the others."""
         return None if self.is_closed or not self.program.can_exchange() else self.manager()
 
     def renew_manager(self) -> None:
@@ -88,8 +89,8 @@ class Session:
         self.on_close.close()
         self.console.close()
 
-    def run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """Stands in for `Trainer.train`; `original_train` reads `arguments` when it is called."""
+    def run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """Replaces `Trainer.train`; `original_train` reads `arguments` when it is called."""
         from unsloth_multigpu.train.search import trial_set_up
 
         self.num_running += 1
@@ -100,7 +101,7 @@ class Session:
             self.num_running -= 1
 
     def notice_training(self) -> None:
-        """Told where a Trainer's loop begins, however it was reached.
+        """Called when a Trainer's loop begins, however it was reached.
 
         Raises:
             PatchError: Something stands in the place of `Trainer.train` that does not call ours.
@@ -113,7 +114,7 @@ class Session:
             "of the script, as under torchrun. Let the trainer's train() call super().train()"
         )
 
-    def _run_training(self, trainer: Any, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+    def _run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
         train_index = self.program.begin_training()
         if not self.config.enable_ddp:
@@ -122,7 +123,7 @@ class Session:
         if self.identity.world_size == 1 and self.config.grad_compression is not None:
             logger.info("grad_compression=%s: one process sends no gradients", self.config.grad_compression)
         if self.identity.world_size == 1 and not isinstance(self.config.sync, DDP):
-            logger.warning("sync=%s: one process has nobody to meet and trains as without it", self.config.sync)
+            logger.warning("sync=%s: one process has no other rank to meet and trains as without it", self.config.sync)
         if self._steers():
             from unsloth_multigpu.train.trainer import DDPTrainer
 
@@ -145,13 +146,13 @@ class Session:
         return result
 
     def _steers(self) -> bool:
-        """False where one process is left alone, because nothing was asked of it."""
+        """False if this single process is not steered, because no option asks for it."""
         config = self.config
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
         asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
         return self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and not self.tool.is_comparison)
 
-    def _run_serial(self, trainer: Any, original_train: Callable[[], Any]) -> Any:
+    def _run_serial(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""
         steered = attached(_SERIAL)(trainer, self.config)
         result = steered.run(original_train)
@@ -159,7 +160,7 @@ class Session:
         return result
 
 
-def _loop_of(trainer: Any, part: Part) -> AbstractContextManager[None]:
+def _loop_of(trainer: TrainerLike, part: Part) -> AbstractContextManager[None]:
     from unsloth_multigpu.train.loop import Loop
 
     return Loop(trainer, [part]).steering()
@@ -214,7 +215,7 @@ def open_session(
 
 
 def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
-    """Says once which libraries are newer than all that was tested; what does not fit is an error by itself."""
+    """Warns once of libraries that are newer than any tested version. One that does not fit raises elsewhere."""
     newer = [row for row in version_rows() if row.is_newer and row.name in SUPPORTED]
     if not newer:
         return
@@ -249,7 +250,7 @@ def _patches(session: Session) -> list[Patch]:
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
-        # A map of all visible cards would spread over them the model that each of them is to have a copy of.
+        # A device map over all visible cards would split the model, but each card is to hold a whole copy.
         return [*patches, *placement_patches(visible_accelerators()[0], 0)]
     if identity.world_size == 1:
         return patches

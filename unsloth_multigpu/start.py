@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 
 # Work before the line that is worth a warning, in seconds; importing this package and torch takes about 3.
 _EARLY_WORK_S = 10.0
-# Nobody means more of them, where there are fewer cores: each is a process with a torch of its own.
+# More CPU ranks than this are almost certainly a typo, unless there are many cores: each loads a torch of its own.
 _MANY_CPU_RANKS = 64
 
 
@@ -35,7 +35,7 @@ def ranks_to_start(config: MultiGPUConfig) -> int:
 
 
 def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
-    """True if this process cannot be the rank itself: there are more of them, or somebody has to start it again.
+    """True if this process cannot be the rank itself: there are more ranks, or a supervisor has to restart it.
 
     Args:
         num_ranks: Ranks of this machine.
@@ -135,7 +135,7 @@ def _warn_of_early_work(num_ranks: int) -> None:
             held_bytes / 2**30,
         )
     heavy = [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
-    # Of this process alone: waiting for a child, or for somebody to type, is no work that ranks do again.
+    # The time of this process alone: ranks do not repeat the waiting for a child process or for input.
     seconds = time.process_time()
     if heavy or seconds > _EARLY_WORK_S:
         logger.warning(

@@ -6,17 +6,19 @@ import importlib
 from typing import Any
 
 from unsloth_multigpu.part import Part
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 
 class Tool:
-    """Takes part in every process of one run. This class itself does nothing.
+    """What takes part in every process of one run. The base class does nothing.
 
-    It is named by the run's context, `RunContext.tool`; the package imports none of them.
+    The run's context names it (`RunContext.tool`); the package imports no tool.
 
     Attributes:
         is_comparison: The run is compared with one process, and its ranks end with their first training: nothing is
-            saved, a checkpoint is gone on from only where the script says so, and one process is not steered.
+            saved, the training resumes from a checkpoint only where the script asks for it, and one process is not
+            steered.
         draws_alike: What the script draws without a seed is the same in all runs with the tool.
     """
 
@@ -26,7 +28,7 @@ class Tool:
         """The options of the run, given those of the script. Called in the supervisor, too.
 
         Raises:
-            SetupError: They do not allow what the tool is for.
+            SetupError: The tool cannot do its work with them.
         """
         return config
 
@@ -34,28 +36,28 @@ class Tool:
         """Called in a rank with the variables that ask for another kind of parallelism, as NAME=VALUE.
 
         Raises:
-            SetupError: They do not allow what the tool is for.
+            SetupError: The tool cannot do its work with them.
         """
 
-    def adjust_arguments(self, args: Any) -> None:
+    def adjust_arguments(self, args: ArgumentsLike) -> None:
         """Called with `TrainingArguments` before they check themselves."""
 
-    def part(self, trainer: Any, session: Any, steps: Any) -> Part | None:
-        """What it adds to a training; None where it has nothing to do in it.
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
+        """Returns the part that the tool adds to a training; None where it adds nothing.
 
         Args:
             trainer: A `transformers.Trainer` or subclass.
-            session: What the line has opened in this process: options, place, context.
-            steps: What deals the samples; None where the training is not steered.
+            session: The session of this process: options, identity, context.
+            steps: The `StepFeed` that deals the samples; None where the training is not steered.
         """
         return None
 
     def end_training(self) -> None:
-        """Called where a training has ended well, before the script goes on."""
+        """Called after a training has ended well, before the script continues."""
 
 
 def tool_of(context: RunContext) -> Tool:
-    """The tool that takes part in the run; one that does nothing where there is none."""
+    """Returns the tool of the run, or a `Tool` that does nothing."""
     if context.tool is None:
         return Tool()
     tool: Tool = attached(context.tool.name)(**context.tool.values)
@@ -63,6 +65,6 @@ def tool_of(context: RunContext) -> Tool:
 
 
 def attached(name: str) -> Any:
-    """What a folder offers that nothing imports, by its name: "module:attribute"."""
+    """Imports what a folder offers by its name, "module:attribute": no module imports that folder."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -121,7 +121,7 @@ def test_metric_of_unknown_kind_is_named_once(runs):
 def test_log_of_one_rank_alone_holds_no_part_and_loses_none(runs):
     whole, lines = (runs[name][LONE][0]["state"]["log_history"] for name in ("one", "two"))
     assert [line for line in lines if "note" in line] == [{"note": 1.0, "epoch": pytest.approx(2 / 3), "step": 2}]
-    assert runs["two said"].count("log() was called beside the training's own lines") == 1
+    assert runs["two said"].count("log() was called outside the training's own log lines") == 1
     for line, other in zip(whole[1:], lines[1:], strict=True):
         assert not differences(line, other, but=["longest", "entropy", "accuracy"])
     # One process has told the first two steps in the line of the callback.

@@ -44,7 +44,7 @@ class FakeAccelerator:
     """Does nothing to what it is given. It meets no other process."""
 
     def __init__(self):
-        self.parallelism_config = self.scaler = self.ddp_handler = None
+        self.scaler = self.ddp_handler = None
         self.num_processes = 1
         self.sync_gradients = True
         self._models = []
@@ -111,9 +111,6 @@ class FakeTrainer:
 
     def add_callback(self, callback):
         self.callback_handler.callbacks.append(callback)
-
-    def remove_callback(self, callback):
-        self.callback_handler.remove_callback(callback)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None): ...
 

@@ -127,7 +127,7 @@ def test_what_cannot_be_planned_is_said_or_an_error(
 
 
 def test_loss_that_is_known_for_whole_micro_batches_only_is_no_token_plan() -> None:
-    with pytest.raises(SetupError, match="micro-batches cannot be made anew: the router's loss counts once"):
+    with pytest.raises(SetupError, match="micro-batches cannot be regrouped: the router's loss counts once"):
         balancer(balance="tokens").prepare(loader(), replace(TOKEN_SUM, misfit=ROUTER))
 
 

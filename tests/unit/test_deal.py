@@ -127,6 +127,8 @@ def test_rank_gets_a_filler_only_where_samples_are_too_few(sizes: list[int], wor
         ([4, 4, 4, 4], 2, True, "16 = 2 ranks x 4 samples x 2 accumulation"),
         ([4, 4, 4, 4], 2, False, "16 = 2 ranks x 4 samples x 2 accumulation"),
         ([8], 2, False, "8 = 2 ranks x 4 samples x 1 accumulation"),
+        ([4, 4], 1, True, "8 = 4 samples x 2 accumulation"),
+        ([4, 3], 1, False, "7 = 7 samples on 1 rank"),
         ([10], 3, True, "10 = 3 + 3 + 4 samples on 3 ranks"),
         ([2, 2, 1], 2, False, "5 = 2 + 3 samples on 2 ranks"),
         ([4, 4, 4], 2, False, "12 = 6 + 6 samples on 2 ranks"),

@@ -43,6 +43,7 @@ LAYERS = {
     "patching": 2,
     "seam": 2,
     "tool": 2,
+    "trainer_protocol": 2,
     "launch": 3,
     "group": 3,
     "step": 4,

@@ -178,7 +178,7 @@ def test_patched_static_and_class_methods_stay_of_their_kind(write: Write) -> No
 @pytest.mark.parametrize("path", ["Thing", "Thing.size", "Thing.gets_no_self"])
 def test_target_that_is_no_function_raises(write: Write, path: str) -> None:
     module = importlib.import_module(write())
-    with pytest.raises(PatchError, match=f"{path} in lib 1.2: it is no function"):
+    with pytest.raises(PatchError, match=f"{path} in lib 1.2: it is not a function"):
         registry(f"{module.__name__}:{path}").apply()
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a training goes on from: a decision of one node over the manifests in an output folder."""
+"""Which checkpoint a training resumes from: a decision of one node over the manifests in an output folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_OPTIMIZER = "it holds no optimizer (save_only_model=True)"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which checkpoints can be gone on from.
+    """Which checkpoints a training can resume from.
 
     Args:
         world_size: Ranks of this run.
@@ -46,14 +46,14 @@ class Wanted:
             raise ResumeError(
                 f"{folder} was written by {manifest.world_size} rank(s), now there are {self.world_size}: with "
                 "global_batch='scale' a step has other samples then.",
-                hint=f"Set num_gpus={manifest.world_size}, or begin anew with resume='off'.",
+                hint=f"Set num_gpus={manifest.world_size}, or begin a new training with resume='off'.",
             )
         return None
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint of one node that can be gone on from, if there is one, and what is to be said about others.
+    """The newest checkpoint of one node that a training can resume from, if any, and what is to be said about others.
 
     Args:
         step: None = there is none.
@@ -117,10 +117,11 @@ def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
         return (_unchecked(folder),) if manifest is None and folder.is_dir() else ()
     if problem == _NO_OPTIMIZER:
         raise ResumeError(
-            f"{folder} cannot be gone on from: {problem}.", hint="Load the model from it and begin a new training."
+            f"a training cannot resume from {folder}: {problem}.",
+            hint="Load the model from it and begin a new training.",
         )
     newest = find_newest(folder.parent, wanted).step
-    other = "There is no whole one beside it" if newest is None else f"Use {folder.parent}/checkpoint-{newest}"
+    other = "Its folder has no whole one" if newest is None else f"Use {folder.parent}/checkpoint-{newest}"
     raise ResumeError(
         f"{folder} is not whole: {problem}.", hint=f"{other}; if you changed it on purpose, delete its {MANIFEST}."
     )

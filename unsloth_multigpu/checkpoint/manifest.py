@@ -1,6 +1,6 @@
-"""Whole checkpoints: a manifest, written last, tells a whole folder from a torn one. Files alone; no torch.
+"""Whole checkpoints: a manifest, written last, tells a whole folder from a torn one. Only files; no torch.
 
-The manifest's CRC-32 finds writes that were cut off and bits that flipped. It is no protection against forgery: who can
+The manifest's CRC-32 finds writes that were cut off and bits that flipped. It does not protect against forgery: who can
 write the files can write the manifest.
 """
 
@@ -26,7 +26,7 @@ _REPLACED = "replaced-"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
-# Times that are nearer than this say nothing: file systems round them, or make them up.
+# Times closer than this cannot be compared: file systems round or invent them.
 _LEAST_SPREAD_S = 1.0
 
 
@@ -128,7 +128,7 @@ def check(folder: Path, *, reads_files: bool = True) -> str | None:
 
 
 def _step_of(name: str) -> int | None:
-    """40 for "checkpoint-40", None for names that no checkpoint has."""
+    """40 for "checkpoint-40", None for a name that is not a checkpoint's."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -154,7 +154,7 @@ def put_in_place(part: Path, final: Path) -> None:
 
 
 def clear_parts(output_dir: Path) -> None:
-    """Removes what killed runs left unfinished; what only lacked its last rename gets it."""
+    """Removes checkpoints that killed runs left unfinished; one that only lacked its last rename is renamed."""
     parts = output_dir / PART_FOLDER
     if not parts.is_dir():
         return
@@ -178,7 +178,7 @@ class Saved:
 
 
 def superfluous(saved: Sequence[Saved], limit: int | None, keep: Collection[int]) -> list[int]:
-    """Steps whose checkpoints `save_total_limit` lets go, the oldest first.
+    """Steps whose checkpoints `save_total_limit` removes, the oldest first.
 
     Args:
         saved: All checkpoints of the folder.
@@ -197,7 +197,7 @@ def superfluous(saved: Sequence[Saved], limit: int | None, keep: Collection[int]
 
 
 def rotate(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
-    """Deletes the checkpoints that are too many; see `superfluous`."""
+    """Deletes superfluous checkpoints, see `superfluous`."""
     if not limit or limit < 0:
         return
     folders = dict(checkpoints_in(output_dir))
@@ -205,7 +205,7 @@ def rotate(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
         Saved(step, path.stat().st_mtime, check(path, reads_files=False) is None) for step, path in folders.items()
     ]
     for step in superfluous(saved, limit, keep):
-        # First its manifest: half of a checkpoint must not count as one.
+        # The manifest goes first: half of a checkpoint must not count as a whole one.
         with suppress(OSError):
             (folders[step] / MANIFEST).unlink()
         shutil.rmtree(folders[step], ignore_errors=True)
@@ -232,7 +232,7 @@ def _measured(path: Path, *, must_flush: bool = False) -> tuple[int, int]:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Makes names that were added to a folder outlast a loss of power."""
+    """Flushes the names in a folder to the disk, so that they survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

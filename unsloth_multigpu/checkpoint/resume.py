@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a training goes on from, and restores what Hugging Face's loop does not."""
+"""Finds the checkpoint that a training resumes from, and restores what Hugging Face's loop does not."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 logger = get_logger(__name__)
@@ -32,12 +33,12 @@ ORDER_FILE = "unsloth_multigpu_order.json"
 
 
 class Resume(Part):
-    """The checkpoint that one `train()` goes on from, if any.
+    """The checkpoint that one `train()` resumes from, if any.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
-        steps: What feeds the trainer; its planner goes on with earlier measurements.
+        steps: What feeds the trainer; its planner continues with earlier measurements.
         arguments: Of the call of `train()`; its `resume_from_checkpoint` is replaced.
         training: How many calls of `train()` this process made before.
         context: Tells whether the ranks were started again.
@@ -51,7 +52,7 @@ class Resume(Part):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         steps: StepFeed,
         arguments: dict[str, Any],
@@ -71,13 +72,13 @@ class Resume(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Decides what the training goes on from. Collective.
+        """Decides what the training resumes from. Collective.
 
         Raises:
             ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
         """
         trainer = self._trainer
-        # A name that holds the time, or a random number, is another one on each rank.
+        # A name that contains the time or a random number differs between ranks.
         trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
         run_dir = trainer._get_output_dir(self._arguments.get("trial"))
         self._find_writers(Path(run_dir))
@@ -90,11 +91,11 @@ class Resume(Part):
 
     @property
     def is_writer(self) -> bool:
-        """True on a rank that looks after a folder of checkpoints."""
+        """True on a rank that manages a folder of checkpoints."""
         return self._manager.identity.rank in self.writers
 
     def _find_writers(self, folder: Path) -> None:
-        """One rank looks after the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
+        """One rank manages the folder: rank 0, or one of each node where each has a disk of its own. Collective."""
         identity = self._manager.identity
         if identity.world_size > identity.local_world_size:
             token = folder / PART_FOLDER / f"token-{uuid.uuid4().hex}"
@@ -116,7 +117,7 @@ class Resume(Part):
             clear_parts(folder)
 
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Replaces `resume_from_checkpoint` by what this training really goes on from. Collective.
+        """Replaces `resume_from_checkpoint` by what this training really resumes from. Collective.
 
         Args:
             run_dir: Folder of the checkpoints.
@@ -130,7 +131,7 @@ class Resume(Part):
         config, world_size = self._manager.config, self._manager.identity.world_size
         any_training = Wanted(world_size, grows_with_ranks=not config.keeps_global_batch)
         this_training = dataclasses.replace(any_training, facts=facts)
-        # Trials of a search for hyperparameters are told apart by nothing that a new process knows.
+        # A new process cannot tell the trials of a hyperparameter search apart.
         may_look = arguments.get("trial") is None
         run_id, step = self.context.run_id, None
         self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
@@ -139,7 +140,7 @@ class Resume(Part):
         if may_look and run_id and any(attempt for (attempt,) in attempts):
             step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
         if step is None and config.resume == "auto" and may_look:
-            # Before what the script names: the same command names the same place however far it has come since.
+            # Looked for before the script's own choice: the same command names the same checkpoint after any progress.
             step = self._newest(folder, this_training)
             if step is None and asked is None:
                 logger.info("resume='auto': no whole checkpoint of this training in %s, it begins at step 0", folder)
@@ -153,7 +154,7 @@ class Resume(Part):
             self._answers(lambda: Found(0, check_asked(named, any_training)))
         if step is not None:
             arguments["resume_from_checkpoint"] = asked = os.path.join(run_dir, f"checkpoint-{step}")
-            logger.info("goes on from %s", asked)
+            logger.info("the training goes on from %s", asked)
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
         if self._manifest is not None:
@@ -186,8 +187,8 @@ class Resume(Part):
                 logger.warning("%s", line)
         return [Found(answer["step"]) for answer in answers]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Lets the epoch that is gone on with have the order that it was begun with."""
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        """Gives the resumed epoch the order that it was begun with."""
         loader = self._steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if isinstance(sampler, StepSampler) and not self._trainer.args.ignore_data_skip and len(sampler):
@@ -202,7 +203,7 @@ class Resume(Part):
             stream.go_on(self._manifest.cursor, self._trainer.state.global_step)
 
     def _load_random_state(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
-        """`Trainer._load_rng_state`: ranks that the checkpoint does not know begin at a place of their own."""
+        """`Trainer._load_rng_state`: ranks that the checkpoint does not have begin with a random state of their own."""
         args, rank = self._trainer.args, self._manager.identity.rank
         name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
         if checkpoint is None or Path(checkpoint, name).is_file():
@@ -214,7 +215,7 @@ class Resume(Part):
         return None
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.get_batch_samples`: none for a training that goes on at its end; it would make one more step."""
+        """`Trainer.get_batch_samples`: none for a training that resumes at its end; it would do one more step."""
         state = self._trainer.state
         if 0 < state.max_steps <= state.global_step:
             self._trainer.control.should_training_stop = True
@@ -222,7 +223,7 @@ class Resume(Part):
         return original(*args, **kwargs)
 
 
-def training_facts(trainer: Any, manager: DDPManager, num_accumulated: int, training: int) -> dict[str, Any]:
+def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: int, training: int) -> dict[str, Any]:
     """What must be equal for a checkpoint to be one of this training: name -> JSON value.
 
     Args:

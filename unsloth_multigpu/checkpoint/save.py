@@ -1,4 +1,4 @@
-"""Saves the checkpoints of one training: written aside, sealed, and renamed when they are whole."""
+"""Saves the checkpoints of one training: written to a hidden folder, sealed, and renamed when they are whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
@@ -25,6 +25,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -47,7 +48,12 @@ class Checkpoints(Part):
     place = "checkpoints"
 
     def __init__(
-        self, trainer: Any, manager: DDPManager, steps: StepFeed, exchange: GradientExchange | None, resume: Resume
+        self,
+        trainer: TrainerLike,
+        manager: DDPManager,
+        steps: StepFeed,
+        exchange: GradientExchange | None,
+        resume: Resume,
     ) -> None:
         self._trainer = trainer
         self._manager = manager
@@ -60,7 +66,7 @@ class Checkpoints(Part):
         return {"_save_checkpoint": self._save, "evaluate": self._evaluate, "on_evaluate": self._decide_alike}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluate`: what it draws is its own, so that a training that a stop cuts off in it goes on alike."""
+        """`Trainer.evaluate`: its random draws leave the training unchanged, so one stopped in it resumes alike."""
         with ExitStack() as stack:
             stack.enter_context(kept_random_state())
             self._evaluation = stack
@@ -72,13 +78,15 @@ class Checkpoints(Part):
             return metrics
         return self._agree(metrics)  # An `evaluate` of the script may have added some.
 
-    def _decide_alike(self, original: Callable[..., Any], args: Any, state: Any, control: Any, metrics: Any) -> Any:
+    def _decide_alike(
+        self, original: Callable[..., Any], args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any
+    ) -> Any:
         """`CallbackHandler.on_evaluate`, by which early stopping decides."""
         metrics.update(self._agree(metrics))
         return original(args, state, control, metrics)
 
     def _agree(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's numbers: what is sampled or asked of a service differs, and ranks must decide alike. Collective."""
+        """Returns rank 0's metrics: sampled ones differ between ranks, and all ranks must decide alike. Collective."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         return {**metrics, **json.loads(self._manager.gather_texts(json.dumps(numbers))[0])}
 
@@ -105,21 +113,21 @@ class Checkpoints(Part):
             if trainer.state.best_model_checkpoint == os.fspath(part):
                 trainer.state.best_model_checkpoint = os.path.join(run_dir, final.name)
             elif trainer.state.best_global_step and os.path.isdir(best):
-                # As the Trainer does, which looked for it beside the hidden folder.
+                # As the Trainer does, which looked for it next to the hidden folder.
                 trainer.state.best_model_checkpoint = best
-            # Every rank has written its files. What rank 0 says is the name of this save, and of no other.
+            # Every rank has written its files. Rank 0 chooses an identifier of this save.
             is_first = self._manager.identity.rank == 0
             told = json.dumps([uuid.uuid4().hex, trainer.state.stateful_callbacks if is_first else None])
             name, callbacks = json.loads(self._manager.gather_texts(told)[0])
             if not is_first:
-                # The Trainer asks callbacks for their state where it is written.
+                # The Trainer reads the callbacks' state only on the rank that writes it.
                 trainer.state.stateful_callbacks = callbacks
             self._in_writers(name, final, functools.partial(self._complete, part, final, before))
         if pushes:
-            trainer._push_from_checkpoint(os.fspath(final))
+            cast(OptionalTrainer, trainer)._push_from_checkpoint(os.fspath(final))
 
     def _in_writers(self, name: str, final: Path, complete: Callable[[], None]) -> None:
-        """Lets the writers do something that takes longer than a collective may, while the others wait. Collective."""
+        """Runs `complete` on the writers while the others wait, longer than a collective may take. Collective."""
         rank = self._manager.identity.rank
         keys = {writer: f"checkpoints/{name}/{writer}" for writer in self._resume.writers}
         is_alone = self._manager.identity.world_size == 1
@@ -136,11 +144,11 @@ class Checkpoints(Part):
                 raise DistributedError(f"rank {writer} failed to save {final}.", hint="The cause is that rank's error.")
 
     def _complete(self, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
-        """Adds what Hugging Face does not save, seals the folder, gives it its name and lets older ones go."""
+        """Adds what Hugging Face does not save, seals the folder, renames it and deletes older ones."""
         trainer, state = self._trainer, self._trainer.state
         _move_changed(final, before, part)
         if not part.is_dir():
-            return  # The script saves in a way of its own, elsewhere.
+            return  # The script's own saving writes to another place.
         loader = self._steps.loader
         order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
         if trainer.args.should_save:
@@ -167,7 +175,7 @@ class Checkpoints(Part):
         rotate(final.parent, trainer.args.save_total_limit, keep)
 
     def _cursor(self, loader: Any) -> dict[str, int]:
-        """Where the epoch is; its steps and samples where we deal them."""
+        """The position in the epoch, with steps and samples where this package deals them."""
         state = self._trainer.state
         if isinstance(getattr(loader, "dataset", None), StepStream):
             return dict(loader.dataset.cursor())
@@ -188,7 +196,7 @@ class Checkpoints(Part):
                 shutil.rmtree(part, ignore_errors=True)
                 with suppress(OSError):
                     part.parent.rmdir()
-            # torch and safetensors say that a disk is full in errors of their own.
+            # torch and safetensors raise errors of their own where a disk is full.
             is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
             if is_disks and not isinstance(error, MultiGPUError):
                 raise OSError(f"{final} could not be saved, earlier checkpoints are untouched: {error}") from error

@@ -10,11 +10,12 @@ import torch
 
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, installed_version
 from unsloth_multigpu.wire.digest import digest_of
 
 
-def facts_of_run(trainer: Any, config: MultiGPUConfig, num_accumulated: int) -> dict[str, Any]:
+def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: int) -> dict[str, Any]:
     """Settings, versions, trainable parameters and some rows of the data: what `DDPManager.check_same` compares.
 
     Versions of drivers and of CUDA are not among them: nodes may differ in those.

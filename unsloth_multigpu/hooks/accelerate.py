@@ -1,4 +1,4 @@
-"""What accelerate assumes of devices and of the program that started the ranks."""
+"""Corrects what accelerate assumes about devices and about the program that started the ranks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def device_patches(device_type: str, device_index: int, local_rank: int) -> list
                 target="accelerate.state:PartialState.wait_for_everyone",
                 supports=_SUPPORTS,
                 wrap=functools.partial(_met, device_index),
-                reason="Its barrier is on the device with the number of the local rank, which a rank that sees one "
-                "card has not.",
+                reason="Its barrier uses the device whose index is the local rank. A rank that sees one card "
+                "has no such device.",
             )
         )
     return patches
@@ -54,7 +54,7 @@ def _checked(original: Callable[..., bool]) -> Callable[..., bool]:
         is_supported = original(*args, **kwargs)
         missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
         if not is_supported and missing:
-            # Before the first collective, by which NCCL reads them.
+            # Set before the first collective, when NCCL reads them.
             os.environ.update(dict.fromkeys(missing, "1"))
             logger.warning(
                 "this driver cannot connect these GPUs directly: %s. Gradients go through the host; a newer driver "

@@ -82,7 +82,7 @@ class _MapOrder:
         if manager is None:
             return original(dataset, *args, **kwargs)
         if manager is not self._manager:
-            # A new one has an empty store: ranks that left a notebook's cell at different places count anew.
+            # A new one has an empty store: ranks that left a notebook's cell at different places count from zero again.
             self._manager, self._num_calls = manager, 0
             self._noted.clear()
         identity = manager.identity
@@ -117,7 +117,7 @@ class _MapOrder:
         *,
         watches: bool,
     ) -> Any:
-        """The first rank's part: works, and tells the others what it did beside the result."""
+        """The first rank's part: works, and tells the others which side effects the call had."""
         before = _Before(args, kwargs) if watches else None
         try:
             result = work(*args, **kwargs)
@@ -139,7 +139,7 @@ class _MapOrder:
         kwargs: dict[str, Any],
         key: str | None,
     ) -> Any:
-        """Another rank's part: reads the first one's cache, and has what that one's call did beside it."""
+        """Another rank's part: reads the first rank's cache, and repeats the side effects of its call."""
         if key is None or not manager.is_published(f"{key}/effect"):
             return work(*args, **kwargs)
         effect = json.loads(manager.wait_for(f"{key}/effect", "Dataset.map", timeout_s=manager.config.timeout_s))
@@ -187,10 +187,10 @@ class _MapOrder:
 
     def _await(self, manager: DDPManager, key: str, call: str) -> None:
         deadline = time.monotonic() + manager.config.timeout_s
-        # Once the first rank has passed its call of this number it will not come to this one any more.
+        # Once the first rank has passed its call with this number, it will not make this call any more.
         while not manager.is_published(key) and not manager.is_published(call):
             if manager.is_abandoned():
-                return  # The cell's part that only this rank does: nobody else needs it.
+                return  # Only this rank runs this part of the cell; no other rank needs the result.
             if time.monotonic() > deadline:
                 raise RankTimeoutError(
                     f"rank {manager.identity.rank} waited timeout_s={manager.config.timeout_s:g} seconds for the "

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 # Absolute path -> inode, time of the last change in ns, size in bytes.
 Inventory = dict[str, tuple[int, int, int]]
-# A folder of more files than this is looked at without its subfolders.
+# In a folder with more files than this, subfolders are not searched.
 _MAX_FILES = 10_000
 _READ_LIMIT_S = 60.0
 
 
 class Exchange(Protocol):
-    """What a `DDPManager` has for keys that all ranks see."""
+    """The methods of a `DDPManager` for keys that all ranks see."""
 
     def publish(self, key: str, value: str = "") -> None: ...
 
@@ -47,7 +47,7 @@ class Entry:
     files: Inventory = field(default_factory=dict)
 
     def touches(self, path: str) -> bool:
-        """True if one of the two lies in the other, or if it has cleared `path` away."""
+        """True if one of the two paths contains the other, or if the entry has removed `path`."""
         own = [self.path, *(self.outcome or {}).get("removed", ())]
         return any(is_within(path, mine) or is_within(mine, path) for mine in own if mine)
 
@@ -108,7 +108,7 @@ class Journal:
         entry.files = {file: tuple(stat) for file, stat in outcome.get("files", {}).items()}
 
     def _apply(self) -> None:
-        """Brings `files` up to the first entry that still lasts."""
+        """Updates `files` up to the first entry that is not done."""
         while self._num_applied < len(self.entries) and self.entries[self._num_applied].outcome is not None:
             number, entry = self._num_applied, self.entries[self._num_applied]
             self._num_applied += 1
@@ -125,7 +125,7 @@ class Journal:
 
 
 def publish_now(manager: Exchange, key: str, value: str = "") -> None:
-    """Publishes, and returns when others see it: a store's `set` alone is on its way then, and files are faster."""
+    """Publishes, and returns when others see it: a store's `set` returns before that, and files are faster."""
     manager.publish(key, value)
     manager.is_published(key)
 

@@ -1,4 +1,4 @@
-"""What rank 0 has saved stays: the other ranks do not remove it, rank 0 does.
+"""Only rank 0 removes the files that it has saved; the other ranks do not.
 
 The script runs on every rank, and so does `if exists(folder): rmtree(folder)` before a save. A rank that comes there
 late would remove what rank 0 has saved since. In program order its removal belongs before that save, where rank 0 has
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _POLL_S = 0.02
-# How often a removal is tried again while another rank is at the same one.
+# How often a removal is retried while another rank removes the same file.
 _MAX_TRIES = 100
 _RETRY_S = 0.02
 _LEFT_OUT = object()
@@ -70,7 +70,7 @@ class RemovalGuard:
 
         @functools.wraps(original)
         def removing(*args: Any, **kwargs: Any) -> Any:
-            # A program's own helper processes are no ranks; what these functions call among themselves is one call.
+            # A program's own helper processes are not ranks. Calls of these functions inside one another are one call.
             if os.getpid() != self._pid or getattr(self._thread, "is_inside", False):
                 return original(*args, **kwargs)
             self._thread.is_inside = True
@@ -81,7 +81,7 @@ class RemovalGuard:
                 act = functools.partial(original, *args, **kwargs)
                 path, target = _paths(args, kwargs, moves=moves)
                 if self._gate.rank == 0 and self._gate.is_saving:
-                    # Savers clear away what they replace, and stand in the journal themselves.
+                    # Savers remove what they replace. The journal has an entry of the saver itself.
                     self._gate.removed += [path] if self._gate.journal.saved_in(path) else []
                     return act()
                 result = self._remove(manager, original.__name__, path, target, act)
@@ -96,7 +96,7 @@ class RemovalGuard:
         return removing
 
     def _remove(self, manager: DDPManager, name: str, path: str, target: str | None, act: Callable[[], Any]) -> Any:
-        """Removes or moves `path` unless that is rank 0's to do, and done by it."""
+        """Removes or moves `path`, unless that is up to rank 0 and rank 0 does it."""
         what = f"{name}({', '.join(repr(p) for p in (path, target) if p is not None)})"
         if self._gate.rank > 0:
             return self._remove_above_rank_0(manager, name, what, path, target, act)
@@ -121,7 +121,7 @@ class RemovalGuard:
                 return _LEFT_OUT
             return self._together(manager, name, path, target, act)
         except DistError:
-            # Rank 0 served the store and has ended, as under srun: nobody is left to be harmed but its files.
+            # Rank 0 served the store and has ended, as under srun. Only its files can still be harmed.
             if gate.journal.saved_in(path):
                 raise
             return act()
@@ -156,7 +156,7 @@ class RemovalGuard:
         return any(manager.is_published(f"{key}/{rank}") for rank in others)
 
     def _is_left_to_rank_0(self, manager: DDPManager, what: str, path: str) -> bool:
-        """True once rank 0 has made this call, or is past it; False where it is no call of rank 0's, or failed there.
+        """True once rank 0 has made this call, or is past it; False where rank 0 does not make it, or failed in it.
 
         Raises:
             DistributedError: Rank 0 has ended and keeps what it saved, or does not come here within `timeout_s`.
@@ -176,14 +176,14 @@ class RemovalGuard:
                 logger.info("%s: left out, rank 0 has saved since", what)
                 return True
             if has_left or time.monotonic() > deadline:
-                # No RankTimeoutError: it would pass for the consequence of another rank's failure.
+                # Not a RankTimeoutError: that would count as the consequence of another rank's failure.
                 reason = "has ended its part" if has_left else f"has not come to this call in timeout_s={limit_s:g} s"
                 raise DistributedError(
                     f"rank {gate.rank} would remove what rank 0 saved: {what}, and rank 0 {reason}.",
                     hint="Remove it on all ranks, or on rank 0 alone: if ump.get_multi_gpu_status().rank == 0.",
                 )
             has_left = manager.is_abandoned() or manager.is_published("saves/end")
-            if not has_left:  # What it did before it left is seen in another turn.
+            if not has_left:  # Look once more: it may have done that just before it left.
                 time.sleep(_POLL_S)
 
 

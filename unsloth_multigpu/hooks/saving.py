@@ -1,4 +1,4 @@
-"""Files are written once: rank 0 saves, the others wait until the file is there and go on."""
+"""Files are written once: rank 0 saves, the others wait until the file is there and continue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _POLL_S = 0.02
-# How long rank 0 may be between two saves before a folder that it does not name counts as another rank's own.
+# After this time without a save of rank 0, a folder that rank 0 does not name counts as another rank's own.
 OWN_PATH_GRACE_S = 10.0
 # An export that rank 0 has begun may take hours; if rank 0 dies meanwhile, the launcher ends the run.
 SAVE_LIMIT_S = 86_400.0
@@ -110,11 +110,11 @@ class SaveGate:
         self.position = -1
         self._num_saves = 0
         self._counts: Counter[str] = Counter()
-        # What the saver that runs has removed of what was saved before.
+        # Files saved before that the running saver has removed.
         self.removed: list[str] = []
 
     def find_manager(self) -> DDPManager | None:
-        """A new manager has an empty store: ranks that have left a notebook's cell at different places begin anew."""
+        """A new manager has an empty store: ranks that have left a cell at different places count from zero again."""
         manager = self._get_manager()
         if manager is not None and manager is not self._manager:
             self._manager = manager
@@ -203,7 +203,7 @@ class SaveGate:
         return result
 
     def note(self, manager: DDPManager, entry: Entry, remove: Callable[[], Any]) -> Any:
-        """Rank 0 removes what it has saved, and the others hear of it."""
+        """Rank 0 removes files that it has saved, and the other ranks are told."""
         number = self.journal.begin(manager, entry)
         try:
             result = remove()
@@ -251,7 +251,7 @@ class SaveGate:
         limit_s = manager.config.timeout_s
         begin = quiet_since = time.monotonic()
         while True:
-            has_left = manager.is_abandoned()  # Asked first: what it saved before is seen below.
+            has_left = manager.is_abandoned()  # Asked first, so that a save before it left is still seen below.
             num_before = len(self.journal.entries)
             entries = self.journal.read(manager)
             if len(entries) > num_before:
@@ -265,7 +265,7 @@ class SaveGate:
             if len(saves) < self._num_saves or is_busy:
                 quiet_since = now
             if is_busy:
-                begin = now  # Rank 0 is at another save, which may take long.
+                begin = now  # Rank 0 is in another save, which may take long.
             if has_left and len(saves) < self._num_saves:
                 raise DistributedError(
                     f"rank {self.rank} waits for rank 0 in {what}, and rank 0 has left the cell.",
@@ -291,12 +291,12 @@ class SaveGate:
         return tuple(result) if isinstance(result, list) else result
 
     def _check_there(self, manager: DDPManager, place: int) -> None:
-        """Programs that another rank starts (`rm -rf`) go past what keeps it from removing what rank 0 has saved."""
+        """Programs that another rank starts (`rm -rf`) bypass the patches that protect what rank 0 has saved."""
         saved = self.journal.entries[place]
         lost = [file for file in saved.files if not os.path.lexists(file)]
         if not lost or manager.identity.rank != manager.identity.local_rank:
             return  # Another node may have another disk.
-        # Rank 0 may be further on, and have removed it or saved there again.
+        # Rank 0 may be further in the script, and have removed it or saved there again.
         if any(entry.touches(saved.path) for entry in self.journal.read(manager)[place + 1 :]):
             return
         raise DistributedError(
@@ -322,7 +322,7 @@ def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     names = ("save_directory", "output_dir", "fname", "dataset_path", "repo_id")
     value = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), "")
     if isinstance(value, (str, os.PathLike)):
-        # A repository's name is no path, but making it absolute does not harm: it is only compared.
+        # A repository's name is not a path, but making it absolute does no harm: it is only compared.
         return os.path.abspath(os.fspath(value))
     return "" if value is None else None
 

@@ -6,13 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.step.generation import GenerationShape, divide_generation
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, TrainerLike
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -21,9 +22,9 @@ logger = get_logger(__name__)
 
 _SUPPORTS = "transformers>=4.57,<6"
 _DEFAULT_DDP_TIMEOUT_S = 1800
-# What stands in for `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
+# What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
 # when it is called.
-RunTraining = Callable[[Any, Callable[[], Any], dict[str, Any]], Any]
+RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
 
 
 def trainer_patches(
@@ -33,7 +34,7 @@ def trainer_patches(
     run: RunTraining,
     get_manager: Callable[[], DDPManager],
     notice: Callable[[], None] = lambda: None,
-    adjust: Callable[[Any], None] = lambda _: None,
+    adjust: Callable[[ArgumentsLike], None] = lambda _: None,
 ) -> list[Patch]:
     """Patches of `transformers.Trainer` and `TrainingArguments`.
 
@@ -101,7 +102,7 @@ def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
     """The patch of a process in which the line has done nothing, because multiprocessing has started it.
 
     Args:
-        is_lone: True where the line is in effect after all, and in a process that is no rank.
+        is_lone: True where `enable_multi_gpu` is in effect after all, and in a process that is not a rank.
     """
     return Patch(
         target="transformers.trainer:Trainer.train",
@@ -114,7 +115,7 @@ def unsteered_train_patch(is_lone: Callable[[], bool]) -> Patch:
 
 def _unsteered_train(is_lone: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
         if not is_lone():
             raise SetupError(
                 "multiprocessing has started this process as a rank, and enable_multi_gpu() is not in effect: it was "
@@ -142,7 +143,7 @@ def _followed_train(is_followed: Callable[[], bool], original: Callable[..., Any
 
 def _steered_train(run: RunTraining, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self: TrainerLike, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trial = args[0] if args else kwargs.get("trial")
         arguments = {"resume_from_checkpoint": resume_from_checkpoint, "trial": trial}
 
@@ -165,7 +166,7 @@ def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any])
 
 def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def hyperparameter_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
         from unsloth_multigpu.train.search import run_search
 
         bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
@@ -177,7 +178,7 @@ def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., A
 
 def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         from unsloth_multigpu.train.evaluation import evaluation_of
 
         counts = self.args.average_tokens_across_devices
@@ -202,11 +203,11 @@ def _adjusted_arguments(
     world_size: int,
     device_type: str,
     get_manager: Callable[[], DDPManager],
-    adjust: Callable[[Any], None],
+    adjust: Callable[[ArgumentsLike], None],
     original: Callable[..., None],
 ) -> Callable[..., None]:
     @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
+    def __post_init__(self: ArgumentsLike) -> None:
         adjust(self)
         if config.device == "cpu":
             self.use_cpu = True
@@ -224,7 +225,7 @@ def _adjusted_arguments(
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
         if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
-            _divide_generation_batch(self, world_size, get_manager)
+            _divide_generation_batch(cast(OptionalArguments, self), world_size, get_manager)
         original(self)
         if world_size == 1 and self.n_gpu > 1:
             # transformers would make batches larger and cut them by nn.DataParallel. One rank has one device, and the
@@ -234,7 +235,7 @@ def _adjusted_arguments(
     return __post_init__
 
 
-def _divide_generation_batch(args: Any, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
+def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
     """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO): they deal it to ranks.
 
     Raises:
@@ -270,7 +271,7 @@ def _divide_generation_batch(args: Any, world_size: int, get_manager: Callable[[
             )
 
 
-def _means_of_micro_batches(args: Any, *, is_same_batch: bool) -> list[str]:
+def _means_of_micro_batches(args: OptionalArguments, *, is_same_batch: bool) -> list[str]:
     """Options of TRL whose meaning depends on the shape of a micro-batch, as they were given."""
     given = {
         "loss_type": ("bnpo", getattr(args, "loss_type", None) == "bnpo" and not is_same_batch),

@@ -1,4 +1,4 @@
-"""Every model is placed on the device of its rank, and what Unsloth keeps on disk of it is the rank's own."""
+"""Every model is placed on the device of its rank, and each rank has its own files of what Unsloth offloads to disk."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from unsloth_multigpu.step.loss import LossScale, find_loss_scale, has_router_lo
 from unsloth_multigpu.step.trial import Sample
 from unsloth_multigpu.step.weighing import weight_of
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -77,7 +78,7 @@ class SerialTrainer(Part):
 
     place = "feed"
 
-    def __init__(self, trainer: Any, config: MultiGPUConfig) -> None:
+    def __init__(self, trainer: TrainerLike, config: MultiGPUConfig) -> None:
         self.trainer = trainer
         self.config = config
         self.aggregation = config.gradient_aggregation or "weighted"
@@ -133,14 +134,14 @@ class SerialTrainer(Part):
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step, "compute_loss": self._compute_loss}
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Schedule-free optimizers keep other weights for an evaluation; training_step() would switch back too late.
         if callable(switch := getattr(self.trainer.optimizer, "train", None)):
             switch()
         # Not after the optimizer's step: callbacks that come later may change the weights once more.
         self.send_weights()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.num_steps += 1
 
     def send_weights(self) -> None:
@@ -270,7 +271,7 @@ class SerialTrainer(Part):
             logger.warning("legacy serial path: %s", fact)
 
 
-def _refuse_what_cannot_work(trainer: Any, devices: Sequence[torch.device]) -> None:
+def _refuse_what_cannot_work(trainer: TrainerLike, devices: Sequence[torch.device]) -> None:
     args, model = trainer.args, trainer.model
     authors = [c for c in type(trainer).__mro__ if c.__module__.startswith(("trl.", "unsloth", "Unsloth"))]
     losses = [c.__name__.removeprefix("_Unsloth") for c in authors if "compute_loss" in vars(c)]

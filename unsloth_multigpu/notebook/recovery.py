@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from unsloth_multigpu.group.model import inner_name, torch_optimizer
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.trainer_protocol import OptionalTrainer, TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 
 logger = get_logger(__name__)
@@ -34,7 +35,7 @@ _PLAIN = (bool, int, float, str, type(None))
 class _Noted:
     """A trainer, and what steers it."""
 
-    trainer: weakref.ref[Any]
+    trainer: weakref.ref[TrainerLike]
     loop: Loop
 
 
@@ -143,7 +144,7 @@ def _refuse_part_of_batch(*_args: Any, **_kwargs: Any) -> Any:
     )
 
 
-def _take_ddp_off(trainer: Any) -> None:
+def _take_ddp_off(trainer: TrainerLike) -> None:
     """Removes the wrapper: its group has ended, and its buckets may be in the middle of a step."""
     accelerator = trainer.accelerator
     for model in (trainer.model_wrapped, *accelerator._models):
@@ -155,7 +156,7 @@ def _take_ddp_off(trainer: Any) -> None:
     trainer.model.zero_grad(set_to_none=True)
     if getattr(trainer, "_buffered_inputs", None) is not None:
         # TRL's generated samples. Ranks may have used different numbers of them.
-        trainer._buffered_inputs = None
+        cast(OptionalTrainer, trainer)._buffered_inputs = None
 
 
 def _retire(wrapper: Any) -> None:
@@ -184,7 +185,7 @@ def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _facts_of(trainer: Any) -> dict[str, Any]:
+def _facts_of(trainer: TrainerLike) -> dict[str, Any]:
     """What must be equal on two ranks before one can take the state of the other."""
     optimizer = torch_optimizer(trainer)
     weights = [(n, tuple(p.shape), str(p.dtype)) for n, p in replicated_tensors(trainer.model)]
@@ -208,7 +209,7 @@ def _check_same_facts(number: int, ranks: list[dict[str, Any]]) -> None:
             )
 
 
-def _send_trainer(manager: DDPManager, trainer: Any) -> None:
+def _send_trainer(manager: DDPManager, trainer: TrainerLike) -> None:
     """Collective."""
     optimizer, model = torch_optimizer(trainer), trainer.model
     weights = [t for _, t in replicated_tensors(model)]
@@ -240,10 +241,10 @@ def _send_trainer(manager: DDPManager, trainer: Any) -> None:
     if scaler is not None and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     if mine["step"] is not None:
-        trainer._step = state["step"]
+        cast(OptionalTrainer, trainer)._step = state["step"]
 
 
-def _take_optimizer_states(trainer: Any, states: list[Any] | None) -> None:
+def _take_optimizer_states(trainer: TrainerLike, states: list[Any] | None) -> None:
     """Puts rank 0's states in place of this rank's. On rank 0 they are the same objects."""
     if states is None:
         if trainer.optimizer is not None:

@@ -1,4 +1,4 @@
-"""Values that are made before they are asked for, beside what the main thread does."""
+"""Values that a thread makes before they are asked for, while the main thread works."""
 
 from __future__ import annotations
 

@@ -30,18 +30,19 @@ from unsloth_multigpu.step.loss import LossScale, has_router_loss
 from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
 from unsloth_multigpu.step.sampler import steps_ahead
 from unsloth_multigpu.step.step import Plan
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
 
 logger = get_logger(__name__)
 
-# Until it is measured: a GPU is not full below some hundred tokens, and launching its kernels takes a while.
+# Assumed until it is measured: a GPU is not fully used below some hundred tokens, and launching kernels takes time.
 _ASSUMED = {"cpu": CostModel(overhead_tokens=32.0, floor_tokens=0.0)}
 _ASSUMED_ON_DEVICE = CostModel(overhead_tokens=128.0, floor_tokens=512.0, possible=ANY_COST)
-# Steps after which ranks tell each other their times. Costs are found in the first ones, and go on being fitted until
-# they are settled; speeds may change for ever.
+# Steps after which ranks tell each other their times. Costs are found in the first exchanges, and fitted until they are
+# settled; speeds may change at any time.
 _FIRST_EXCHANGES = (4, 8, 16)
 _EXCHANGE_EVERY = 32
-# Laps of so many exchanges count together: few laps of a busy machine tell little.
+# How many exchanges' laps are fitted together: a few laps on a busy machine tell little.
 _EXCHANGES_KEPT = 4
 _WARM_UP_STEPS = 2
 _FEWEST_LAPS, _MOST_LAPS = 8, 64
@@ -58,7 +59,7 @@ class Balancer:
         manager: This rank's manager.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
@@ -70,11 +71,11 @@ class Balancer:
         self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * self._world_size)
         self._is_settled = False
         self.num_steps = 0
-        # Steps of earlier runs; this process has to get warm again.
+        # Steps of earlier runs. They do not count as warm-up of this process.
         self._num_resumed = 0
         self._last_speeds: tuple[float, ...] = (1.0,) * self._world_size
         self.balance: Balance | None = None
-        # What was known before, and the last step that is planned by it: later ones are planned by what followed.
+        # Earlier balances, each with the last step that is planned by it.
         self._earlier: list[tuple[int, Balance]] = []
         self._num_ahead = 1
         # What a checkpoint holds of an earlier run's measurements, see `state_dict`.
@@ -125,7 +126,7 @@ class Balancer:
         return f", {dealt} by length ({min(self._lengths)} to {max(self._lengths)} tokens)"
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, as JSON values: without it a training that goes on would plan other micro-batches."""
+        """What was measured, as JSON values: without it a resumed training would plan other micro-batches."""
         if self.balance is None:
             return {}
         return {
@@ -137,7 +138,7 @@ class Balancer:
         }
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Takes over a `state_dict()`, but for what is given by an option. Speeds belong to a number of ranks."""
+        """Loads a `state_dict()`, except what is given by an option. Speeds belong to a number of ranks."""
         if not state or self.balance is None:
             return
         if len(state["speeds"]) == self._world_size:
@@ -181,7 +182,7 @@ class Balancer:
         return self._as_given(dataclasses.replace(assumed, attention=attention_of(self._trainer.model)))
 
     def _as_given(self, cost: CostModel) -> CostModel:
-        """These costs, but for what an option gives."""
+        """These costs, except what an option gives."""
         overhead, floor = self._config.micro_batch_overhead_tokens, self._config.micro_batch_floor_tokens
         possible = {(o if overhead is None else overhead, f if floor is None else floor) for o, f in cost.possible}
         return dataclasses.replace(
@@ -217,13 +218,13 @@ class Balancer:
 
     def note(self, piece: Piece) -> None:
         """Keeps the time of a micro-batch, which has just been computed."""
-        # Pieces that were dealt in order, as in a short last step, do not know their work.
+        # The work of pieces that were dealt in order, as in a short last step, is not known.
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
         if lap is not None and self.num_steps - self._num_resumed >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
 
     def check_labels(self, inputs: Sequence[Any]) -> None:
-        """Raises where exchanged rows turn out not to count alike: a mean over labels leaves ignored ones out.
+        """Raises if exchanged rows turn out to have different weights: a mean over labels leaves ignored ones out.
 
         Raises:
             SetupError: A micro-batch has a row without a label.
@@ -267,7 +268,7 @@ class Balancer:
         if config.rank_speeds is None:
             is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
             measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
-            # Slow is who was slow twice: a rank may lose its processor for a moment.
+            # Count a rank as slow only after two slow measurements: it may lose its processor for a moment.
             speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
             self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)
@@ -280,7 +281,7 @@ class Balancer:
             logger.debug("balance: %s", self.state())
 
     def _fitted(self, cost: CostModel, laps: Sequence[Sequence[tuple[float, float]]]) -> CostModel:
-        """Costs as these laps and earlier ones say, but for what is given by an option."""
+        """Fits the costs to these laps and earlier ones, except what is given by an option."""
         self._kept_laps.extend(laps)
         # In tokens, in which ranks, and moments, of different speeds agree.
         rates = [_throughput(cost, rank) for rank in self._kept_laps]
@@ -309,12 +310,12 @@ def _numbers(balance: Balance) -> dict[str, Any]:
     }
 
 
-def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:
-    """True where micro-batches can be made anew, False where only rows can be exchanged between them."""
+def _may_regroup(scale: LossScale, trainer: TrainerLike, *, is_demanded: bool) -> bool:
+    """True if rows can be regrouped into other micro-batches, False if they can only be exchanged between them."""
     if scale.misfit is not None:
         has_router = has_router_loss(trainer)
         raise SetupError(
-            f"micro-batches cannot be made anew: {scale.misfit.problem}",
+            f"micro-batches cannot be regrouped: {scale.misfit.problem}",
             hint="Set output_router_logits=False in the model's config." if has_router else "Set balance='off'.",
         )
     if scale.is_token_normalised:
@@ -330,7 +331,7 @@ def _may_regroup(scale: LossScale, trainer: Any, *, is_demanded: bool) -> bool:
 
 
 def _throughput(cost: CostModel, laps: Sequence[tuple[float, float]]) -> float:
-    """Cost per second: of half of the time it was more, of half less."""
+    """Median of the cost per second, weighted by time."""
     rates = sorted((cost.of_work(work) / max(s, 1e-9), s) for work, s in laps)
     half, passed = sum(s for _, s in rates) / 2, 0.0
     for rate, s in rates:

@@ -11,24 +11,24 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# Fewer micro-batches, or micro-batches too much alike, do not tell an overhead from a slope.
+# With fewer micro-batches, or too similar ones, overhead and slope cannot be told apart.
 _MIN_SAMPLES = 8
 _MIN_SPREAD = 2.0
 # Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
 _EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
-# So many times overhead and floor tell them from the work.
+# Work of this many times overhead and floor can be told from them.
 _WORK_SHOWS = 2.0
-# Nobody cuts micro-batches so small that less than it would count.
+# Micro-batches are never cut so small that a smaller overhead would matter.
 _NEGLIGIBLE = 128.0
-# What may be the overhead and the floor of a device, in tokens; none has been full of more than the largest.
+# Candidates for the overhead and the floor of a device, in tokens. No device has needed more than the largest.
 _OVERHEADS = (0.0, *(2.0**k for k in range(5, 16)))
 _FLOORS = (0.0, *(2.0**k for k in range(8, 16)), 2.0**20)
-# How much larger than the smallest error, in units of its own noise, an error is that refutes; 9 are three sigma. A
-# device differs from the model by some per cent whatever the noise is.
+# A candidate is refuted if its squared error exceeds the smallest one by this many units of noise; 9 are three sigma.
+# A device differs from the model by some per cent, whatever the noise is.
 _DOUBT = 9.0
 _SYSTEMATIC = 0.01
-# A micro-batch that took so many times what its work says met something else: a first compilation, a busy machine.
+# A micro-batch that took this many times its predicted time met something else: a compilation, a busy machine.
 _OUTLIER = 3.0
 
 
@@ -122,10 +122,10 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     no_floor = _fit_line(samples, 0.0)
     floors = [2.0**k for k in range(1, 20) if works[0] < 2.0**k < works[-1] / _MIN_SPREAD] or [0.0]
     best = min((_fit_line(samples, floor) for floor in floors), key=lambda line: line.error)
-    # A floor has to explain clearly more than a line without one.
+    # A floor is accepted only if it fits clearly better than a line without one.
     line = best if best.error < 0.8 * no_floor.error else no_floor
-    # A device that is launched slower than it computes takes the same time for all; the slope is noise, of either sign.
-    # Then all of the time is overhead as far as was seen.
+    # If launching takes longer than computing, all micro-batches take the same time and the slope is noise of either
+    # sign. Then all of the measured time is overhead.
     if line.slope * works[-1] <= line.intercept:
         found = replace(model, overhead_tokens=_power_of_two(works[-1]), floor_tokens=0.0)
     else:
@@ -141,7 +141,7 @@ def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool
 
 
 def with_overhead(model: CostModel, overhead_tokens: float) -> CostModel:
-    """Gives a model another overhead; what small micro-batches take besides becomes their floor."""
+    """Returns the model with another overhead. The rest of what small micro-batches take becomes the floor."""
 
     def floor(overhead: float, floor: float) -> float:
         return max(floor, overhead + floor - overhead_tokens)
@@ -169,7 +169,7 @@ def _possible(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, floa
             cross, square = overhead * y + xy, overhead * overhead * total + 2 * overhead * x + xx
             errors[overhead, floor] = yy - cross * cross / square
     n = len(points)
-    # Few samples do not know their own noise well: quantiles of Student's distribution for those of the normal one.
+    # The noise of few samples is itself uncertain: use quantiles of Student's distribution instead of the normal one.
     freedom = max(1, n - 2)
     limit = min(errors.values()) * (1 + _DOUBT * (1 + 10 / freedom) / freedom) + n * _SYSTEMATIC**2
     kept = [pair for pair, error in errors.items() if error <= limit]
@@ -181,7 +181,7 @@ def without_outliers(model: CostModel, samples: Sequence[tuple[float, float]]) -
     """Leaves out micro-batches that took far longer than `model` says, and than most others did."""
     usual = statistics.median(seconds / model.of_work(work) for work, seconds in samples)
     middle = statistics.median(seconds for _, seconds in samples)
-    # Small ones may take as long as others: that is what overhead and floor are found by.
+    # Small ones may take as long as others: overhead and floor are found from them.
     kept = [(work, s) for work, s in samples if s <= _OUTLIER * max(usual * model.of_work(work), middle)]
     return kept or list(samples)
 

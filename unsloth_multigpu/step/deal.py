@@ -59,7 +59,7 @@ def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bo
     Args:
         sizes: Rows of each micro-batch that the one-process run would do in this step.
         world_size: Number of ranks.
-        regroup: True where the loss is a sum divided by the step's token count: then rows may be grouped anew, up to
+        regroup: True where the loss is a sum divided by the step's token count: then rows may be regrouped, up to
             the largest of `sizes` together. False where each micro-batch is averaged by itself: then no piece mixes
             rows of two of them, and they stay whole if their number divides evenly.
         whole: True where a micro-batch must never be cut, whatever their number: the loss is known for whole ones only.
@@ -222,7 +222,7 @@ def equation(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: boo
     if len(set(pieces)) == 1 and len({len(share) for share in plan}) == 1:
         return f"{sum(sizes)} = {world_size} ranks x {pieces[0]} samples x {len(plan[0])} accumulation"
     rows = " + ".join(str(sum(len(p.positions) for p in share if not p.is_filler)) for share in plan)
-    return f"{sum(sizes)} = {rows} samples on {world_size} ranks"
+    return f"{sum(sizes)} = {rows} samples on {world_size} rank{'s' if world_size > 1 else ''}"
 
 
 def _even_pieces(share: range, max_rows: int) -> list[Piece]:

@@ -1,6 +1,6 @@
-"""Which state does a function reach, and has calling it changed that? By a digest of all that can be pickled there.
+"""Which state can a function reach, and has a call changed it? Compares digests of all state that can be pickled.
 
-A mapped function may count words or number labels beside what it returns. The ranks that read the first one's result
+A mapped function may count words or number labels besides returning rows. The ranks that read the first one's result
 from its cache would have none of that.
 
 Needs no torch.
@@ -204,7 +204,7 @@ def _scalars(obj: Any) -> dict[str, Any]:
 
 @functools.cache
 def is_library(module: str) -> bool:
-    """True for what is installed or a part of Python, False for the script and the modules beside it."""
+    """True for what is installed or a part of Python, False for the script and the modules in its folder."""
     root = module.partition(".")[0]
     if root == "__main__":
         return False

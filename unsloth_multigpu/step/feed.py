@@ -1,4 +1,4 @@
-"""Feeds a Trainer this rank's share of every optimizer step, by methods put on the one trainer object."""
+"""Feeds a Trainer this rank's share of every optimizer step, by replacing methods of the one Trainer object."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labe
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.step.trial import draw_samples
 from unsloth_multigpu.step.weighing import ROWS, SUM
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
 
 logger = get_logger(__name__)
@@ -53,10 +54,10 @@ class StepFeed(Part):
     """
 
     place = "feed"
-    # An evaluation binds what it finds in the place of accelerate's `gather`.
+    # An evaluation keeps a reference to what it finds as accelerate's `gather`.
     keeps = ("args.gradient_accumulation_steps", "args.average_tokens_across_devices", "gather_function")
 
-    def __init__(self, trainer: Any, manager: DDPManager, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, beat: BeatPage) -> None:
         self.trainer = trainer
         self.manager = manager
         self._beat = beat
@@ -66,13 +67,13 @@ class StepFeed(Part):
         self._scale = LossScale(is_token_normalised=True, is_multiplied=True)
         self._piece_factor = 1.0
         self._in_loss = self._must_count = False
-        # The trainer's own `compute_loss`, and what tries it again.
+        # The trainer's own `compute_loss`, and the watch that tries it again.
         self._loss: Any = None
         self._watch: LossWatch | None = None
         self._is_whole = False
         self._is_seedable = True
         self.loader: StepLoader | None = None
-        # Ranks that make steps of their own: each divides by its own samples, and none waits for a count.
+        # Ranks that step by themselves: each divides by its own samples, and no rank waits for a count.
         self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
         self.metrics = Metrics(trainer, manager)
@@ -103,7 +104,7 @@ class StepFeed(Part):
         # One process that is only guarded weighs nothing; a script's own step may pass by the loss there.
         return seam != "compute_loss" or self._is_shared
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         is_first, self._is_begun = not self._is_begun, True
         # A stream is to shuffle for its epoch also where the Trainer resumes in it: accelerate forgets it there. Later
         # epochs are told by the loop, which counts passes of a stream, too.
@@ -146,7 +147,7 @@ class StepFeed(Part):
         draw = functools.partial(draw_samples, trainer, loader)
         with self._by_itself():
             scale = find_loss_scale(trainer, draw, self._loss)
-        # Ranks that decided differently would deal differently.
+        # Ranks with different decisions would deal differently.
         self._scale = LossScale.from_text(self.manager.gather_texts(scale.to_text())[0])
         if self._scale.is_watched and self.manager.identity.world_size > 1:
             self._watch = LossWatch(trainer, self._loss, self._scale, lambda skip: draw(skip=skip))
@@ -190,7 +191,7 @@ class StepFeed(Part):
         return False
 
     def _announce(self, misfit: Misfit, *, can_go_on: bool = True) -> None:
-        """Says that this is not quite the training of one process, or refuses it."""
+        """Warns that this is not exactly the training of one process, or refuses it."""
         what = f"The loss of a micro-batch cannot be shared exactly. {name_of(self.trainer, self._loss)}: {misfit}."
         ways = (
             f"Set gradient_accumulation_steps={self.manager.identity.world_size} or a multiple of it: each micro-batch "
@@ -201,7 +202,7 @@ class StepFeed(Part):
         if not can_go_on or self.manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
         if self.manager.identity.rank > 0:
-            return  # Rank 0 says it for all.
+            return  # Rank 0 warns for all.
         logger.warning("%s Micro-batches that ranks share count differently than in one process. %s", what, ways)
 
     @contextmanager
@@ -244,7 +245,7 @@ class StepFeed(Part):
         for micro_batch in step.micro_batches:
             # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
             micro_batch.inputs = self.trainer._prepare_inputs(micro_batch.inputs)
-        # What a filler computes again counts in the step already.
+        # The samples of a filler already count in the step.
         inputs = [without_labels(m.inputs) if m.piece.is_filler else m.inputs for m in step.micro_batches]
         _, num_items = original(iter(inputs), len(inputs), device)
         if self.balancer.varies_rows:
@@ -309,7 +310,7 @@ class StepFeed(Part):
             noted = self.metrics.micro_batch(micro_batch, is_left_over=is_left_over)
             with noted, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 loss = original(model, micro_batch.inputs, num_items)
-            # A mean over nothing is no number; it counts nothing.
+            # A mean over nothing is NaN; it counts nothing.
             losses.append(loss if self._piece_factor else torch.zeros_like(loss))
             self.metrics.note_loss(losses[-1], micro_batch)
             self.balancer.note(micro_batch.piece)
@@ -392,10 +393,10 @@ class StepFeed(Part):
 
 
 def _without_effect(loss: torch.Tensor) -> torch.Tensor:
-    """Zero, with a gradient of zero: what ranks exchange gradients for, and nothing else."""
+    """Zero, with a gradient of zero for each parameter: lets a rank take part in the exchange without an effect."""
     if bool(torch.isfinite(loss)):
         return loss * 0.0
-    # Zero times a gradient that is no number is none either. The same parameters, without the way in between.
+    # Zero times NaN is NaN. Sum the same parameters instead, without the computation in between.
     parameters, seen, stack = [], set(), [loss.grad_fn]
     while stack:
         node = stack.pop()

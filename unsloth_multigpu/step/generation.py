@@ -35,7 +35,7 @@ def divide_generation(one: GenerationShape, world_size: int, num_generations: in
         num_generations: Completions of a prompt, for the hint alone: a generation must hold whole prompts.
 
     Returns:
-        The largest micro-batches that divide both evenly and are no larger than those of one process.
+        The largest micro-batches that divide both evenly and are not larger than those of one process.
 
     Raises:
         ConfigError: The ranks cannot share a step, or a generation, evenly.

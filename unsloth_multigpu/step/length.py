@@ -82,7 +82,7 @@ def _list_lengths(dataset: Any, name: str) -> list[int]:
             lengths.extend(pyarrow.compute.list_value_length(table.column(0)).to_pylist())
     except pyarrow.ArrowNotImplementedError:
         kind = dataset.features[name]
-        raise SetupError(f"{name} is no column of lists but {kind}", hint="Set balance='off'.") from None
+        raise SetupError(f"{name} is not a column of lists but {kind}", hint="Set balance='off'.") from None
     missing = next((i for i, length in enumerate(lengths) if length is None), None)
     if missing is not None:
         raise SetupError(f"row {missing} has no {name}", hint="Leave rows without tokens out.")

@@ -1,4 +1,4 @@
-"""How a trainer's loss is scaled: what the step's gradient is made of decides how samples may be dealt."""
+"""How a trainer's loss is scaled, which decides how the samples of a step may be dealt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,16 +17,17 @@ from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial, Sample
 from unsloth_multigpu.step.weighing import ROWS, SUM, weight_of
+from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 logger = get_logger(__name__)
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
-# Two counts so far apart that a part of the loss which is not divided by them shows, however small.
+# Two counts that differ so much that any part of the loss which is not divided by them can be seen.
 _FEW_ITEMS, _MANY_ITEMS = 64, 2**24
-# Those of DPO's losses whose pairs do not meet each other.
+# The losses of DPO whose pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
-# Those of them that sort the rows of a micro-batch. As long as policy and reference are the same, nothing of it shows.
+# Losses that sort the rows of a micro-batch. While policy and reference are equal, a trial cannot see that.
 _SORTING_LOSSES = {"aot", "aot_unpaired"}
 
 
@@ -57,7 +58,7 @@ class Misfit:
 
 
 ROUTER = Misfit("the router's loss counts once for each micro-batch, whatever is in it")
-SORTED = Misfit("its rows are sorted and compared with one another, so that a row counts differently beside others")
+SORTED = Misfit("its rows are sorted and compared with one another, so that the weight of a row depends on the others")
 UNSEEN = Misfit("its data can be read only once, so that it cannot be tried")
 
 
@@ -70,7 +71,7 @@ class LossScale:
             depend on which micro-batch or rank a sample is in.
         is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging.
         weighing: What a loss that is not token-normalised averages over, see `weighing.candidates`; "sum": nothing.
-        rows_are_independent: The loss is a mean over rows, each of which counts the same beside whatever others.
+        rows_are_independent: The loss is a mean over rows, in which the other rows do not change the weight of a row.
         class_weights: Of the classes, where the mean is weighted by them.
         misfit: Why a micro-batch has to stay whole; None = its parts make it up.
         is_watched: The loss may change its form, as a script's own or a preference loss may: it is tried again.
@@ -103,7 +104,7 @@ class LossScale:
 
 
 def find_loss_scale(
-    trainer: Any,
+    trainer: TrainerLike,
     draw_samples: Callable[[], list[Sample]],
     compute_loss: Callable[..., Any] | None = None,
     *,
@@ -129,7 +130,7 @@ def find_loss_scale(
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     name = author_of(trainer, compute_loss)
     is_own = not name or not _has_stock_model(trainer)
-    # A preference loss may show its form only once the policy has left its reference.
+    # The form of a preference loss may be visible only once the policy differs from its reference.
     may_change = is_own or name not in ("SFTTrainer", "Trainer")
     if counts_items and name == "SFTTrainer" and not is_own and trainer.label_smoother is None:
         return replace(_declared_scale(trainer), misfit=ROUTER if has_router_loss(trainer) else None)
@@ -149,7 +150,7 @@ def find_loss_scale(
         weighing = SUM if scale.is_token_normalised else ""
         fit = trial.fit(samples, count, weighing, with_gradient=with_gradient)
         misfit = Misfit(fit.problem, fit.value, fit.gradient, fit.norm_ratio) if fit.problem else None
-        if misfit is None and name == "DPOTrainer" and not _SORTING_LOSSES.isdisjoint(trainer.args.loss_type):
+        if misfit is None and name == "DPOTrainer" and not _SORTING_LOSSES.isdisjoint(_loss_types(trainer)):
             misfit = SORTED
         if not scale.is_token_normalised:
             is_alone = misfit is None and fit.weighing == ROWS and _counts_rows_alone(trainer, name, samples, fit)
@@ -163,7 +164,7 @@ def find_loss_scale(
 
 
 class LossWatch:
-    """Tries a loss again while it trains: it may leave the form that it had at the start.
+    """Tries a loss again during the training: its form may differ from that at the start.
 
     Before steps 2, 4, 8, ..., each time on other rows, without gradient: a few forward passes.
 
@@ -171,12 +172,12 @@ class LossWatch:
         trainer: A `transformers.Trainer` or subclass.
         compute_loss: See `find_loss_scale`.
         scale: What was found at the start.
-        draw_samples: Gives samples that begin behind so many rows.
+        draw_samples: Returns samples that begin after the given number of rows.
     """
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         compute_loss: Callable[..., Any],
         scale: LossScale,
         draw_samples: Callable[[int], list[Sample]],
@@ -188,7 +189,7 @@ class LossWatch:
         self._num_steps = 0
 
     def next_step(self) -> Misfit | None:
-        """Called before each step; what was found to be wrong now."""
+        """Called before each step. Returns what was found to be wrong."""
         self._num_steps += 1
         if self._num_steps < 2 or self._num_steps & (self._num_steps - 1):
             return None
@@ -201,18 +202,18 @@ class LossWatch:
         return Misfit(fit.problem, fit.value) if has_changed else None
 
 
-def author_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
+def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
     """Name of the class of transformers, TRL or Unsloth whose loss it is; "" = the script's own."""
     owner = owner_of(trainer, "compute_loss")
     is_method = getattr(compute_loss, "__self__", None) is trainer
-    # TRL marks some trainers by a text in the place of the function.
+    # TRL marks some trainers by a text instead of the function.
     if not is_method or callable(trainer.compute_loss_func) or not _is_known(owner):
         return ""
     return str(owner.__name__).removeprefix("_Unsloth")
 
 
-def name_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
-    """The loss, as a user knows it."""
+def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
+    """The name of the loss that a user knows."""
     model = trainer.model
     if callable(trainer.compute_loss_func):
         return f"compute_loss_func={getattr(trainer.compute_loss_func, '__qualname__', trainer.compute_loss_func)}"
@@ -224,12 +225,12 @@ def name_of(trainer: Any, compute_loss: Callable[..., Any]) -> str:
     return f"{owner.__name__}.compute_loss"
 
 
-def is_scripts_own(trainer: Any, method: str) -> bool:
+def is_scripts_own(trainer: TrainerLike, method: str) -> bool:
     """True where the class that has the method is of the script: not of transformers, TRL or Unsloth."""
     return not _is_known(owner_of(trainer, method))
 
 
-def owner_of(trainer: Any, method: str) -> Any:
+def owner_of(trainer: TrainerLike, method: str) -> Any:
     """The class of the trainer that defines the method."""
     return next(cls for cls in type(trainer).__mro__ if method in vars(cls))
 
@@ -238,31 +239,31 @@ def _is_known(owner: Any) -> bool:
     return str(owner.__module__).startswith(("transformers.", *_KNOWN_AUTHORS))
 
 
-def has_router_loss(trainer: Any) -> bool:
+def has_router_loss(trainer: TrainerLike) -> bool:
     """True where a mixture of experts adds a loss of its own for each micro-batch, whatever is in it."""
     config = text_config(trainer.model)
     return bool(getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False))
 
 
-def _declared_scale(trainer: Any) -> LossScale:
+def _declared_scale(trainer: TrainerLike) -> LossScale:
     loss_function = getattr(base_model(trainer.model), "loss_function", None)
     takes_count = loss_function is not None and "num_items_in_batch" in inspect.signature(loss_function).parameters
     return LossScale(takes_count or trainer.compute_loss_func is not None, is_multiplied=True)
 
 
-def _has_stock_model(trainer: Any) -> bool:
+def _has_stock_model(trainer: TrainerLike) -> bool:
     return type(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
 
 
-def _scale_of_counted(trainer: Any, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
-    """Is a loss that is told the step's count divided by it, and multiplied by the number of ranks?"""
+def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
+    """Finds whether a loss that gets the step's count is divided by it, and multiplied by the number of ranks."""
     few, many, multiplied = _losses_by_count(trial, inputs)
     if max(map(abs, (few, many, multiplied))) < ZERO_LOSS:
         with trial.moved_weights():
             few, many, multiplied = _losses_by_count(trial, inputs)
     if not all(map(math.isfinite, (few, many, multiplied))):
         raise SetupError(
-            f"The loss of the first rows is {few:.4g}, so that nobody can see how it is averaged.",
+            f"The loss of the first rows is {few:.4g}, so it cannot be seen how it is averaged.",
             hint="Look at the first rows of the data: each needs a label that is not -100.",
         )
     num_ranks = trainer.accelerator.num_processes
@@ -291,12 +292,17 @@ def _losses_by_count(trial: LossTrial, inputs: Any) -> tuple[float, float, float
     return few, many, trial.value(inputs, _FEW_ITEMS, over_ranks=True)
 
 
-def _counts_rows_alone(trainer: Any, name: str, samples: Sequence[Sample], fit: Fit) -> bool:
+def _loss_types(trainer: TrainerLike) -> set[str]:
+    """The loss types of a DPOTrainer."""
+    return set(cast(OptionalArguments, trainer.args).loss_type)
+
+
+def _counts_rows_alone(trainer: TrainerLike, name: str, samples: Sequence[Sample], fit: Fit) -> bool:
     """True only where it is known that no other mean than that over rows is meant: then rows may be exchanged."""
     if not _has_stock_model(trainer) or has_router_loss(trainer):
         return False
     if name == "DPOTrainer":
-        return set(trainer.args.loss_type) <= _PAIRWISE_LOSSES
+        return _loss_types(trainer) <= _PAIRWISE_LOSSES
     labels = samples[0].whole.get("labels") if isinstance(samples[0].whole, Mapping) else None
     if name != "Trainer" or not isinstance(labels, torch.Tensor):
         return False

@@ -1,4 +1,4 @@
-"""Out of memory: adds to the error what torch does not say: which rank, in which micro-batch, and what to set."""
+"""Adds to an out-of-memory error which rank failed, in which micro-batch, and which option to set."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import psutil
 import torch
 
 from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.trainer_protocol import ArgumentsLike
 
-# torch's allocator for the CPU, drivers, cuBLAS and NCCL have no class of their own for it.
+# torch's CPU allocator, drivers, cuBLAS and NCCL have no error class for it, only these texts.
 _TEXT = re.compile(r"out of memory|can(no|')t allocate memory|ALLOC_FAILED", re.IGNORECASE)
 _ASKED_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for what torch, an accelerator's libraries or Python raise where memory is not enough."""
+    """True for the errors of torch, an accelerator's libraries or Python that mean out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     is_ours = isinstance(error, MultiGPUError)  # It may quote another rank's.
@@ -26,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, *, rank: int, device: torch.device, place: str, hint: str) -> None:
-    """Writes into the error itself: its class, which the script may catch, stays.
+    """Adds text to the error itself, so that its class stays, which the script may catch.
 
     Args:
         error: One that `is_out_of_memory`.
@@ -41,16 +42,16 @@ def explain(error: BaseException, *, rank: int, device: torch.device, place: str
         return
     figures = "" if "Tried to allocate" in original else _figures(original, device)
     before = error.args
-    # In its first line, which is what the supervisor says.
+    # Into its first line, which the supervisor shows.
     error.args = (f"{facts}{figures}: {original or type(error).__name__}\nHint: {hint}",)
-    if facts not in str(error):  # NumPy's class makes its text itself.
+    if facts not in str(error):  # NumPy's class builds its own text.
         error.args = before
         if hasattr(error, "add_note"):
             error.add_note(f"{facts}{figures}\nHint: {hint}")
 
 
-def advice(args: Any, device: torch.device, *, is_evaluation: bool) -> str:
-    """What to set, by what the training has set.
+def advice(args: ArgumentsLike, device: torch.device, *, is_evaluation: bool) -> str:
+    """Which options to change, given those of the training.
 
     Args:
         args: The `TrainingArguments`.

@@ -1,4 +1,4 @@
-"""Makes what the ranks have counted and measured into what one process would log."""
+"""Combines what the ranks have counted and measured into the metrics that one process would log."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from unsloth_multigpu.step.tracing import (
     plain,
     source_of,
 )
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -106,7 +107,7 @@ class Metrics(Part):
 
     place = "metrics"
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self.is_dealing = False
@@ -137,7 +138,7 @@ class Metrics(Part):
             "evaluation_loop": self._evaluation_loop,
         }
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # The Trainer is about to log what its last step has left; after the last epoch nothing else comes.
         self._is_epoch_end = True
 
@@ -199,7 +200,7 @@ class Metrics(Part):
             setattr(trainer, _NUM_TOKENS, plain(count))
 
     def _check(self, record: _Record) -> None:
-        """An expression that does not give this rank's own number again is no expression of it."""
+        """Drops an expression that does not reproduce this rank's own number."""
         for value in record.values.values():
             try:
                 own = math.nan if value[1] is None else evaluate(value[1], record.parts)
@@ -259,12 +260,12 @@ class Metrics(Part):
         return result
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.log`: one that the ranks do not come by together holds none of their parts."""
+        """`Trainer.log`: a line that the ranks do not write together holds none of their parts."""
         if not self.is_dealing or not self._num_new:
             return original(*args, **kwargs)
         self._warn(
-            "log() was called beside the training's own lines: what TRL has measured since the last line is not in it, "
-            "it comes with the next"
+            "log() was called outside the training's own log lines: what TRL has measured since the last line "
+            "is not in it but comes with the next one"
         )
         with ExitStack() as stack:
             for attribute in STORES:
@@ -317,7 +318,7 @@ class Metrics(Part):
         self._records, self._num_new, self._steps = [], {}, []
 
     def _add_losses(self, records: list[_Record], num_ranks: int) -> None:
-        """Adds the loss of each micro-batch as the Trainer would, which passes over those that are no number."""
+        """Adds the loss of each micro-batch as the Trainer would, which skips those that are not finite."""
         losses: dict[tuple[int, bool, int], float] = {}
         for record in records:
             losses[record.order] = losses.get(record.order, 0.0) + record.loss / num_ranks
@@ -434,7 +435,7 @@ def _metric(name: str) -> str:
     return name.partition("\n")[0].partition("/")[2]
 
 
-def _shape(trainer: Any, inputs: Any) -> tuple[int, int, int]:
+def _shape(trainer: TrainerLike, inputs: Any) -> tuple[int, int, int]:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     tensor = inputs.get(name) if isinstance(inputs, Mapping) else None
     if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:

@@ -116,7 +116,7 @@ class LossObserver(TorchFunctionMode):
 def is_linear_in_means(loss: torch.Tensor, num_rows: int) -> bool:
     """False where a loss is made from means, or sums, by more than adding them up with constant factors.
 
-    Then it is no mean over rows itself, even where a trial finds it near to one: the absolute value of a mean minus a
+    Such a loss is not a mean over rows, even where a trial finds it near to one: the absolute value of a mean minus a
     constant, its root, its power, its logarithm. Read from the graph that autograd has kept, from the loss back to the
     first tensors of more than one element.
 

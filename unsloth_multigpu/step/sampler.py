@@ -34,7 +34,7 @@ class _StepIndex:
 
     Args:
         samples: Of the whole step.
-        plan: This rank's pieces. Nobody makes it for a step that is skipped.
+        plan: This rank's pieces. It is not made for a step that is skipped.
         following: That of the next step, in the process of the sampler.
     """
 
@@ -65,7 +65,7 @@ class StepSampler(BatchSampler):
     Attributes:
         order_state: Of rank 0's generators when the order of this epoch was drawn; None where it does not depend on
             them, and on other ranks.
-        resumed_order_state: The same of an epoch that is gone on with; the next order is drawn from it.
+        resumed_order_state: The same of a resumed epoch; the next order is drawn from it.
         num_skipped: Steps of the next epoch that whoever resumes drops: they were computed before.
     """
 

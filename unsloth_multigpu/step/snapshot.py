@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.effect import is_library
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # Numbers and texts, and containers of them: counters, lists of metrics, running sums.
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
@@ -28,7 +30,7 @@ _DATA = ("train_dataset", "eval_dataset")
 
 
 @contextmanager
-def kept_training_state(trainer: Any) -> Iterator[None]:
+def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
     """Restores on leaving what a forward and backward pass of the trainer's loss may have changed.
 
     That is: random states, gradients, buffers of the model (running statistics, counters), attributes of the trainer,
@@ -76,7 +78,7 @@ def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _namespaces(trainer: Any) -> list[dict[str, Any]]:
+def _namespaces(trainer: TrainerLike) -> list[dict[str, Any]]:
     """Dictionaries of attributes and variables that the loss may write."""
     found = [vars(trainer), *(vars(module) for module in _modules(trainer))]
     for function in _loss_functions(trainer):
@@ -106,7 +108,7 @@ class _Names(dict[str, Any]):
         return self._variables[name]
 
 
-def _cells(trainer: Any) -> list[types.CellType]:
+def _cells(trainer: TrainerLike) -> list[types.CellType]:
     cells = [cell for f in _loss_functions(trainer) for cell in getattr(f, "__closure__", None) or ()]
     return [cell for cell in cells if _is_filled(cell) and _is_plain(cell.cell_contents)]
 
@@ -119,7 +121,7 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def _loss_functions(trainer: Any) -> list[Any]:
+def _loss_functions(trainer: TrainerLike) -> list[Any]:
     """The script's own functions of the loss; those of libraries keep nothing but in attributes."""
     named = next((vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)), None)
     # `self.loss = some_function` is a usual way to hand one in.
@@ -128,7 +130,7 @@ def _loss_functions(trainer: Any) -> list[Any]:
     return [getattr(f, "func", f) for f in found if callable(f)]
 
 
-def _modules(trainer: Any) -> Iterator[nn.Module]:
+def _modules(trainer: TrainerLike) -> Iterator[nn.Module]:
     """Those of the model, and of losses that are modules of their own."""
     for value in {id(m): m for m in (trainer.model, *vars(trainer).values()) if isinstance(m, nn.Module)}.values():
         yield from value.modules()
@@ -159,7 +161,7 @@ def _copied(value: Any) -> tuple[Any, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of a container and of those in it; not of attributes that it has beside what it holds."""
+    """A copy of a container and of those in it; not of attributes of the container itself."""
     if not _is_container(value):
         return value
     held = copy.copy(value)
@@ -190,14 +192,7 @@ def _restore_cell(cell: types.CellType, kept: tuple[Any, Any]) -> None:
 
 
 @contextmanager
-def _silent(trainer: Any) -> Iterator[None]:
+def _silent(trainer: TrainerLike) -> Iterator[None]:
     """Keeps what the loss logs by itself out of trackers and the history."""
-    before = vars(trainer).get("log")
-    trainer.log = lambda *args, **kwargs: None
-    try:
+    with instance_attribute(trainer, "log", lambda *args, **kwargs: None):
         yield
-    finally:
-        if before is None:
-            del trainer.log
-        else:
-            trainer.log = before

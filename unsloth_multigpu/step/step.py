@@ -105,8 +105,8 @@ class MicroBatch:
 class Step:
     """This rank's micro-batches of one optimizer step.
 
-    Indexed by a key it gives all its values in one flat tensor: the Trainer counts tokens that way. It is no Mapping,
-    of which torch's loader would make a dict.
+    Indexed by a key it gives all its values in one flat tensor: the Trainer counts tokens that way. It is not a
+    Mapping, since torch's loader would turn one into a dict.
 
     Attributes:
         left_over: Of the pass of a stream before, see `StepStream`: computed first, and divided by itself.

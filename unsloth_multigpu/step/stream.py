@@ -17,7 +17,7 @@ class StepStream(IterableDataset[Step]):
     """Whole steps of a data set without random access: every rank reads the whole stream and keeps its share.
 
     A pass may end with fewer micro-batches than a step has. As in one process they are a step of their own where the
-    data set has said its length; else they are no step: their gradient stays until the first step of the next pass,
+    data set has said its length; else they are not a step: their gradient stays until the first step of the next pass,
     which adds its own. Both parts are divided by themselves. So they are that step's `left_over` here, and those of the
     last pass are never computed.
 
@@ -98,7 +98,7 @@ class StepStream(IterableDataset[Step]):
                 yield _SKIPPED
                 continue
             step = self._collated(batch, step_index)
-            # Of a pass that is gone on with it was part of a step that is skipped.
+            # In a resumed pass it was part of a step that is skipped.
             step.left_over, self._left_over = self._left_over, None
             yield step
 

@@ -18,6 +18,7 @@ from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
 from unsloth_multigpu.step.snapshot import kept_training_state
 from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
 
@@ -27,20 +28,20 @@ _MOST_ROWS, _ROWS_READ = 8, 32
 _MOST_ELEMENTS = 6_000
 # Elements of the parameters whose gradient is compared. Coefficients of rows are the same for all parameters.
 _PROBED_ELEMENTS = 2**20
-# Weights that make all losses equal hide how they are averaged; then these parameters are moved by so much.
+# Weights with equal losses for all rows hide how these are averaged. Then parameters are shifted by this much.
 _SHIFT = 0.02
 # Gradients of fp16 activations vanish below 6e-8.
 _FP16_SCALE = 2.0**10
-# Misfits, as parts of the bound, that say nothing about which of two weighings is meant.
+# Below this part of the bound, misfits do not tell two weighings apart.
 _SAME = 0.1
-# A loss of nothing but rounding.
+# A loss below this is only rounding.
 ZERO_LOSS = 1e-6
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest relative misfit of an exact weighing: what rounding alone makes.
+    """Largest relative misfit of an exact weighing, which comes from rounding alone.
 
     Rows in smaller micro-batches are computed by other kernels and added up in another order. In fp32, exact losses of
     17 kinds had a misfit of 6e-7 at most and inexact ones of 1.2e-4 at least; the bound lies between. Activations of 8
@@ -65,7 +66,7 @@ _BOUNDS = {
 _TF32 = Bound(1e-3, 5e-3)
 
 
-def rounding_bound(trainer: Any) -> Bound:
+def rounding_bound(trainer: TrainerLike) -> Bound:
     """The bound of the lowest precision in which the trainer computes."""
     precision = getattr(trainer.accelerator, "mixed_precision", "no")
     found = {p.dtype for p in trainer.model.parameters()} & set(_BOUNDS)
@@ -113,7 +114,7 @@ class Fit:
     problem: str = ""
 
 
-def draw_samples(trainer: Any, loader: Any, *, skip: int = 0) -> list[Sample]:
+def draw_samples(trainer: TrainerLike, loader: Any, *, skip: int = 0) -> list[Sample]:
     """Two samples from the start of the data, behind `skip` rows. Empty for a stream that can be read only once.
 
     They never have more rows than the script's micro-batch, and take short ones, which cost little. In the first sample
@@ -156,7 +157,7 @@ def _size_of(row: Any) -> int:
     )
 
 
-def _collated(trainer: Any, loader: Any, rows: list[Any], cut: int) -> Sample | None:
+def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> Sample | None:
     whole, again = (loader.collate_fn(list(rows)) for _ in range(2))
     parts = [part for part in (rows[:cut], rows[cut:]) if part]
     if len(parts) < 2:
@@ -191,7 +192,7 @@ def _cut(whole: Any, parts: Sequence[slice]) -> list[Any]:
 
 
 class LossTrial:
-    """Calls the trainer's loss on samples. Each call begins with the same state, and leaves none behind.
+    """Calls the trainer's loss on samples. Each call begins with the same state, and restores it.
 
     The model is in training mode, as when it trains: what depends on that is seen. Only dropout is off, whose masks
     depend on the place in a micro-batch.
@@ -204,7 +205,7 @@ class LossTrial:
         num_calls: How often the loss was called.
     """
 
-    def __init__(self, trainer: Any, compute_loss: Callable[..., Any]) -> None:
+    def __init__(self, trainer: TrainerLike, compute_loss: Callable[..., Any]) -> None:
         self._trainer = trainer
         self._compute_loss = compute_loss
         self._probes = _probes(trainer.model)
@@ -233,7 +234,7 @@ class LossTrial:
             samples: What it is tried on.
             num_items: See `value`.
             weighing: Only this one is tried; "" = all `candidates`.
-            with_gradient: Gradients are compared as well, in which a loss that is no mean shows even where the parts
+            with_gradient: Gradients are compared as well, which reveal a loss that is not a mean even where the parts
                 have nearly the same loss.
         """
         samples = [sample for sample in samples if len(sample.parts) > 1]
@@ -269,11 +270,11 @@ class LossTrial:
         names = [weighing] if weighing else _common([*candidates(s.whole, len(table))] for s in samples)
         fits = [self._judged(name, samples, measured, table) for name in names]
         misfits = [max(fit.value / self.bound.value, fit.gradient / self.bound.gradient) for fit in fits]
-        # Of several that fit as well as rounding lets them, the likeliest; where none fits, no odd one by chance.
+        # Of several that fit within rounding take the likeliest. If none fits, do not take an odd one by chance.
         near = max((2 if min(misfits) <= 1 else 10) * min(misfits), _SAME)
         best = next(fit for fit, misfit in zip(fits, misfits, strict=True) if misfit <= near)
         if not best.problem and not all(whole.is_linear for whole, _ in measured):
-            problem = "it is no sum of means, but another function of them, which counts rows differently as it changes"
+            problem = "it is not a sum of means but another function of them, so the weights of its rows change"
             return replace(best, problem=problem)
         return replace(best, is_one_of_several=sum(not fit.problem for fit in fits) > 1)
 
@@ -291,7 +292,7 @@ class LossTrial:
             total = 1.0 if name == SUM else sum(weights)
             if not total:
                 return Fit(name, math.inf, math.inf, problem="no row of the sample counts")
-            # A mean over nothing is no number, and counts nothing.
+            # A mean over nothing is NaN, and counts nothing.
             made = [(w / total, part) for w, part in zip(weights, parts, strict=True) if w]
             misfit, off, norm_ratio = _misfit(whole, made)
             value, gradient = max(value, misfit), max(gradient, off)
@@ -358,7 +359,7 @@ class LossTrial:
 
     @contextmanager
     def moved_weights(self) -> Iterator[None]:
-        """Calls the loss beside the trainable weights while it is open: where it is zero, nothing shows."""
+        """Shifts the trainable weights while the context is open: where the loss is zero, nothing can be seen."""
         before, self._shift = self._shift, _SHIFT
         try:
             yield
@@ -404,7 +405,7 @@ class _Measured:
 
     @property
     def is_zero(self) -> bool:
-        """Nothing but rounding, say of a student that begins as its teacher."""
+        """True if the loss is only rounding, as that of a student that begins as a copy of its teacher."""
         return abs(self.loss) < ZERO_LOSS
 
 
@@ -426,7 +427,7 @@ def _misfit(whole: _Measured, made: Sequence[tuple[float, _Measured]]) -> tuple[
         return value, 0.0, 1.0
     together = torch.stack([share * gradient for share, gradient in gradients]).sum(0)
     norm, norm_together = float(whole.gradient.norm()), float(together.norm())
-    # Where rows' gradients cancel, their rounding does not.
+    # The gradients of rows may cancel, but their rounding errors do not.
     size = max(norm, 1e-3 * math.fsum(abs(share) * float(g.norm()) for share, g in gradients), _TINY)
     off = float((together - whole.gradient).norm()) / size
     return value, off, (norm_together / norm if norm and norm_together else 1.0)
@@ -444,7 +445,7 @@ def _probes(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _told_apart(sample: Sample) -> Sample:
-    """Takes labels from the last part's rows where all parts have as many: nothing would show what is averaged."""
+    """Removes labels of the last part if all parts have equally many: otherwise it cannot be seen what is averaged."""
     labels = sample.whole.get("labels") if isinstance(sample.whole, Mapping) else None
     parts = sample.parts
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():

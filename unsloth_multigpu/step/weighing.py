@@ -20,7 +20,7 @@ _ALL, _LABELLED, _AFTER_FIRST, _NEXT_LABELLED = "sum", "labelled sum", "sum afte
 
 
 def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[float] = ()) -> float:
-    """The weight of a part of a micro-batch: its loss is a mean over so much.
+    """The weight of a part of a micro-batch: how much its mean is taken over.
 
     Args:
         inputs: The part, collated.

@@ -19,6 +19,7 @@ from unsloth_multigpu.part import Override
 from unsloth_multigpu.strategies.choice import make_sync
 from unsloth_multigpu.strategies.sync import GradientSync
 from unsloth_multigpu.strategy import LocalSGD
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
 
@@ -39,7 +40,7 @@ class Exchange(GradientExchange):
 
     keeps = ("args.average_tokens_across_devices",)
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self._config = manager.config
@@ -71,7 +72,7 @@ class Exchange(GradientExchange):
             "_load_best_model": self._meet_before,
         }
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Makes the strategy for the model and the optimizer that the Trainer has just prepared. Collective."""
         trainer = self._trainer
         if isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel):
@@ -86,21 +87,21 @@ class Exchange(GradientExchange):
             self._load_state(Path(self._checkpoint, STATE_FILE))
         logger.info("sync=%s: %s", self._config.sync, type(self.sync).__name__)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         assert self.sync is not None
         self.sync.after_step()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._meet_if_read(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._meet_if_read(control)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         assert self.sync is not None
         self.sync.end()
 
-    def _meet_if_read(self, control: Any) -> None:
+    def _meet_if_read(self, control: ControlLike) -> None:
         """Makes the ranks' weights equal where something is about to read them. Collective."""
         if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
             self.sync.meet()

@@ -1,4 +1,4 @@
-"""How ranks agree where to stop, without a collective."""
+"""How ranks agree on the point where they stop, without a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.process import is_alive
 from unsloth_multigpu.wire.wait import wait_until
 
-# Trainings of one process follow each other; the points of each fit into so many bits.
+# The points of one training use the low 44 bits of a number; the training's index is above them.
 _TRAINING_BITS = 44
 
 
@@ -21,9 +21,9 @@ class Agreement(Protocol):
 
     All ranks pass the same points in the same order, but how far apart they are is not known: a GPU may be steps
     behind its process. So each rank first says which point it has come to, and then looks whether a stop was asked
-    for. The first rank that sees so sets the stop at the first point behind all that have been said. Nobody has
-    passed that one: a rank that went by without having seen the question had said its point before, and it was
-    counted. Hence all ranks stop at the same point.
+    for. The first rank that sees the question sets the stop at the first point after all points that were said. No
+    rank has passed that point: a rank that passed it without seeing the question had said its own point before, and
+    that one was counted. Hence all ranks stop at the same point.
     """
 
     def is_reached(self, point: int, signal_number: int) -> int:
@@ -38,7 +38,7 @@ class Agreement(Protocol):
 
 
 class PageAgreement:
-    """The ranks of one machine, by its page. About 6 microseconds for each point.
+    """The ranks of one machine, by a page of shared memory. About 6 microseconds for each point.
 
     Args:
         page: The run's page.
@@ -53,7 +53,7 @@ class PageAgreement:
 
     def is_reached(self, point: int, signal_number: int) -> int:
         page, point = self._page, self._base + point
-        # Without a lock the machine may show what another rank says only after this one has looked.
+        # Without a lock this rank might read the page before another rank's write becomes visible.
         with page.lock():
             page.set_point(self._local_rank, point)
             if page.signal and not page.stop_point:

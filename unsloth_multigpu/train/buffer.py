@@ -19,6 +19,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.deal import Piece
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.step import MicroBatch, Step
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.digest import digest_int64
 
 logger = get_logger(__name__)
@@ -44,7 +45,7 @@ class Place:
 
 
 def place_of(piece: Piece, batch_size: int, num_references: int) -> Place:
-    """Finds the place of a piece; rough where rows of several micro-batches are in it.
+    """Finds the place of a piece; an approximation where it has rows of several micro-batches.
 
     Args:
         piece: No filler.
@@ -54,8 +55,8 @@ def place_of(piece: Piece, batch_size: int, num_references: int) -> Place:
     first, num_rows = piece.positions[0], len(piece.positions)
     if piece.share < 1.0 or piece.reference or not first:
         return Place(piece.reference, piece.share, is_whole=piece.share == 1.0)
-    # Rows that were grouped anew do not tell their micro-batch. Of a short last one that was cut, the second part does
-    # not begin where a micro-batch does, and says that it is no whole one.
+    # Regrouped rows do not tell their micro-batch. The second part of a short last micro-batch that was cut does not
+    # begin where a micro-batch does, which says that it is not a whole one.
     reference = min(sum(piece.positions) // num_rows // batch_size, num_references - 1)
     is_row_of_rows = piece.positions == tuple(range(reference * batch_size, reference * batch_size + num_rows))
     is_whole = is_row_of_rows and (num_rows == batch_size or reference == num_references - 1)
@@ -80,7 +81,7 @@ class RunningStatistics(Part):
 
     place = "statistics"
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
@@ -142,7 +143,7 @@ class RunningStatistics(Part):
         place = self._places.get(id(current))
         before, counts = self._values(), self._counts()
         result = original(*args, **kwargs)
-        if place is None:  # A filler, whose statistics are written over.
+        if place is None:  # A filler, whose statistics are overwritten.
             return result
         after, calls = self._values(), self._counts() - counts
         count, num_calls = self._of_values(counts), self._of_values(calls)
@@ -177,9 +178,9 @@ class RunningStatistics(Part):
                     assert buffer is not None
                     buffer.copy_(value)
         if self._has_warned:
-            return  # Nobody waits for the device.
+            return  # Do not wait for the device.
         if bool(num_parts > 0):
-            self._warn("micro-batches are shared or grouped anew")
+            self._warn("micro-batches are shared or regrouped")
         elif bool(((squares - calls**2).abs() > _ROUNDING).any()):
             self._warn("micro-batches call a layer different numbers of times")
 
@@ -204,7 +205,7 @@ class RunningStatistics(Part):
         """How often each layer was called in training; floats, where `_values` lies."""
         first = self._layers[0].running_mean
         assert first is not None
-        # Read on the device, since a wait for each would stop it.
+        # Kept on the device: reading each value would wait for the device.
         counts = [m.num_batches_tracked for m in self._layers if m.num_batches_tracked is not None]
         return torch.stack([c.to(first.device) for c in counts]).float()
 
@@ -238,7 +239,7 @@ class EqualBuffers(Part):
 
     place = "buffers"
 
-    def __init__(self, trainer: Any, manager: DDPManager) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager) -> None:
         self._trainer = trainer
         self._manager = manager
         self._at_begin: dict[str, Any] = {}
@@ -247,7 +248,7 @@ class EqualBuffers(Part):
     def overrides(self) -> dict[str, Override]:
         return {"evaluation_loop": self._evaluation_loop}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._at_begin = _facts(self._trainer.model)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +256,7 @@ class EqualBuffers(Part):
         self.make_equal()
         return original(*args, **kwargs)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Makes all equal, and names what ranks have changed alike: counters of forward passes, say. Collective."""
         self.make_equal()
         now = {name for name, fact in _facts(self._trainer.model).items() if self._at_begin.get(name) != fact}

@@ -1,4 +1,4 @@
-"""Checks each step of one training: is its gradient finite, has every rank a batch, was there memory enough?"""
+"""Checks each step of one training: is its gradient finite, has every rank a batch, was there enough memory?"""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from unsloth_multigpu.train.gradient import (
     not_finite_parameters,
     total_norm,
 )
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
@@ -48,7 +49,7 @@ class StepCheck(Part):
 
     place = "check"
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._on_nan = manager.config.on_nan
@@ -81,7 +82,7 @@ class StepCheck(Part):
         }
 
     def is_needed(self, seam: str) -> bool:
-        # A script's own step may compute its loss by itself; who weighs it says whether that will do.
+        # A script's own training_step may compute its loss by itself. The step feed checks whether that works.
         return seam != "compute_loss"
 
     @property
@@ -107,7 +108,7 @@ class StepCheck(Part):
     def _clip(self, original: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """`Accelerator.clip_grad_norm_`: the norm is judged between its two halves.
 
-        By a norm that is no number it would spoil every gradient, and nothing would show whose it was.
+        Clipping by a norm of NaN would spoil every gradient, and hide which parameter it came from.
         """
         parameters = list(parameters)
         if not self._judges or not self._is_shared:
@@ -115,7 +116,7 @@ class StepCheck(Part):
         norm = total_norm(parameters, norm_type)
         self._judge(norm)
         if not self._is_skipped:
-            # What accelerate's own does for plain tensors; what others put in its place may do more.
+            # What accelerate's own method does for plain tensors. A replacement by other code may do more.
             if not getattr(original, "__module__", "").startswith("accelerate."):
                 return original(parameters, max_norm, norm_type)
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -128,7 +129,7 @@ class StepCheck(Part):
             self._judge(total_norm(self._trainer.model.parameters()))
         return loss
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         if self._judges and not self._is_judged:
             self._judge(total_norm(self._trainer.model.parameters()))  # transformers 4 may not have clipped.
         if not self._is_skipped:
@@ -137,7 +138,7 @@ class StepCheck(Part):
         self._losses.clear()
         self._end_place()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._end_place()
 
     def _end_place(self) -> None:
@@ -145,10 +146,10 @@ class StepCheck(Part):
         self._place, self._is_evaluation = "", False
 
     def _judge(self, gradient_norm: torch.Tensor) -> None:
-        """Where the norm is not finite it raises, or takes the gradients away."""
+        """Raises if the norm is not finite, or drops the gradients of the step."""
         self._is_judged = True
         norm = float(gradient_norm)
-        # Of finite gradients the sum of squares may overflow. Clipping by it makes them zero, as everywhere.
+        # The sum of squares of finite gradients may overflow. Clipping by it makes them zero, as without this package.
         if math.isfinite(norm) or (math.isinf(norm) and not not_finite_parameters(self._trainer.model)):
             return
         fact = self._fact(norm)
@@ -158,7 +159,7 @@ class StepCheck(Part):
                 hint="Look at these samples and the learning rate; on_nan='skip' leaves such steps out.",
             )
         warning, self._is_skipped = self._skipped.skip(fact), True
-        # The optimizer passes over what has no gradient, and keeps its state.
+        # The optimizer skips parameters without a gradient, and keeps their state.
         for group in self._trainer.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -196,7 +197,7 @@ class BatchCount:
         steps: What chooses the samples; where it follows one order of samples on all ranks, nothing can differ.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._steps = steps
@@ -206,7 +207,7 @@ class BatchCount:
         self._has_ended = False
 
     def begin(self) -> None:
-        """Takes back what an earlier training has published. Before the ranks' first meeting in this one."""
+        """Deletes what an earlier training has published. Called before the ranks first meet in this one."""
         if self._manager.identity.world_size > 1:
             self._publish()
 
@@ -223,7 +224,7 @@ class BatchCount:
         return original(self._counted(epoch_iterator), *args, **kwargs)
 
     def _counted(self, epoch_iterator: Any) -> Iterator[Any]:
-        # Noted before the loop asks for more: counting tokens may be the first meeting that a rank is missed in.
+        # Noted before the loop asks for more: counting tokens may be the first collective in which a rank is missing.
         for batch in epoch_iterator:
             self._num_batches += 1
             self._publish()

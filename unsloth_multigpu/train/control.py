@@ -14,6 +14,7 @@ from unsloth_multigpu.group.manager import DDPManager, left_alone
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.decision import PASSED, WAIT, Board, PageBoard, StoreBoard, wait_for_word
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 logger = get_logger(__name__)
@@ -21,7 +22,7 @@ logger = get_logger(__name__)
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 _ALL_FLAGS = (1 << len(_FLAGS)) - 1
 _STOPS = 0b11000
-# Ranks that look at a clock see the limit a step or two apart. What rank 0 decides so near is the same decision.
+# Ranks that read a clock reach a limit a step or two apart. Decisions of rank 0 within so few steps are the same one.
 _NEAR_STEPS = 10
 
 
@@ -42,7 +43,7 @@ class OneDecision(Part):
     Callbacks run on every rank and need not agree: they look at a clock, at their own GPU, or decide on rank 0 only. An
     evaluation, a save or a stop on one rank alone would leave the others waiting for it.
 
-    Rank 0 writes its flags down and goes on. The other ranks read them and take them over, which costs microseconds
+    Rank 0 writes its flags and continues. The other ranks read them and take them over, which costs microseconds
     on one machine and a round trip to the store over several. Where rank 0 is behind they wait for it, as they would
     in the next collective.
 
@@ -59,7 +60,7 @@ class OneDecision(Part):
 
     place = "decision"
 
-    def __init__(self, trainer: Any, manager: DDPManager, run_dir: str | None, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, run_dir: str | None, beat: BeatPage) -> None:
         self._trainer = trainer
         self._manager = manager
         self._run_dir = run_dir
@@ -97,18 +98,18 @@ class OneDecision(Part):
             "_save_checkpoint": self._save,
         }
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The page must say so before this rank waits: ranks have different numbers of micro-batches behind them.
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        # The page must say so before this rank waits: ranks may have computed different numbers of micro-batches.
         self._beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
         self.agree(Moment.STEP, control)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.agree(Moment.SUBSTEP, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.agree(Moment.EPOCH, control)
 
-    def agree(self, moment: Moment, control: Any) -> None:
+    def agree(self, moment: Moment, control: ControlLike) -> None:
         """Writes rank 0's flags into `control`.
 
         Raises:
@@ -133,7 +134,7 @@ class OneDecision(Part):
         return int(self._trainer.state.global_step)
 
     def _together(self, moment: Moment, mine: int) -> int:
-        """All ranks come by here, and rank 0's flags are those of all."""
+        """For ranks that meet at every step: rank 0's flags become those of all ranks."""
         board, index = self._checked_board(), self._num_words
         self._num_words += 1
         if self._rank == 0:
@@ -152,7 +153,7 @@ class OneDecision(Part):
         return word & _ALL_FLAGS
 
     def _apart(self, moment: Moment, mine: int) -> int:
-        """Ranks come by here when they like. None waits but for a meeting."""
+        """For ranks that step by themselves: no rank waits, except where the ranks meet."""
         board, index = self._checked_board(), 2 * self._step + (moment == Moment.EPOCH)
         if self._rank == 0:
             return self._decide(board, index, mine)
@@ -174,7 +175,7 @@ class OneDecision(Part):
                 self._postponed_to += 2
         self._postponed |= mine
         logger.info(
-            "%s after step %d is for step %d: ranks that step by themselves have gone on",
+            "%s after step %d is for step %d: ranks that step by themselves have passed it",
             ", ".join(_names(mine)),
             self._step,
             self._postponed_to // 2,
@@ -188,7 +189,7 @@ class OneDecision(Part):
 
         def turn() -> None:
             what = f"what rank 0's callbacks decide after step {self._step} ({moment.name.lower()})"
-            # Asked first: what it wrote before is seen afterwards.
+            # Asked first, so that a word that rank 0 wrote before it left is still read below.
             if self._manager.is_abandoned() and read() is None:
                 raise left_alone(self._rank, what)
             if time.monotonic() > deadline_s:
@@ -205,7 +206,7 @@ class OneDecision(Part):
         return self._board
 
     def _log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer._maybe_log_save_evaluate`, which reads each flag once those before it are dealt with."""
+        """`Trainer._maybe_log_save_evaluate`, which reads each flag after it has acted on those before."""
         trainer = self._trainer
         self._is_log_due = trainer.control.should_log and self._step > trainer._globalstep_last_logged
         self._has_saved = False
@@ -216,7 +217,7 @@ class OneDecision(Part):
         return result
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.log`. Only the loop's own call is made by every rank; it is the first one behind the step."""
+        """`Trainer.log`. Only the loop's own call is made by every rank; it is the first one after the step."""
         is_loops, self._is_log_due = self._is_log_due, False
         result = original(*args, **kwargs)
         if is_loops:
@@ -236,7 +237,7 @@ class OneDecision(Part):
 
 
 class Overruled:
-    """Tells of flags that a rank above 0 has set and rank 0 has not.
+    """Logs flags that a rank above 0 has set and rank 0 has not.
 
     Args:
         rank: This rank.

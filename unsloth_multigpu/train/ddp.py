@@ -16,10 +16,11 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 
 logger = get_logger(__name__)
 
-# Attributes of a model's config that mean: some steps leave some parameters without a gradient.
+# Attributes of a model's config which mean that some steps leave some parameters without a gradient.
 _CONDITIONAL_PARTS = (
     "num_experts",
     "num_local_experts",
@@ -32,7 +33,7 @@ _CONDITIONAL_PARTS = (
     "cross_attention_layers",
 )
 _DROPPED_LAYERS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-# The same in a parameter's name, for parts that the config does not tell of.
+# The same by names of parameters, for parts that the config does not mention.
 _CONDITIONAL_NAMES = ("expert", "mtp", "projector", "pooler")
 # Unsloth's fused loss and its embeddings read the base weight and pass by a LoRA on these.
 _READ_BY_WEIGHT = ("lm_head", "embed")
@@ -185,7 +186,7 @@ def make_readable(ddp: nn.parallel.DistributedDataParallel, model: nn.Module, de
 
 
 def exchanged_of(model: nn.Module) -> frozenset[int]:
-    """ids of the parameters whose gradients a DDP would exchange that is made now."""
+    """ids of the parameters whose gradients a new DDP would exchange."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return frozenset(id(p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored)
 
@@ -193,7 +194,7 @@ def exchanged_of(model: nn.Module) -> frozenset[int]:
 def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
     """Lets DDP exchange the gradients of the parameters that are trainable now. Between two steps, on all ranks.
 
-    The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is made anew as
+    The object stays, since the loop and accelerate hold it. What it exchanges is in its reducer, which is rebuilt as
     where a copy of DDP is unpickled; the old one takes its hooks off the parameters when it goes.
 
     Raises:
@@ -207,7 +208,7 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise SetupError(
-            "DDP with torch's Python reducer cannot be made anew.", hint="Set torch._dynamo.config.optimize_ddp=True."
+            "DDP with torch's Python reducer cannot be rebuilt.", hint="Set torch._dynamo.config.optimize_ddp=True."
         )
     ddp.find_unused_parameters = find_unused_parameters
     state = ddp.__getstate__()  # type: ignore[no-untyped-call]
@@ -218,21 +219,21 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
     ddp.exchanged = exchanged_of(ddp.module)
 
 
-def forget_evaluation(trainer: Any) -> None:
-    """Takes back what `evaluate()` or another `sync` made of the model: accelerate prepares no model twice."""
+def forget_evaluation(trainer: TrainerLike) -> None:
+    """Undoes how `evaluate()` or another `sync` prepared the model: accelerate does not prepare a model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
     if model is None:
-        return  # Between two trials of a search; train() makes it anew.
+        return  # Between two trials of a search; train() makes a new one.
     if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
         return
     trainer.model_wrapped = model
     is_prepared = vars(model).pop("_is_accelerate_prepared", False)
-    if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is put around it anew.
+    if is_prepared and "_original_forward" in vars(model):  # Without mixed precision, which is applied again.
         model.forward = vars(model).pop("_original_forward")
 
 
-def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[str, Any]:
-    """What DDP is told where the script said nothing: attributes of accelerate's `DistributedDataParallelKwargs`.
+def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) -> dict[str, Any]:
+    """Settings of DDP where the script gave none: attributes of accelerate's `DistributedDataParallelKwargs`.
 
     Left alone are `bucket_cap_mb`, whose effect was within noise on a CPU; `static_graph`, which fails where a step has
     several micro-batches; and `broadcast_buffers`, which DDP does as a step begins, where the ranks have just met.
@@ -243,7 +244,7 @@ def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: Any) -> dict[st
         config: The run's options.
         args: The script's `TrainingArguments`.
     """
-    # The gradients are the buckets, and not a copy of them: one set of gradients less in memory, the same numbers.
+    # Gradients are views of the buckets, not copies: one set of gradients less in memory, the same numbers.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
     if config.find_unused_parameters is not None:
         settings["find_unused_parameters"] = config.find_unused_parameters

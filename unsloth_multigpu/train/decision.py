@@ -1,4 +1,4 @@
-"""Words by which rank 0 tells the other ranks what its callbacks have decided, without a collective."""
+"""Words in shared memory or the store, by which rank 0 tells the others what its callbacks decided. No collective."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.distributed import Store
 
 from unsloth_multigpu.errors import DistributedError
 
-# What a rank that does not wait for rank 0 leaves behind: it has gone on, and nothing can be decided there any more.
+# Left by a rank that does not wait for rank 0: it has passed this point, and nothing can be decided there any more.
 PASSED = 1 << 8
-# What rank 0 leaves ahead of all ranks: whoever comes here waits for its word.
+# Left by rank 0 ahead of all ranks: a rank that comes to this point waits for its word.
 WAIT = 1 << 9
 
 _WORD_BYTES = 8
 _PAYLOAD_BITS, _INDEX_BITS = 10, 40
-# A rank may be so many points ahead of another. Between two collectives there are a few.
+# How many points a rank may be ahead of another. Between two collectives there are a few.
 _RING = 4096
 _FILE = "decisions"
 _SHORTEST_PAUSE_S = 0.00002
@@ -34,14 +34,14 @@ class Board(Protocol):
     Words are written by rank 0 alone. A claim belongs to the rank that comes first.
     """
 
-    # Between two looks of a rank that waits.
+    # How long a rank that waits sleeps between two reads.
     longest_pause_s: float
 
     def next_training(self) -> int:
         """Called by rank 0: a number that no training of this run has had, also before a restart."""
 
     def begin(self, training: int) -> None:
-        """Words of other trainings count as not written."""
+        """Chooses the training. Words of other trainings count as not written."""
 
     def put(self, index: int, word: int) -> None:
         """Rank 0 writes word `index`."""
@@ -59,11 +59,11 @@ class Board(Protocol):
         """Claim `index`, None as long as it is not written."""
 
     def close(self) -> None:
-        """Lets go of what it holds."""
+        """Releases what it holds."""
 
 
 class PageBoard:
-    """For the ranks of one machine: memory that they share. A look costs a microsecond, a claim about six.
+    """For the ranks of one machine: memory that they share. A read costs a microsecond, a claim about six.
 
     Args:
         run_dir: The run's private folder.
@@ -183,7 +183,7 @@ class StoreBoard:
 
 
 def wait_for_word(read: Callable[[], int | None], longest_pause_s: float, turn: Callable[[], None]) -> int:
-    """Reads until there is a word other than `WAIT`. `turn` is called between two looks, and may raise."""
+    """Reads until there is a word other than `WAIT`. `turn` is called between two reads, and may raise."""
     pause_s = _SHORTEST_PAUSE_S
     while (word := read()) is None or word == WAIT:
         turn()

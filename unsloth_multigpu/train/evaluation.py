@@ -14,10 +14,11 @@ from torch.utils.data import BatchSampler
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.metrics import STORES
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 class _Rounds(BatchSampler):
-    """One process's batches, and the first of them again until each rank has as many: the ranks meet for each.
+    """The batches of one process, then the first ones again until all ranks have the same number: ranks meet in each.
 
     Args:
         batches: Of one process.
@@ -54,7 +55,7 @@ class Evaluation:
         loader: As accelerate prepared it.
     """
 
-    def __init__(self, trainer: Any, manager: DDPManager, loader: Any) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, loader: Any) -> None:
         self._trainer = trainer
         self._manager = manager
         self._shard = loader.batch_sampler
@@ -66,7 +67,7 @@ class Evaluation:
 
     @contextmanager
     def on_trainer(self) -> Iterator[None]:
-        """Puts our methods on the trainer for the time of the evaluation. Collective, where TRL collects metrics."""
+        """Replaces methods of the Trainer during the evaluation. Collective, where TRL collects metrics."""
         trainer, shard = self._trainer, self._shard
         rounds = _Rounds(self._batches, shard.num_processes)
         with ExitStack() as stack:
@@ -77,7 +78,7 @@ class Evaluation:
                 alone = functools.partial(self._unless_in_step, name)
                 stack.enter_context(steered(trainer.accelerator, name, alone))
             yield
-        # The loop has bound the one that was in its place.
+        # The Trainer holds a reference to the method that stood there before.
         trainer.gather_function = trainer.accelerator.gather_for_metrics
         if any(hasattr(trainer, store) for store in STORES):
             self._merge()
@@ -103,7 +104,7 @@ class Evaluation:
             self._num_done += 1
         self._note(before, is_filler=batch_index >= num_batches)
         if batch_index == num_batches - 1 and num_batches > 1 and last < batch_size:
-            # Predictions are gathered row by row, and the rows behind the last are cut off again.
+            # Predictions are gathered row by row, and the rows after the last one are cut off again.
             logits, labels = (_filled_up(x, last, batch_size) for x in (logits, labels))
         return loss, logits, labels
 
@@ -123,7 +124,7 @@ class Evaluation:
             if name.endswith("/num_tokens") or (name in before and values is not old):
                 continue
             noted[name] = [float(value) for value in values[num_old:]]
-            del values[num_old:]  # They come back with those of all ranks.
+            del values[num_old:]  # They are added again together with those of all ranks.
         if not is_filler:
             self._noted.append(noted)
 
@@ -150,7 +151,7 @@ def _filled_up(values: Any, num_rows: int, wanted: int) -> Any:
     return torch.cat([values, values[-1:].expand(num_more, *values.shape[1:])])
 
 
-def evaluation_of(trainer: Any, manager: DDPManager, loader: Any) -> Evaluation | None:
+def evaluation_of(trainer: TrainerLike, manager: DDPManager, loader: Any) -> Evaluation | None:
     """The evaluation of a loader whose batches can be shared whole; None for others, which stay accelerate's.
 
     These are streams, batches of varying size, batches that accelerate splits, and trainers that generate samples.

@@ -1,4 +1,4 @@
-"""A gradient that is no finite number: what a rank can say of it, and how long such steps may be left out."""
+"""A gradient that is not finite: what a rank can say about it, and how many such steps may be left out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import NonFiniteGradientError
 
-# Ranks that leave out more are no longer training.
+# A run that leaves out more steps than this is no longer training.
 MAX_SKIPPED_IN_A_ROW = 10
 _MAX_NAMED = 3
 
@@ -44,13 +44,13 @@ def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> to
 
 
 def not_finite_losses(losses: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
-    """Micro-batch and value, "nan" or "inf", of each loss of a step that is no finite number."""
+    """Micro-batch and value, "nan" or "inf", of each loss of a step that is not finite."""
     values = [float(loss) for loss in losses]
     return [(i, str(value)) for i, value in enumerate(values) if not math.isfinite(value)]
 
 
 def not_finite_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient holds something that is no finite number."""
+    """Names of the parameters whose gradient holds a value that is not finite."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     return [name for name, gradient in named if not _values(gradient).isfinite().all()]
 

@@ -1,6 +1,6 @@
-"""The one loop: parts stand on a Trainer in the order of one table, by one override per method and one callback.
+"""The one loop: parts act on a Trainer in the order of one table, by one override per method and one callback.
 
-The loop itself is Hugging Face's. What is here decides who stands around whom in it.
+The loop itself is Hugging Face's. This module decides the order of the parts in it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from unsloth_multigpu.part import EVENTS, Override, Part
 from unsloth_multigpu.seam import SEAMS, Steered, owner_of
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, CallbackHandlerLike, ControlLike, StateLike, TrainerLike
 
 _MISSING: Any = object()
 
@@ -28,9 +29,9 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("metrics", "Reads what the feed has noted, before the Trainer logs, evaluates or saves."),
     ("check", "Sees the loss of every micro-batch with its weight, and the gradient before it is sent."),
     ("exchange", "Gradients meet once the check has judged them. Saving waits until weights have met."),
-    ("trained", "DDP must be made anew before a step computes, so it stands around all that computes."),
+    ("trained", "DDP must be rebuilt before a step computes, so it stands around all that computes."),
     ("buffers", "Buffers are made equal behind the last update of a step, and before an evaluation reads them."),
-    ("resume", "What the training goes on from is known before anything is saved."),
+    ("resume", "What the training resumes from is known before anything is saved."),
     ("checkpoints", "Saves what the exchange has made equal on all ranks."),
     ("phases", "Marks on the rank's page what the parts inside of it do: to the supervisor it is one phase."),
     ("progress", "Compares the ranks behind everything that changes weights, and before a checkpoint of them."),
@@ -50,39 +51,40 @@ class Loop:
         KeyError: A part has a place that is not in `PLACES`.
     """
 
-    def __init__(self, trainer: Any, parts: Iterable[Part]) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: TrainerLike, parts: Iterable[Part]) -> None:
+        self.trainer: Any = trainer  # None once it was let go.
         self.parts = tuple(sorted(parts, key=lambda part: _ORDER[part.place]))
-        # What is put back behind the training: the object, the attribute's name, its value, and whether it is put back
-        # although somebody else has set it meanwhile.
+        # What is restored after the training: the object, the attribute's name, its value, and whether it is restored
+        # even if other code has set it meanwhile.
         self._before: dict[tuple[int, str], tuple[Any, str, Any, bool]] = {}
         self._callback: Any = None
 
     @contextmanager
     def steering(self) -> Iterator[None]:
-        """The parts stand on the Trainer while it is open."""
+        """Attaches the parts to the Trainer while the context is open."""
+        trainer: TrainerLike = self.trainer
         with ExitStack() as stack:
             stack.callback(self.let_go)
             self._callback = _callback_of(self)
             for seam in SEAMS.values():
-                # Some are steered for a moment only, which an exception may cut off.
-                if (owner := owner_of(seam, self.trainer)) is not None:
+                # Some methods are replaced for a moment only, and an exception may interrupt that.
+                if (owner := owner_of(seam, trainer)) is not None:
                     self._keep(owner, seam.name, is_ours=False)
             for part in self.parts:
                 for name in part.keeps:
                     path, _, attribute = name.rpartition(".")
-                    self._keep(attrgetter(path)(self.trainer) if path else self.trainer, attribute)
+                    self._keep(attrgetter(path)(trainer) if path else trainer, attribute)
                 stack.enter_context(part.around())
                 for name, method in part.overrides().items():
                     self._put(name, method, is_needed=part.is_needed(name))
-            self.trainer.add_callback(self._callback)
+            trainer.add_callback(self._callback)
             yield
 
     def let_go(self) -> None:
-        """Leaves the Trainer as it was. To be called again where an exception has cut it off in the middle."""
+        """Restores the Trainer. Call it again if an exception has interrupted it."""
         if self.trainer is None:
             return
-        handler = self.trainer.callback_handler
+        handler: CallbackHandlerLike = self.trainer.callback_handler
         if self._callback in handler.callbacks:
             handler.remove_callback(self._callback)
         while self._before:
@@ -107,15 +109,15 @@ class Loop:
         setattr(owner, name, replacement)
 
     def go_last(self) -> None:
-        """Puts our callback behind those that the script has added since: parts act on what callbacks decide."""
-        handler = self.trainer.callback_handler
+        """Moves our callback after those that the script has added since: parts act on what callbacks decide."""
+        handler: CallbackHandlerLike = self.trainer.callback_handler
         if handler.callbacks[-1] is not self._callback:
             # A new list: the old one is being walked through.
             handler.callbacks = [*(c for c in handler.callbacks if c is not self._callback), self._callback]
 
 
 def _callback_of(loop: Loop) -> Any:
-    """The one callback, which hands each event to the parts that answer it."""
+    """The one callback, which passes each event to the parts that handle it."""
     from transformers import TrainerCallback
 
     def answering(event: str) -> Callable[..., None]:
@@ -123,7 +125,7 @@ def _callback_of(loop: Loop) -> Any:
         methods = [getattr(part, event) for part in loop.parts if getattr(type(part), event) is not own]
         may_be_late = event in ("on_train_begin", "on_epoch_begin", "on_step_begin")
 
-        def answer(_self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def answer(_self: Any, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
             if may_be_late:
                 loop.go_last()
             for method in methods:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 
 _GENERATES = ("_generate_and_score_completions", "generate_on_policy_outputs")
@@ -27,7 +28,7 @@ class Guard(Part):
 
     place = "phases"
 
-    def __init__(self, trainer: Any, beat: BeatPage) -> None:
+    def __init__(self, trainer: TrainerLike, beat: BeatPage) -> None:
         self.trainer = trainer
         self.beat = beat
         self._compiler = CompilerPhase(beat)
@@ -37,7 +38,7 @@ class Guard(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Behind the training the rank is in the script again."""
+        """After the training the rank is in the script again."""
         self.beat.mark(Phase.SETUP, step=0, micro_batch=0)
         try:
             yield
@@ -60,33 +61,33 @@ class Guard(Part):
             found |= {n: functools.partial(self._within, phase) for n in names if hasattr(self.trainer, n)}
         return found
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(step=state.global_step)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.is_epoch_new = True
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.beat.mark()  # Behind the norm of the gradients, which is read.
+    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self.beat.mark()  # The norm of the gradients has been read.
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._is_warm = True
         self.beat.mark(is_done=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(Phase.ENDED)
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compiler.enter()
         # The first samples may take long: workers start, and a resumed stream is read up to its place.
         if self.beat.phase != Phase.SETUP:
-            # A stream fills its buffer anew.
+            # A stream fills its buffer again.
             is_stream = isinstance(self.trainer.train_dataset, IterableDataset)
             self.beat.mark(Phase.FILL if self.is_epoch_new and is_stream else Phase.DATA)
         self.is_epoch_new = False
@@ -97,8 +98,8 @@ class Guard(Part):
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.beat.mark(Phase.COMPUTE if self._is_warm else Phase.WARM_UP)
         result = original(*args, **kwargs)
-        # The micro-batches that are behind it tell the update of a step from what follows the step. A device that works
-        # by itself may only begin what was asked of it: whoever reads a number next waits for all of it.
+        # The number of computed micro-batches tells the update of a step from what follows the step. A device works
+        # asynchronously and may only have begun: the next read of a number waits for all of it.
         self.beat.mark(Phase.UPDATE if self._is_warm else Phase.WARM_UP, micro_batch=self.beat.micro_batch + 1)
         return result
 
@@ -112,7 +113,7 @@ class Guard(Part):
             self._is_in_loop = False
 
     def _store_flos(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Outside of the above and of a save, it is the first thing behind the last step, and a collective.
+        # Outside of the above and of a save, this is the first call after the last step, and a collective.
         if self.beat.phase == Phase.UPDATE and not self._is_in_loop:
             self.beat.mark(Phase.ENDED)
         return original(*args, **kwargs)
@@ -135,7 +136,7 @@ class CompilerPhase:
         self._handler: Any = None
 
     def enter(self) -> None:
-        """Listens to the compiler from here on, if somebody has imported it."""
+        """Listens to the compiler from here on, if it was imported."""
         module = sys.modules.get("torch._dynamo.callback")
         if self._handler is None and module is not None:
             self._handler = module.callback_handler
@@ -143,7 +144,7 @@ class CompilerPhase:
             self._handler.register_end_callback(self._end)
 
     def leave(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         # A script may have cleared the handler meanwhile.
         if self._handler is not None and self._begin in self._handler.start_callbacks:
             self._handler.remove_start_callback(self._begin)
@@ -151,12 +152,12 @@ class CompilerPhase:
         self._handler = None
 
     def _begin(self, *_: Any) -> None:
-        # Older versions of torch tell of a compilation inside another as well.
+        # Older versions of torch also report a compilation inside another one.
         if self._beat.phase != Phase.COMPILE:
             self._before = self._beat.phase
         self._beat.mark(Phase.COMPILE)
 
     def _end(self, *_: Any) -> None:
-        # The main thread may have gone on while another one compiled the backward pass.
+        # The main thread may have continued while another one compiled the backward pass.
         if self._beat.phase == Phase.COMPILE:
             self._beat.mark(self._before)

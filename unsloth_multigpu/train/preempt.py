@@ -15,6 +15,7 @@ from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.train.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import EventWriter
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Where no supervisor of ours catches them.
+# Signals that a rank catches itself where no supervisor of ours does.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Points are (step, batch of an evaluation after it).
 _BATCH_BITS = 20
 
 
 class Caught:
-    """Catches signals in a rank that has no supervisor of ours. A second one does what it did before."""
+    """Catches signals in a rank that has no supervisor of ours. A second signal has its usual effect."""
 
     def __init__(self) -> None:
         self.signal_number = 0
@@ -40,7 +41,7 @@ class Caught:
 
     @contextmanager
     def while_open(self) -> Iterator[None]:
-        """Owns the signals meanwhile; those that are ignored stay so."""
+        """Handles the signals while the context is open. Signals that are ignored stay ignored."""
         if threading.current_thread() is threading.main_thread():
             self._before = {n: h for n in SIGNALS if (h := signal.getsignal(n)) not in (signal.SIG_IGN, None)}
         for signal_number in self._before:
@@ -81,7 +82,7 @@ class Preemption(Part):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
         run_dir: str | None,
@@ -123,15 +124,15 @@ class Preemption(Part):
             elif identity.world_size > 1:
                 self._agreement = StoreAgreement(self._manager.store, identity.rank, identity.world_size)
             yield
-            # Asked behind the last step: what the script does next must not be cut off in the middle.
+            # Asked after the last step: what the script does next must not be cut off in the middle.
             self._batch += 1
             if self.is_stopping():
                 self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Batches are counted from here, so that those of many evaluations fit into a point's bits.
         self._batch = 0
-        # Over nodes the answer comes through the wire, which may be cut.
+        # With several nodes the answer comes over the network, which may fail.
         with self.beat.within(Phase.AGREE):
             is_stopping = self.is_stopping()
         if is_stopping:
@@ -140,21 +141,21 @@ class Preemption(Part):
             control.should_evaluate = False
             control.should_training_stop = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._saved_step = state.global_step
         if self._events is not None:
-            # "Is in training", with a fact.
+            # The event of a running training, here with the path of its checkpoint.
             self._events.write("training", checkpoint=self._checkpoint())
         if self.signal_number:
             self.leave()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Nothing was to be saved. An evaluation or the best model at the end would take the time that is left.
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        # There was nothing to save. An evaluation, or loading the best model, would use up the time that is left.
         if self.signal_number:
             self.leave()
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._batch += 1  # Ranks do as many batches of an evaluation.
+    def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._batch += 1  # All ranks do the same number of evaluation batches.
         if self.is_stopping():
             self.save_and_leave()
 

@@ -13,6 +13,7 @@ from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import verify_calls
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.trainable import TrainedParameters, parameters_beside_the_model
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.event import EventWriter
 
 
@@ -25,18 +26,18 @@ class Progress(Part):
         events: Where the rank's events go, if a supervisor reads them.
         replicas: Compares the ranks.
         exchange: The gradient strategy in DDP's place.
-        trained: Knows whether DDP was made anew; None in one process.
+        trained: Knows whether DDP was rebuilt; None in one process.
         preemption: Tells the supervisor itself where a signal stops the training.
 
     Attributes:
-        num_steps: Steps of this training, without those before a checkpoint that it goes on from.
+        num_steps: Steps of this training, without those before the checkpoint that it resumes from.
     """
 
     place = "progress"
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
         replicas: ReplicaProof,
@@ -71,54 +72,54 @@ class Progress(Part):
         if self._events is not None:
             self._events.write(kind, **facts)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         from transformers import set_seed
 
         rank = self._manager.identity.rank
         if self._manager.config.seed_per_rank and rank > 0:
             set_seed(args.seed + rank)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._verify_first_step()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.num_steps += 1
         if self.num_steps == 1:
             verify_calls(self._trainer, "step")
         # The Trainer saves the checkpoint of this step after this.
         self._prove_replicas(state.global_step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         verify_calls(self._trainer, "save")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._verify_first_step()
-        # What the script saves now is what has been compared; the best checkpoint was loaded a moment ago.
+        # The weights that the script saves now must have been compared; the best checkpoint may just have been loaded.
         if self._replicas.is_unchecked(state.global_step, is_reloaded=args.load_best_model_at_end):
             self._replicas.check(self._trainer.model, state.global_step, self._beside_the_model())
 
     def _verify_first_step(self) -> None:
-        # Logging and saving come behind `on_step_end`.
+        # Logging and saving come after `on_step_end`.
         if self.num_steps == 1:
             verify_calls(self._trainer, "step end")
 
     def _prove_replicas(self, step: int) -> None:
-        """Compares the ranks' weights where it is time, once they are to be equal. Collective."""
+        """Compares the ranks' weights if a comparison is due and the weights should be equal. Collective."""
         if self._trained is not None and self._trained.is_changed:
             self._trained.is_changed = False
             self._is_proof_due = self._manager.config.verify_every > 0
         self._is_proof_due = self._is_proof_due or self._replicas.is_due(step)
-        # Ranks that step by themselves are equal when they have met, and not before.
+        # Ranks that step by themselves have equal weights only after they have met.
         is_equal = self._exchange is None or self._exchange.are_replicas_equal
         if self._is_proof_due and is_equal:
             self._replicas.check(self._trainer.model, step, self._beside_the_model())
             self._is_proof_due = False
 
     def _beside_the_model(self) -> list[tuple[str, Any]]:
-        """What the optimizer trains beside the model. An asynchronous server steps on copies of its own on rank 0."""
+        """What the optimizer trains outside the model. An asynchronous server steps on copies of its own on rank 0."""
         return parameters_beside_the_model(self._trainer) if self._manager.config.meets_every_step else []
 
 
 def exit_code(error: SystemExit) -> int:
-    """What Python ends with: the number given, 0 for None, 1 for a text."""
+    """The exit code that Python uses: the number given, 0 for None, 1 for a text."""
     return error.code if isinstance(error.code, int) else int(error.code is not None)

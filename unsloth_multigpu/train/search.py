@@ -6,15 +6,16 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.seam import steered
+from unsloth_multigpu.trainer_protocol import CallbackHandlerLike, OptionalTrainer, TrainerLike
 
-# Rank 0's word before a trial; another text is the end.
+# What rank 0 sends before a trial. Any other text is the end of the search.
 _TRIAL = "trial"
-# What came of a report to rank 0's study.
+# The outcome of a report to rank 0's study.
 _GOES_ON, _PRUNED, _FAILED = range(3)
 
 
@@ -22,7 +23,9 @@ class TrialCutOff(Exception):
     """Rank 0 has left a trial before its end."""
 
 
-def run_search(trainer: Any, manager: DDPManager, search: Callable[..., Any], backend: Any, options: Any) -> Any:
+def run_search(
+    trainer: TrainerLike, manager: DDPManager, search: Callable[..., Any], backend: Any, options: Any
+) -> Any:
     """`Trainer.hyperparameter_search` on all ranks; each returns what rank 0 has found. Collective.
 
     transformers lets rank 0 choose trials and sends each to the others, which expect `n_trials` of them. Here they
@@ -70,7 +73,7 @@ def _backend_run(run: Callable[..., Any]) -> Iterator[None]:
     before = BACKENDS[name]
 
     class OneSearch(before):  # type: ignore[misc, valid-type]
-        def run(self, _trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(self, _trainer: TrainerLike, *args: Any, **kwargs: Any) -> Any:
             return run(super().run, *args, **kwargs)
 
     BACKENDS[name] = OneSearch
@@ -80,18 +83,19 @@ def _backend_run(run: Callable[..., Any]) -> Iterator[None]:
         BACKENDS[name] = before
 
 
-def _lead(trainer: Any, manager: DDPManager, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _lead(trainer: TrainerLike, manager: DDPManager, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Rank 0's part: says before each trial that there is one, and at the end what is best."""
-    space, announced = trainer.hp_space, []
+    searching, announced = cast(OptionalTrainer, trainer), []
+    space = searching.hp_space
 
     def announcing(trial: Any) -> Any:
-        # The first thing that becomes of a trial; transformers sends it to the others right behind.
+        # This is the first use of a trial. transformers sends it to the other ranks right after it.
         if trial.number not in announced:
             announced.append(trial.number)
             manager.broadcast_text(_TRIAL)
         return space(trial)
 
-    trainer.hp_space = announcing
+    searching.hp_space = announcing
     best = run(trainer, *args, **kwargs)
     runs = best if isinstance(best, list) else [best]
     found = [[r.run_id, r.objective, r.hyperparameters] for r in runs]
@@ -101,7 +105,7 @@ def _lead(trainer: Any, manager: DDPManager, run: Callable[..., Any], *args: Any
 
 
 def _follow(
-    trainer: Any, manager: DDPManager, run: Callable[..., Any], _num_trials: int, *args: Any, **kwargs: Any
+    trainer: TrainerLike, manager: DDPManager, run: Callable[..., Any], _num_trials: int, *args: Any, **kwargs: Any
 ) -> Any:
     """The part of the others: trains what rank 0 trains, until it says what it has found."""
     from transformers.trainer_utils import BestRun
@@ -129,7 +133,7 @@ def _make_model(manager: DDPManager, original: Callable[..., Any], trial: Any = 
     return original(type(trial)(json.loads(manager.broadcast_text("")), trial.number))
 
 
-def _report(trainer: Any, manager: DDPManager, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _report(trainer: TrainerLike, manager: DDPManager, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`Trainer._report_to_hp_search`, in which rank 0's study may prune the trial. Collective."""
     if manager.identity.rank == 0:
         return _reported(trainer.callback_handler, manager, functools.partial(original, *args, **kwargs))
@@ -142,8 +146,8 @@ def _report(trainer: Any, manager: DDPManager, original: Callable[..., Any], *ar
     return result
 
 
-def _reported(handler: Any, manager: DDPManager, report: Callable[[], Any]) -> Any:
-    """Rank 0's part: what comes of the report is told before anything follows from it."""
+def _reported(handler: CallbackHandlerLike, manager: DDPManager, report: Callable[[], Any]) -> Any:
+    """Rank 0's part: tells the other ranks the outcome of the report before it acts on it."""
     is_told = False
 
     def tell(outcome: int) -> None:
@@ -153,7 +157,7 @@ def _reported(handler: Any, manager: DDPManager, report: Callable[[], Any]) -> A
             manager.gather_int64([outcome])
 
     def on_train_end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tell(_PRUNED)  # Before the exception the callbacks hear of the end, and ours meet the other ranks' there.
+        tell(_PRUNED)  # The callbacks are called before the exception, and those of this package meet the other ranks.
         return original(*args, **kwargs)
 
     try:
@@ -161,12 +165,12 @@ def _reported(handler: Any, manager: DDPManager, report: Callable[[], Any]) -> A
             result = report()
         tell(_GOES_ON)
     finally:
-        tell(_FAILED)  # An error leaves the trial on all ranks, too: what it means is for rank 0's study to say.
+        tell(_FAILED)  # An error ends the trial on all ranks, too. Rank 0's study decides what follows.
     return result
 
 
 @contextmanager
-def trial_set_up(trainer: Any, trial: Any) -> Iterator[None]:
+def trial_set_up(trainer: TrainerLike, trial: Any) -> Iterator[None]:
     """Lets the arguments and the accelerator of a trial be there before its training is steered.
 
     `Trainer.train` would make both in its midst: the trial's batch size and accumulation would come too late, and what

@@ -15,6 +15,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_hex
 
 logger = get_logger(__name__)
@@ -24,10 +25,10 @@ _NUM_LOGGED = 5
 
 
 class TrainedParameters(Part):
-    """Lets DDP exchange the gradients of what is trainable, in every step anew.
+    """Lets DDP exchange the gradients of what is trainable, and checks that at every step.
 
     DDP knows the parameters that were trainable when it was made. A callback that unfreezes layers changes them between
-    two steps: then DDP is made anew on all ranks, newly trained parameters begin with rank 0's values, and the training
+    two steps: then DDP is rebuilt on all ranks, newly trained parameters begin with rank 0's values, and the training
     is that of one process. Within a step it is too late, and an error. Other strategies keep the parameters that they
     began with: there more of them are an error.
 
@@ -40,12 +41,14 @@ class TrainedParameters(Part):
         training: How many calls of `train()` this process made before.
 
     Attributes:
-        is_changed: DDP was made anew, and the ranks have not been compared since.
+        is_changed: DDP was rebuilt, and the ranks have not been compared since.
     """
 
     place = "trained"
 
-    def __init__(self, trainer: Any, manager: DDPManager, exchange: GradientExchange | None, training: int) -> None:
+    def __init__(
+        self, trainer: TrainerLike, manager: DDPManager, exchange: GradientExchange | None, training: int
+    ) -> None:
         self._trainer = trainer
         self._manager = manager
         self._exchange = exchange
@@ -74,7 +77,7 @@ class TrainedParameters(Part):
         return loss
 
     def _follow(self, model: nn.Module, trained: Sequence[nn.Parameter]) -> None:
-        """Makes sure that the gradients of all that is trained will meet."""
+        """Makes sure that the gradients of all trained parameters are exchanged."""
         ids = set(map(id, trained))
         if self._exchange is not None:
             more = ids - set(map(id, self._exchange.parameters))
@@ -97,12 +100,12 @@ class TrainedParameters(Part):
         self._agree(added, removed)
         settings = ddp_settings(ddp.module, self._manager.config, self._trainer.args)
         rebuild_ddp(ddp, settings.get("find_unused_parameters", ddp.default_find_unused))
-        # A layer that is set anew when it is unfrozen may draw other numbers on each rank.
+        # A layer that is initialized again when it is unfrozen may draw other numbers on each rank.
         self._manager.broadcast_tensors(p for p in trained if id(p) in added)
         # Some recipes train other layers in every step.
         log = logger.info if self._num_changes <= _NUM_LOGGED else logger.debug
         log(
-            "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was made anew",
+            "after step %d %d parameter(s) became trainable and %d frozen: %s; DDP was rebuilt",
             self._step,
             len(added),
             len(removed),
@@ -111,7 +114,7 @@ class TrainedParameters(Part):
         self.is_changed = True
 
     def _follow_foreign(self, ids: set[int]) -> None:
-        """For a DDP that the script has made, which may have settings that are not to be seen."""
+        """For a DDP that the script has made, whose settings cannot be read."""
         if self._seen is not None and ids - set(self._seen):
             raise SetupError(
                 f"{self._names(ids - set(self._seen))} became trainable after step {self._step}, but the script's own "
@@ -130,7 +133,7 @@ class TrainedParameters(Part):
         mine = json.dumps([self._step, digest_hex(json.dumps(names).encode())])
         prefix = f"trained/{self._training}/{self._num_changes}"
         self._manager.publish(f"{prefix}/{identity.rank}", mine)
-        # Before the others' collective gives up, which would say less.
+        # Before the collective of the other ranks times out, whose error says less.
         deadline = time.monotonic() + self._manager.config.timeout_s / 2
         for rank in sorted(set(range(identity.world_size)) - {identity.rank}):
             try:
@@ -151,7 +154,7 @@ class TrainedParameters(Part):
         )
 
     def _check_end(self, every: Sequence[nn.Parameter], ids: set[int], model: nn.Module) -> None:
-        """What has changed after the backward is followed in the next step; what has changed before it was missed."""
+        """A change after the backward is followed in the next step. A change before it came too late."""
         is_searched = getattr(getattr(model, "_orig_mod", model), "find_unused_parameters", True)
         missed = {
             id(p)
@@ -196,8 +199,8 @@ def all_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def parameters_beside_the_model(trainer: Any) -> list[tuple[str, Any]]:
-    """Names and tensors of what the optimizer trains and the model does not have: nobody exchanges its gradients."""
+def parameters_beside_the_model(trainer: TrainerLike) -> list[tuple[str, Any]]:
+    """Names and tensors of what the optimizer trains outside the model: DDP does not exchange these gradients."""
     own = {id(p) for p in trainer.model.parameters()}
     return [
         (f"parameter {i} of the optimizer's group {g}, which is not in the model", p)

@@ -1,4 +1,4 @@
-"""DDPTrainer: steers one `Trainer.train()` call. The loop is Hugging Face's; which samples it gets is ours."""
+"""DDPTrainer: steers one `Trainer.train()` call. The loop is Hugging Face's; this package chooses its samples."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
 from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
 
 logger = get_logger(__name__)
 
-# What makes gradients meet in another way than DDP.
+# The part that exchanges gradients in DDP's place.
 _EXCHANGE = "unsloth_multigpu.strategies.exchange:Exchange"
 
 
@@ -54,7 +55,7 @@ class DDPTrainer:
         arguments: Of the call of `train()`; `resume_from_checkpoint` may be replaced in it.
         training: How many calls of `train()` this process made before.
         context: What the supervisor tells this rank.
-        is_comparison: Nothing is saved, or gone on from but where the script says so.
+        is_comparison: Nothing is saved, and the training resumes only where the script asks for it.
 
     Attributes:
         parts: All that steers the training.
@@ -63,7 +64,7 @@ class DDPTrainer:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
         beat: BeatPage,
@@ -133,7 +134,7 @@ class DDPTrainer:
         return result
 
     def _is_plain_ddp(self) -> bool:
-        """False where the script asked for another kind of parallelism, which then has the field to itself."""
+        """False if the script asked for another kind of parallelism. Then this package does not steer the training."""
         accelerator = self.trainer.accelerator
         parallelism = getattr(accelerator, "parallelism_config", None)
         other = {
@@ -187,7 +188,7 @@ class DDPTrainer:
                     hint="Leave it out for this trainer.",
                 )
             return False
-        # Unsloth writes TRL's trainers anew, in modules of their names.
+        # Unsloth rewrites TRL's trainers, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
             if self.manager.identity.world_size == 1 and not self.config.asked(Scope.TRAINER):
                 return False  # Its own batches are those of one process.

@@ -8,6 +8,7 @@ from typing import Any
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, StateLike, TrainerLike
 
 
 class CallbackView(Part):
@@ -23,7 +24,7 @@ class CallbackView(Part):
 
     place = "view"
 
-    def __init__(self, trainer: Any, steps: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, steps: StepFeed) -> None:
         self._trainer = trainer
         self._steps = steps
 
@@ -36,7 +37,9 @@ class CallbackView(Part):
             self._trainer.callback_handler.train_dataloader = self._steps.loader.one_process
         return original(*args, **kwargs)
 
-    def _call_event(self, original: Override, event: str, arguments: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call_event(
+        self, original: Override, event: str, arguments: ArgumentsLike, state: StateLike, *args: Any, **kwargs: Any
+    ) -> Any:
         """`CallbackHandler.call_event`.
 
         Raises:

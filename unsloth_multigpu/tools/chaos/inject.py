@@ -22,6 +22,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0
@@ -37,7 +38,7 @@ class Chaos(Tool):
     def __init__(self, folder: str, faults: list[dict[str, Any]]) -> None:
         self.request = ChaosRequest(folder, tuple(Fault(**fault) for fault in faults))
 
-    def part(self, trainer: Any, session: Any, steps: Any) -> Part | None:
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         if steps is None:
             return None
         return Injector(trainer, self.request, session.identity.rank, session.config, steps, session.context)
@@ -59,7 +60,7 @@ class Injector(Part):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         request: ChaosRequest,
         rank: int,
         config: MultiGPUConfig,
@@ -149,7 +150,7 @@ class Injector(Part):
             self._act(fault)
         return result
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         if fault := self._take(*ACTIONS, "loop", phase="evaluate"):
             loop() if fault.kind == "loop" else self._act(fault)
 
@@ -181,7 +182,7 @@ class Injector(Part):
         with (self._folder / f"rank_{self._rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.write(
             "begin",
             step=int(state.global_step),
@@ -189,11 +190,11 @@ class Injector(Part):
             config=self._config.plain_values(),
         )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         samples, self._samples = self._samples, Counter()
         self.write("step", step=int(state.global_step), samples=samples)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         from safetensors.torch import save_file
 
         if self._rank == 0:

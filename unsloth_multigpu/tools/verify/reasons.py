@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Reason:
     advice: str
 
 
-def find_reasons(trainer: Any, config: MultiGPUConfig) -> list[Reason]:
+def find_reasons(trainer: TrainerLike, config: MultiGPUConfig) -> list[Reason]:
     """Reasons for legitimate differences in this training.
 
     Args:
@@ -44,7 +45,7 @@ def find_reasons(trainer: Any, config: MultiGPUConfig) -> list[Reason]:
     ]
 
 
-def find_precision(trainer: Any) -> str:
+def find_precision(trainer: TrainerLike) -> str:
     """The coarsest arithmetic of the training: "fp32", "tf32", "fp16" or "bf16"."""
     found = {trainer.accelerator.mixed_precision}
     for parameter in trainer.model.parameters():
@@ -82,7 +83,7 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[Any, str, float]]:
                     yield owner, name, value
 
 
-def _other_samples(trainer: Any, config: MultiGPUConfig) -> Iterator[Reason]:
+def _other_samples(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[Reason]:
     if not config.keeps_global_batch:
         option = "global_batch='scale'" if config.global_batch == "scale" else "batch_size_per_gpu"
         yield Reason(
@@ -106,7 +107,7 @@ def _other_samples(trainer: Any, config: MultiGPUConfig) -> Iterator[Reason]:
         yield Reason("masking", "the collator masks tokens by chance", "compare without masked language modelling")
 
 
-def _random_numbers(trainer: Any) -> Iterator[Reason]:
+def _random_numbers(trainer: TrainerLike) -> Iterator[Reason]:
     probabilities = {value for _, _, value in _dropouts(trainer.model)}
     if probabilities:
         shown = ", ".join(f"{p:g}" for p in sorted(probabilities))
@@ -115,7 +116,7 @@ def _random_numbers(trainer: Any) -> Iterator[Reason]:
         yield Reason("NEFTune", "noise is added to the embeddings", "set neftune_noise_alpha=None")
 
 
-def _rows_that_meet(trainer: Any) -> Iterator[Reason]:
+def _rows_that_meet(trainer: TrainerLike) -> Iterator[Reason]:
     model = trainer.model
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         yield Reason("batch norm", "each micro-batch is normalised by its own rows", "none: it is part of the model")
@@ -125,7 +126,7 @@ def _rows_that_meet(trainer: Any) -> Iterator[Reason]:
         yield Reason("KTO", "its estimate of KL is one of a micro-batch", "none: it is part of the loss")
 
 
-def _rounding(trainer: Any, config: MultiGPUConfig) -> Iterator[Reason]:
+def _rounding(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[Reason]:
     precision = find_precision(trainer)
     if precision != "fp32":
         yield Reason(precision, "sums in another order round differently; the bounds allow for it", "train in fp32")

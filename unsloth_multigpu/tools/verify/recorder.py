@@ -24,6 +24,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_reasons, turn_dropout_off
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import installed_version
 
 UPDATES_FILE = "updates.safetensors"
@@ -65,7 +66,7 @@ class Recorder(Part):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: TrainerLike,
         request: ReceiptRequest,
         rank: int,
         config: MultiGPUConfig,
@@ -116,7 +117,7 @@ class Recorder(Part):
         """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
         return int(self._trainer.state.global_step) - self._first_step
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         trainer = self._trainer
         self._first_step = int(state.global_step)
         # A resumed run sets it, and the Trainer would load that checkpoint at the end.
@@ -129,7 +130,7 @@ class Recorder(Part):
             _check_space(self._request, sum(p.nbytes for p in trained.values()))
             self._weights_before = {name: p.to("cpu", copy=True) for name, p in trained.items()}
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         named = [(n, p.grad) for n, p in self._trainer.model.named_parameters() if p.grad is not None]
         if self._rank != 0 or not named:
             return
@@ -143,19 +144,19 @@ class Recorder(Part):
             for (name, _), share in zip(named, (norms / total).tolist(), strict=True):
                 self._gradient_shares[name] = max(share, self._gradient_shares.get(name, 0.0))
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         logs = kwargs["logs"]
         if "loss" in logs:
             found = {name: float(logs[name]) for name in ("loss", "grad_norm") if name in logs}
             self._figures[self._step()].update(found)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._steer(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._steer(control)
 
-    def _steer(self, control: Any) -> None:
+    def _steer(self, control: ControlLike) -> None:
         """Each step is logged, nothing saved, and the last one ends the training."""
         control.should_log = True
         control.should_save = control.should_evaluate = False
@@ -209,7 +210,7 @@ def leave_process() -> NoReturn:
     os._exit(0)
 
 
-def _facts(trainer: Any, config: MultiGPUConfig) -> dict[str, Any]:
+def _facts(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
     device = trainer.args.device
     on_card = device.type in ("cuda", "xpu")
     return {

@@ -10,6 +10,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 
 if TYPE_CHECKING:
@@ -67,10 +68,10 @@ class Verify(Tool):
                 hint="Unset it for this comparison.",
             )
 
-    def adjust_arguments(self, args: Any) -> None:
+    def adjust_arguments(self, args: ArgumentsLike) -> None:
         args.push_to_hub = False  # The Trainer makes the repository before train().
 
-    def part(self, trainer: Any, session: Any, steps: Any) -> Part:
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
         from unsloth_multigpu.tools.verify.recorder import Recorder
 
         self._recorder = Recorder(trainer, self.request, session.identity.rank, session.config, steps)

@@ -1,0 +1,231 @@
+"""What this package uses of a Trainer and of the objects that belong to it, as types.
+
+A name that is missing here is an error of mypy where it is used. The methods of `seam.SEAMS` are members with the
+parameters that the table needs. A contract test compares all members with the trainers of transformers and TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class ArgumentsLike(Protocol):
+    """`transformers.TrainingArguments`."""
+
+    _n_gpu: int
+    auto_find_batch_size: bool
+    average_tokens_across_devices: bool
+    ddp_backend: str | None
+    ddp_find_unused_parameters: bool | None
+    ddp_timeout: int
+    device: Any  # torch.device
+    gradient_accumulation_steps: Any  # int; for one call of compute_loss the feed sets a float.
+    gradient_checkpointing: bool
+    ignore_data_skip: bool
+    include_for_metrics: list[str]
+    length_column_name: str
+    load_best_model_at_end: bool
+    logging_nan_inf_filter: bool
+    logging_steps: float
+    max_grad_norm: float
+    n_gpu: int
+    neftune_noise_alpha: float | None
+    optim: Any  # OptimizerNames, equal to its text
+    output_dir: str
+    per_device_eval_batch_size: int
+    per_device_train_batch_size: int
+    process_index: int
+    push_to_hub: bool
+    save_on_each_node: bool
+    save_strategy: Any  # SaveStrategy, equal to its text
+    save_total_limit: int | None
+    seed: int
+    should_save: bool
+    use_cpu: bool
+    world_size: int
+
+
+class OptionalArguments(ArgumentsLike, Protocol):
+    """Arguments that only some trainers of TRL have."""
+
+    loss_type: Any  # DPO: list of texts
+    steps_per_generation: int | None  # GRPO, RLOO
+
+
+class StateLike(Protocol):
+    """`transformers.TrainerState`."""
+
+    best_global_step: int | None
+    best_model_checkpoint: str | None
+    epoch: float  # None before the first training
+    global_step: int
+    max_steps: int
+    num_input_tokens_seen: int
+    stateful_callbacks: dict[str, Any]
+
+    def save_to_json(self, json_path: str) -> None: ...
+
+
+class ControlLike(Protocol):
+    """`transformers.TrainerControl`."""
+
+    should_epoch_stop: bool
+    should_evaluate: bool
+    should_log: bool
+    should_save: bool
+    should_training_stop: bool
+
+
+class CallbackHandlerLike(Protocol):
+    """`transformers.trainer_callback.CallbackHandler`."""
+
+    callbacks: list[Any]
+    train_dataloader: Any
+
+    def remove_callback(self, callback: Any) -> None: ...
+
+    def call_event(
+        self, event: str, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any
+    ) -> Any: ...
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
+
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
+
+    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
+
+    def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, metrics: Any) -> Any: ...
+
+
+class AcceleratorLike(Protocol):
+    """`accelerate.Accelerator`."""
+
+    _models: list[Any]
+    dataloader_config: Any
+    ddp_handler: Any
+    distributed_type: Any
+    mixed_precision: str
+    num_processes: int
+    scaler: Any
+    sync_gradients: bool
+    use_seedable_sampler: bool
+
+    def autocast(self) -> AbstractContextManager[Any]: ...
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]: ...
+
+    def gather(self, tensor: Any) -> Any: ...
+
+    def gather_for_metrics(self, input_data: Any) -> Any: ...
+
+    def reduce(self, tensor: Any, reduction: str = "sum") -> Any: ...
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any: ...
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any: ...
+
+    def prepare_data_loader(self, data_loader: Any) -> Any: ...
+
+
+class TrainerLike(Protocol):
+    """`transformers.Trainer` or a subclass. A model and its optimizer may be anything, None between trainings."""
+
+    _globalstep_last_logged: int
+    _train_batch_size: int
+    accelerator: AcceleratorLike
+    args: ArgumentsLike
+    callback_handler: CallbackHandlerLike
+    compute_loss_func: Callable[..., Any] | None
+    control: ControlLike
+    current_flos: float
+    current_gradient_accumulation_steps: int
+    data_collator: Any
+    gather_function: Callable[..., Any]
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    is_in_train: bool
+    label_smoother: Any
+    lr_scheduler: Any
+    model: Any
+    model_accepts_loss_kwargs: bool
+    model_wrapped: Any
+    optimizer: Any
+    state: StateLike
+    train: Callable[..., Any]
+    train_dataset: Any
+
+    def _prepare_inputs(self, inputs: Any) -> Any: ...
+
+    def add_callback(self, callback: Any) -> None: ...
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
+
+    def create_optimizer(self) -> Any: ...
+
+    def floating_point_ops(self, inputs: Any) -> Any: ...
+
+    # The methods of the table.
+
+    def get_train_dataloader(self) -> Any: ...
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any: ...
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any: ...
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any: ...
+
+    def get_total_train_batch_size(self, args: ArgumentsLike) -> int: ...
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, epoch: float) -> None: ...
+
+    def log(self, logs: dict[str, float]) -> None: ...
+
+    def evaluation_loop(self, dataloader: Any, description: str) -> Any: ...
+
+    def evaluate(self) -> Any: ...
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any) -> Any: ...
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool) -> Any: ...
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None: ...
+
+    def _get_output_dir(self, trial: Any) -> str: ...
+
+    def _load_best_model(self) -> None: ...
+
+    def _load_rng_state(self, checkpoint: str | None) -> None: ...
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
+
+    def store_flos(self) -> None: ...
+
+    def save_model(self, output_dir: str | None = None) -> None: ...
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None: ...
+
+    def call_model_init(self, trial: Any = None) -> Any: ...
+
+    def _hp_search_setup(self, trial: Any) -> None: ...
+
+
+class OptionalTrainer(TrainerLike, Protocol):
+    """Members that only some trainers or versions have. Cast to it where one has been found."""
+
+    _buffered_inputs: Any  # GRPO, RLOO
+    _step: int  # GRPO, RLOO
+    hp_space: Callable[[Any], Any]  # in a search
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any: ...
+
+    def generate_on_policy_outputs(self, *args: Any) -> Any: ...
+
+    def compute_ref_log_probs(self, *args: Any) -> Any: ...
+
+    def compute_reference_log_probs(self, *args: Any) -> Any: ...
