@@ -1,7 +1,7 @@
 """How gradients meet, as the user says it: `sync="diloco"`, `sync=ump.DiLoCo(every_steps=8)`, or as text in a variable
 and on the command line, `diloco:every_steps=8`.
 
-What a strategy does in a training is in `sync/`.
+What a strategy does in a training is in `strategies/`.
 """
 
 from __future__ import annotations

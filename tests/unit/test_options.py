@@ -329,3 +329,13 @@ def test_strategies_say_what_ranks_do() -> None:
     for name, cls in STRATEGIES.items():
         assert (cls().meets_every_step, cls().has_one_gradient) == every.get(name, (False, False))
     assert not ParameterServer(max_staleness_steps=0).meets_every_step
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_is_named_wherever_users_look(name: str) -> None:
+    root = Path(__file__).parents[2]
+    assert STRATEGIES[name].__name__ in ump.__all__
+    assert name in (ump.enable_multi_gpu.__doc__ or "")
+    assert name in TABLE["sync"].help
+    for readme in ("README.md", "README.zh-CN.md"):
+        assert name in (root / readme).read_text(encoding="utf-8"), readme
