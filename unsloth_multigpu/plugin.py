@@ -162,7 +162,8 @@ def _open_here(
             if shell is not None:
                 opening = Opening(open_session, disable_multi_gpu, replay=replay, had_workers=had_workers)
                 return open_notebook(config, num_ranks, console, shell, opening)
-            start_this_command(config, num_ranks)
+            # What is compared with another run is not resumed.
+            start_this_command(config, num_ranks, saves_when_stopped=not tool.is_comparison)
         identity = SINGLE_PROCESS
     program = find_program()
     if program is not None:

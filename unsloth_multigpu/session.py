@@ -128,16 +128,21 @@ class Session:
             from unsloth_multigpu.train.trainer import DDPTrainer
 
             steered = DDPTrainer(
-                *(trainer, self.manager(), self.events, self.beat, arguments, train_index, self.context),
+                trainer,
+                self.manager(),
+                self.events,
+                self.beat,
+                arguments,
+                train_index,
+                self.context,
                 is_comparison=self.tool.is_comparison,
             )
-        steps = None if steered is None else steered.steps
-        extra = self.tool.part(trainer, self, steps)
+        of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
         if steered is None:
-            with nullcontext() if extra is None else _loop_of(trainer, extra):
+            with nullcontext() if of_tool is None else _loop_of(trainer, of_tool):
                 result = original_train()
         else:
-            steered.parts += [] if extra is None else [extra]
+            steered.of_tool = of_tool
             result = steered.run(original_train, self.program.note_training)
         self.program.end_training()
         self.tool.end_training()

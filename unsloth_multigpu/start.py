@@ -88,11 +88,13 @@ def visible_accelerators() -> tuple[str, int]:
     return accelerator.type, torch.get_device_module(accelerator).device_count()
 
 
-def supervise(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> None:
+def supervise(
+    command: Sequence[str], config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True
+) -> None:
     """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return."""
     from unsloth_multigpu.launch.launcher import DDPLauncher, exit_like
 
-    exit_like(DDPLauncher(command, num_ranks, config).run())
+    exit_like(DDPLauncher(command, num_ranks, config, saves_when_stopped).run())
 
 
 def this_command() -> list[str]:
@@ -118,11 +120,11 @@ def is_called_by_pytest() -> bool:
     return any(str(frame.f_globals.get("__name__")).startswith("_pytest.") for frame, _ in frames)
 
 
-def start_this_command(config: MultiGPUConfig, num_ranks: int) -> None:
+def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True) -> None:
     """Starts ranks of the command that this process runs. Does not return."""
     command = this_command()
     _warn_of_early_work(num_ranks)
-    supervise(command, config, num_ranks)
+    supervise(command, config, num_ranks, saves_when_stopped=saves_when_stopped)
 
 
 def _warn_of_early_work(num_ranks: int) -> None:

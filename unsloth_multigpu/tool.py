@@ -17,8 +17,8 @@ class Tool:
 
     Attributes:
         is_comparison: The run is compared with one process, and its ranks end with their first training: nothing is
-            saved, the training resumes from a checkpoint only where the script asks for it, and one process is not
-            steered.
+            saved, also not when a signal stops the run; the training resumes from a checkpoint only where the script
+            asks for it, and one process is not steered.
         draws_alike: What the script draws without a seed is the same in all runs with the tool.
     """
 

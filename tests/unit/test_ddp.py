@@ -429,3 +429,29 @@ def test_compression_is_refused_where_another_parallelism_trains(option: str | N
         return
     with pytest.raises(SetupError, match="but FSDP is on"):
         steered.run(lambda: "trained")
+
+
+def test_tool_follows_a_training_that_another_parallelism_steers() -> None:
+    """Otherwise `verify` would let it run to its end, over what the user has saved."""
+    from unsloth_multigpu.part import Part
+    from unsloth_multigpu.train.trainer import DDPTrainer
+
+    seen: list[str] = []
+
+    class Following(Part):
+        place = "recorder"
+
+        def overrides(self) -> Any:
+            return {"training_step": lambda original, *_: seen.append("step")}
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen.append("end of step")
+
+    trainer: Any = FakeTrainer()
+    trainer.accelerator.parallelism_config = SimpleNamespace(non_data_parallel_size=2)
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))
+    steered.of_tool = Following()
+    steered.run(lambda: (trainer.training_step(None, None), trainer.steps(1)))
+    assert seen == ["step", "end of step"]
+    assert "training_step" not in vars(trainer)

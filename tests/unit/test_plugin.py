@@ -16,11 +16,12 @@ import numpy
 import pytest
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import session, start, versions
+from unsloth_multigpu import plugin, session, start, versions
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.patching import Patch, PatchRegistry
+from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -36,7 +37,7 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
     monkeypatch.setattr(start, "is_called_by_pytest", lambda: False)
     # Whatever is broken, no test here starts ranks, which would run it again.
-    monkeypatch.setattr(start, "supervise", lambda *_: pytest.fail("ranks were to be started"))
+    monkeypatch.setattr(start, "supervise", lambda *_, **__: pytest.fail("ranks were to be started"))
     yield
     ump.disable_multi_gpu()
 
@@ -281,3 +282,22 @@ def test_wrong_argument_is_an_error_in_a_worker_as_well(monkeypatch: pytest.Monk
     assert not ump.is_multi_gpu_enabled()
     with pytest.raises(ConfigError):
         ump.enable_multi_gpu(num_gpus=0)
+
+
+@pytest.mark.parametrize("is_compared", [True, False])
+def test_ranks_that_are_compared_are_given_no_time_to_save(monkeypatch: pytest.MonkeyPatch, is_compared: bool) -> None:
+    asked = ReceiptRequest("none", num_steps=1, num_gpus=2, dropout=True).variables() if is_compared else {}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    started: list[bool] = []
+
+    def begin(_config: Any, _num_ranks: int, *, saves_when_stopped: bool) -> None:
+        started.append(saves_when_stopped)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plugin, "start_this_command", begin)
+    monkeypatch.setattr(plugin, "this_command", list)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # As `device="cpu"` sets it.
+    with pytest.raises(KeyboardInterrupt):
+        ump.enable_multi_gpu(num_gpus=2, device="cpu")
+    assert started == [not is_compared]

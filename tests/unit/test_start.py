@@ -252,14 +252,17 @@ def test_variables_that_the_user_has_set_stay(tmp_path: Path) -> None:
     assert names <= told(**dict.fromkeys(names, "")).keys()
 
 
-def test_ranks_have_time_to_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saves", "grace_s"), [(True, 7.0), (False, 0.0)])
+def test_ranks_have_time_to_save_unless_they_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saves: bool, grace_s: float
+) -> None:
     found: list[Any] = []
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(launcher, "Watch", lambda *_, **__: nullcontext())
     monkeypatch.setattr(launcher, "Stop", lambda run_dir, num_ranks, grace_s, end: nullcontext(grace_s))
     monkeypatch.setattr(launcher, "_Supervisor", lambda *given: SimpleNamespace(run=lambda: found.append(given[-1])))
-    launcher.DDPLauncher(["true"], 2, MultiGPUConfig(grace_s=7.0, log_dir=str(tmp_path / "logs"))).run()
-    assert found == [7.0]
+    launcher.DDPLauncher(["true"], 2, MultiGPUConfig(grace_s=7.0, log_dir=str(tmp_path / "logs")), saves).run()
+    assert found == [grace_s]
 
 
 def run_code(code: str) -> subprocess.CompletedProcess[str]:

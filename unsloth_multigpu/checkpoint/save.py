@@ -103,7 +103,9 @@ class Checkpoints(Part):
             before = _listing(final) if self._resume.is_writer else {}
             with ExitStack() as stack:
                 stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
-                stack.enter_context(steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder)))
+                if hasattr(trainer, "_push_from_checkpoint"):
+                    push = steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder))
+                    stack.enter_context(push)
                 if self._manager.identity.rank != 0 and hasattr(trainer.model, "should_save_on_this_rank"):
                     # transformers 5 knows rank 0 only, and would leave other nodes' folders without weights.
                     own = steered(trainer.model, "should_save_on_this_rank", lambda _, is_main: is_main)

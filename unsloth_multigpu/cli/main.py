@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             raise ConfigError(f"{command.name}: unrecognized arguments: {' '.join(unknown)}", hint=hint)
         if command.runs_program:
             _check_program(program, command.name)
-            _check_behind(own, behind)
+            _check_behind(command.name, own, behind)
         return command.run(options, program)
     except MultiGPUError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -81,7 +81,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
 
     Returns options that stand before it, options that stand directly behind its name, and the program.
 
-    Some also take options of its own directly after the name, up to the first that it does not know, unless `--`
+    Some commands also take options of their own directly after the name, up to the first unknown one, unless `--`
     stands before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
     versions of Python.
     """
@@ -105,16 +105,17 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
     return own, program[start:end], [*program[:start], *program[end:]]
 
 
-def _check_behind(own: Sequence[str], behind: Sequence[str]) -> None:
-    """What stands behind a script may be meant for the script."""
+def _check_behind(command: str, own: Sequence[str], behind: Sequence[str]) -> None:
+    """Options that stand after a script may be meant for the script."""
     before, after = ({_bare(argument) for argument in part if argument.startswith("--")} for part in (own, behind))
     if both := sorted(before & after):
         raise ConfigError(
-            f"verify: {both[0]} is given before and behind the script.",
+            f"{command}: {both[0]} is given before and behind the script.",
             hint="Give it once; after `--` before the script, all that follows is the script's own.",
         )
     if behind:
-        print(f"verify: takes {' '.join(behind)}; put `--` before the script where it is meant for it", file=sys.stderr)
+        taken = " ".join(behind)
+        print(f"{command}: takes {taken}; put `--` before the script where it is meant for it", file=sys.stderr)
 
 
 def _bare(argument: str) -> str:

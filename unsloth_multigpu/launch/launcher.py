@@ -37,11 +37,13 @@ class DDPLauncher:
         command: What every rank executes.
         num_ranks: Ranks to start; rank r drives device r.
         config: The run's options.
+        saves_when_stopped: A signal gives the ranks `config.grace_s` to save; False = it ends them at once.
     """
 
     command: Sequence[str]
     num_ranks: int
     config: MultiGPUConfig
+    saves_when_stopped: bool = True
 
     def run(self) -> int:
         """Blocks until all ranks have ended.
@@ -62,7 +64,8 @@ class DDPLauncher:
             watch = stack.enter_context(
                 Watch(run_dir, _tell_restart, log_dir=log_dir, num_ranks=self.num_ranks, config=self.config)
             )
-            stop = stack.enter_context(Stop(run_dir, self.num_ranks, self.config.grace_s, _end_engine))
+            grace_s = self.config.grace_s if self.saves_when_stopped else 0.0
+            stop = stack.enter_context(Stop(run_dir, self.num_ranks, grace_s, _end_engine))
             return _Supervisor(self, run_id, run_dir, log_dir, watch, stop).run()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from unsloth_multigpu.checkpoint.resume import Resume
@@ -59,6 +60,7 @@ class DDPTrainer:
 
     Attributes:
         parts: All that steers the training.
+        of_tool: What a tool of the run adds to it. It is there as well where another kind of parallelism trains.
         report: Figures of the training, once it is over.
     """
 
@@ -88,6 +90,7 @@ class DDPTrainer:
         self.preemption = Preemption(trainer, manager, events, run_dir, beat, self._may_stop)
         replicas = ReplicaProof(manager, self.steps.balancer.state)
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, self.preemption)
+        self.of_tool: Part | None = None
         # Their order is that of `train.loop.PLACES`.
         self.parts: list[Part] = [
             self.steps.metrics,
@@ -111,8 +114,10 @@ class DDPTrainer:
             original_train: Reads `arguments` when it is called.
             on_agreed: Called with what steers the trainer, once all ranks are about to train it.
         """
+        of_tool = [] if self.of_tool is None else [self.of_tool]
         if not self._is_plain_ddp():
-            return original_train()
+            with Loop(self.trainer, of_tool).steering() if of_tool else nullcontext():
+                return original_train()
         self._refuse_what_cannot_work()
         verify_seams(self.trainer)
         self.manager.open_group()
@@ -122,7 +127,7 @@ class DDPTrainer:
             if self.manager.identity.world_size > 1 and self.config.meets_every_step:
                 statistics = RunningStatistics(self.trainer, self.manager, self.steps)
                 self.parts += [statistics, MicroBatchStatistics(statistics)]
-        loop = Loop(self.trainer, self.parts)
+        loop = Loop(self.trainer, [*self.parts, *of_tool])
         on_agreed(loop)
         start = time.monotonic()
         with loop.steering():

@@ -16,9 +16,6 @@ from unsloth_multigpu.wire.context import ToolRequest
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.verify.recorder import Recorder
 
-# A comparison does not save when it is stopped.
-_NO_TIME_S = 1e-3
-
 
 @dataclass(frozen=True)
 class ReceiptRequest:
@@ -56,10 +53,9 @@ class Verify(Tool):
                 "verify compares one process with several ranks; enable_ddp=False, the legacy path, is one process.",
                 hint="Leave enable_ddp out for this comparison.",
             )
-        # Both runs train as without the tool, on this machine; a signal ends them without a checkpoint.
+        # Both runs train as without the tool, on this machine, from the start.
         alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None}
-        quick: dict[str, Any] = {"resume": "off", "grace_s": _NO_TIME_S}
-        return dataclasses.replace(config, num_gpus=self.request.num_gpus, verify_every=1, **alone, **quick)
+        return dataclasses.replace(config, num_gpus=self.request.num_gpus, verify_every=1, resume="off", **alone)
 
     def check_variables(self, others: list[str]) -> None:
         if others:  # Otherwise the training would not end after the steps that were asked for.
