@@ -249,6 +249,16 @@ def _check_sync(config: MultiGPUConfig) -> None:
         raise ConfigError(
             f"{given[0]} has no meaning for sync='{config.sync}'.", hint="Leave it out, or set sync='ddp'."
         )
+    if config.shard == "on":
+        for name, value in (
+            ("grad_compression", config.grad_compression),
+            ("find_unused_parameters", config.find_unused_parameters),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value!r} is for DDP, and with shard='on' FSDP2 exchanges the gradients.",
+                    hint="Leave one of them out.",
+                )
     if config.on_nan == "skip" and not config.sync.has_one_gradient:
         raise ConfigError(
             f"on_nan='skip' needs one gradient that all ranks see; with sync='{config.sync}' each steps on its own.",

@@ -58,6 +58,7 @@ def enable_multi_gpu(
     *,
     global_batch: str | None = None,
     sync: str | Strategy | None = None,
+    shard: str | None = None,
     balance: str | None = None,
     resume: str | None = None,
     replay: bool = False,
@@ -80,6 +81,7 @@ def enable_multi_gpu(
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
         sync: How gradients meet: a strategy such as `DiLoCo(every_steps=8)`, or its name for its defaults: "ddp",
             "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
+        shard: "on" = each rank holds a part of weights, gradients and optimizer states (FSDP2) ["off"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
         resume: "auto" resumes from the last whole checkpoint of this training, "off" does what the script says ["off"].
         replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
@@ -101,6 +103,7 @@ def enable_multi_gpu(
         "enable_ddp": enable_ddp,
         "global_batch": global_batch,
         "sync": sync,
+        "shard": shard,
         "balance": balance,
         "resume": resume,
     }

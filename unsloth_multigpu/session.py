@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 # The older plugin's path.
 _SERIAL = "unsloth_multigpu.legacy.serial:SerialTrainer"
-_OTHER_PARALLELISM = ("UNSLOTH_FSDP2", "UNSLOTH_TP_SIZE")
+_OTHER_PARALLELISM = ("UNSLOTH_TP_SIZE",)
 
 
 @dataclass
@@ -241,6 +241,7 @@ def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.removal import removal_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
+    from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard, shard_patches
     from unsloth_multigpu.hooks.trainer import trainer_patches
     from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
 
@@ -262,8 +263,17 @@ def _patches(session: Session) -> list[Patch]:
     if others:
         if asked := config.asked(Scope.TRAINER):
             raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
-        logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
+        logger.warning(
+            "%s: unsloth_multigpu starts the ranks and leaves training and saving to it. Each group of ranks that "
+            "share a model takes the script's whole batch: an optimizer step sees as many times the samples of one "
+            "process as there are groups",
+            " ".join(others),
+        )
         return []
+    sharding = []
+    if config.shard == "on":
+        ask_unsloth_to_shard()
+        sharding = shard_patches()
     from unsloth_multigpu.group.manager import local_device
 
     gate = SaveGate(identity.rank, session.open_manager)
@@ -272,6 +282,7 @@ def _patches(session: Session) -> list[Patch]:
     device_index = local_device(identity, config).index or 0
     return [
         *patches,
+        *sharding,
         *device_patches(device_type, device_index, identity.local_rank),
         *placement_patches(device_type, device_index),
         *offload_patches(identity.rank),

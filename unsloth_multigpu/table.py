@@ -97,6 +97,19 @@ class OptionTable:
         section=EVERYDAY,
         commands=_RUN_AND_VERIFY,
     )
+    shard: str = option(
+        "off",
+        Choice(("off", "on")),
+        '"on": each rank holds a part of the weights, gradients and optimizer states (FSDP2, by Unsloth where it is '
+        'imported, else by accelerate), for models that do not fit one GPU. "off": every rank holds the whole model, '
+        "unless the script itself asks for FSDP2.",
+        Scope.RANKS,
+        Scope.DDP,
+        Scope.TRAINER,
+        asking=("on",),
+        section=EVERYDAY,
+        commands=_EVERY_COMMAND,
+    )
     balance: str = option(
         "auto",
         Choice(("auto", "off", "tokens")),

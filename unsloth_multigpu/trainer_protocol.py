@@ -48,8 +48,10 @@ class ArgumentsLike(Protocol):
 
 
 class OptionalArguments(ArgumentsLike, Protocol):
-    """Arguments that only some trainers of TRL have."""
+    """Arguments that only some trainers of TRL have, or only some versions."""
 
+    fsdp: Any
+    fsdp_config: Any  # dict, a file's name, or None
     loss_type: Any  # DPO: list of texts
     steps_per_generation: int | None  # GRPO, RLOO
 

@@ -108,6 +108,7 @@ class FakeTrainer:
         self.is_fsdp_enabled = self.is_deepspeed_enabled = self.is_in_train = False
         self.gather_function = self.accelerator.gather_for_metrics
         self._globalstep_last_logged = 0
+        self._train_batch_size = 2
 
     def add_callback(self, callback):
         self.callback_handler.callbacks.append(callback)

@@ -96,6 +96,7 @@ HANDED_ON = (
         "enable_ddp": True,
         "global_batch": "scale",
         "sync": "ddp",
+        "shard": "off",
         "balance": "off",
         "device": "cpu",
         "seed_per_rank": False,

@@ -25,6 +25,7 @@ DEFAULTS = {
     "enable_ddp": True,
     "global_batch": "keep",
     "sync": DDP(),
+    "shard": "off",
     "balance": "auto",
     "resume": "off",
     "device": "auto",
@@ -59,6 +60,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "enable_ddp": ("no", False),
     "global_batch": ("scale", "scale"),
     "sync": (" diloco:every_steps=8, outer_momentum=0", DiLoCo(every_steps=8, outer_momentum=0.0)),
+    "shard": ("on", "on"),
     "balance": ("off", "off"),
     "resume": ("auto", "auto"),
     "device": ("cpu", "cpu"),
@@ -252,6 +254,14 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
+        (
+            {"shard": "on", "grad_compression": "bf16"},
+            "grad_compression='bf16' is for DDP, and with shard",
+            "one of them",
+        ),
+        ({"shard": "on", "find_unused_parameters": True}, "find_unused_parameters=True is for DDP, and", "one of them"),
+        ({"shard": "on", "sync": "diloco"}, "shard='on' has no meaning for sync='diloco", "sync='ddp'"),
+        ({"shard": "on", "enable_ddp": False}, "shard='on' is for several ranks", "one of them"),
         ({"sync": "allreduce", "grad_compression": "bf16"}, "grad_compression='bf16' has no meaning for", "sync='ddp'"),
         (
             {"sync": DiLoCo(every_steps=4), "grad_compression": "bf16"},

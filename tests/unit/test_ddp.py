@@ -421,6 +421,7 @@ def test_compression_is_refused_where_another_parallelism_trains(option: str | N
         accelerator=SimpleNamespace(parallelism_config=None),
         is_fsdp_enabled=True,
         is_deepspeed_enabled=False,
+        _train_batch_size=4,
     )
     manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO)
     steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "enable_ddp": {"enable_ddp": False},
     "global_batch": {"global_batch": "scale"},
     "sync": {"sync": "allreduce"},
+    "shard": {"shard": "on"},
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},
     "grad_compression": {"grad_compression": "bf16"},

@@ -29,7 +29,9 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, Option
 
 logger = get_logger(__name__)
 
-_STATE_FILE, _OPTIMIZER_FILE = "trainer_state.json", "optimizer.pt"
+_STATE_FILE = "trainer_state.json"
+# Of the Trainer, of accelerate's FSDP, and of what FSDP writes by torch.distributed.checkpoint.
+_OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_*/.metadata")
 # Reading and flushing what was written may take long; if its writer dies meanwhile, the launcher ends the run.
 _SEAL_LIMIT_S = 86_400.0
 
@@ -165,7 +167,7 @@ class Checkpoints(Part):
             run_id=self._resume.context.run_id or "",
             step=state.global_step,
             world_size=self._manager.identity.world_size,
-            is_resumable=(part / _STATE_FILE).is_file() and (part / _OPTIMIZER_FILE).is_file() and _has_weights(part),
+            is_resumable=(part / _STATE_FILE).is_file() and _has_optimizer(part) and _has_weights(part),
             facts=self._resume.facts,
             cursor=self._cursor(loader),
             planner=self._steps.balancer.state_dict(),
@@ -211,9 +213,13 @@ def _listing(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
 
 
+def _has_optimizer(folder: Path) -> bool:
+    return any(next(folder.glob(name), None) is not None for name in _OPTIMIZER_FILES)
+
+
 def _has_weights(folder: Path) -> bool:
-    names = {p.name for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin")}
-    return bool(names - {"training_args.bin"})
+    names = {p.name for p in folder.rglob("*") if p.suffix in (".safetensors", ".bin", ".distcp")}
+    return bool(names - {"training_args.bin", "optimizer.bin"})
 
 
 def _move_changed(folder: Path, before: dict[str, tuple[int, int]], target: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DivergenceError
+from unsloth_multigpu.group.shards import is_sharded, part_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.digest import digest_int64
 
@@ -64,10 +66,12 @@ class ReplicaProof:
         """
         named = [*replicated_tensors(model), *beside]
         hashes = tensor_hashes([p for _, p in named])
+        parts = [(n, p) for n, p in model.named_parameters() if p.requires_grad and is_sharded(p)]
+        every = str([(n, tuple(p.shape), p.dtype) for n, p in (*named, *parts)])
         facts = {
             "step": step,
             "config": str(self._manager.config.of_the_run()),
-            "trainable tensors": digest_int64(str([(n, tuple(p.shape), p.dtype) for n, p in named]).encode()),
+            "trainable tensors": digest_int64(every.encode()),
             "plan": self._extra(),
         }
         found = self._manager.gather_int64(
@@ -78,7 +82,19 @@ class ReplicaProof:
         if any(row[0] != found[0][0] for row in found):
             rows = [json.loads(text) for text in self._manager.gather_texts(json.dumps(hashes))]
             self._raise(step, describe_divergence([n for n, _ in named], rows))
+        if parts:
+            self._check_sum([p for _, p in parts], step)
         self._last_equal_step = step
+
+    def _check_sum(self, parts: Sequence[torch.Tensor], step: int) -> None:
+        """Of what no two ranks hold there is nothing to compare: it is a number on all of them. Collective."""
+        sums = [float(part_of(p.detach()).sum(dtype=torch.float64)) for p in parts]
+        rows = self._manager.gather_floats([math.fsum(sums)])
+        if broken := [rank for rank, (total,) in enumerate(rows) if not math.isfinite(total)]:
+            raise DivergenceError(
+                f"After step {step} the sharded weights of {_ranks(broken)} are not finite.",
+                hint="Look at the learning rate and at these samples; on_nan='raise' finds the step.",
+            )
 
     def _raise_for_facts(self, facts: dict[str, Any], step: int) -> None:
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(facts))]
@@ -105,11 +121,13 @@ class ReplicaProof:
 def replicated_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Names and tensors that are trained and must be equal on all ranks, in the order of the model's parameters.
 
-    Not those that DDP was told to leave to each rank. Of a subclass that wraps tensors, as torchao's do, those within.
+    Not those that DDP was told to leave to each rank, and not sharded ones. Of a subclass that wraps tensors, as
+    torchao's do, those within.
     """
     # DDP takes a name of the outermost module with a dot before it, too.
     ignored = {name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
+    named = [(n, p) for n, p in trained if n not in ignored]
     return [plain for name, parameter in named for plain in _plain_tensors(name, parameter)]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.errors import DistributedError, RankTimeoutError, SetupError
 from unsloth_multigpu.hooks.journal import Entry, Journal, real_path, take_inventory
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
@@ -104,6 +105,8 @@ class SaveGate:
         self._count_from_here()
         self._depth = 0
         self._is_writer = rank == 0
+        # The whole weights of the sharded model that is being saved, on rank 0.
+        self._state: dict[str, Any] | None = None
 
     def _count_from_here(self) -> None:
         self.journal = Journal()
@@ -148,6 +151,8 @@ class SaveGate:
         @functools.wraps(original)
         def gated(*args: Any, **kwargs: Any) -> Any:
             path = _path_of(args, kwargs)
+            if self._depth:
+                kwargs = self._given(args, kwargs)
             # A file object is the rank's own. Savers call each other; the outermost call stands for all of them.
             if path is None or (self._depth and (self._is_writer or runs_everywhere)):
                 return original(*args, **kwargs)
@@ -159,20 +164,71 @@ class SaveGate:
             what = f"{getattr(original, '__qualname__', 'save')}({path!r})"
             self._num_saves += 1
             self._counts[what] += 1
-            save = functools.partial(self._nested, functools.partial(original, *args, **kwargs))
+            runs_here = runs_everywhere
+            if (model := sharded_model(args)) is not None:
+                runs_here = self._gather(manager, model, original, what, is_of_trainer=model is not args[0])
+            save = functools.partial(self._nested, functools.partial(original, *args, **self._given(args, kwargs)))
             if self.rank == 0:
                 entry = Entry(what, _folder_of(path, args) if writes_files else "")
                 return self._write(manager, entry, save)
             if runs_everywhere and getattr(getattr(args[0], "args", None), "should_save", False):
                 return self._write_own(save)  # save_on_each_node: the first rank of each node writes its own.
-            if runs_everywhere:
+            if runs_here:
                 save()
             place = self._place_of(manager, what)
             if place is not None:
                 return self._outcome(manager, place, what)
-            return None if runs_everywhere else self._write_own(save)
+            return None if runs_here else self._write_own(save)
 
         return gated
+
+    def _gather(
+        self, manager: DDPManager, model: Any, original: Callable[..., Any], what: str, *, is_of_trainer: bool
+    ) -> bool:
+        """Puts the parts of a sharded model together on rank 0, unless the saver does. Collective.
+
+        Returns:
+            True for a saver that puts them together itself, which all ranks are to call.
+
+        Raises:
+            SetupError: The saver reads weights of which each rank holds a part.
+            RankTimeoutError: Another rank has not come to this save.
+        """
+        from unsloth_multigpu.group.shards import whole_state
+
+        self._meet(manager, what)
+        is_of_transformers = getattr(getattr(model, "config", None), "distributed_config", None) is not None
+        if is_of_transformers and is_of_trainer:
+            raise SetupError(
+                f"{what}: a Trainer cannot save a model that transformers has sharded by DistributedConfig.",
+                hint="Call trainer.model.save_pretrained(...) on all ranks.",
+            )
+        if is_of_transformers or is_of_trainer or original.__module__.startswith("unsloth."):
+            return True
+        if original.__module__.startswith("unsloth_zoo.cpu"):
+            raise SetupError(
+                f"{what}: Unsloth's CPU backend cannot merge or convert a sharded model.",
+                hint="Save it by save_pretrained(), and merge it in a process of its own.",
+            )
+        self._state = whole_state(model)
+        return False
+
+    def _meet(self, manager: DDPManager, what: str) -> None:
+        """Waits for all ranks, each of which holds a part of what is saved."""
+        identity, number = manager.identity, self._counts[what]
+        manager.publish(f"parts/{what}/{number}/{identity.rank}")
+        for rank in range(identity.world_size):
+            manager.wait_for(
+                f"parts/{what}/{number}/{rank}",
+                f"rank {rank} in {what}: it holds a part of the sharded model, so all ranks must save it",
+                timeout_s=manager.config.timeout_s,
+            )
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a model's saver, with its whole weights where these were gathered."""
+        if self._state is None or not args or sharded_model(args) is not args[0] or kwargs.get("state_dict"):
+            return kwargs
+        return {**kwargs, "state_dict": self._state}
 
     def _write_own(self, save: Callable[[], Any]) -> Any:
         self._is_writer = True
@@ -187,6 +243,8 @@ class SaveGate:
             return save()
         finally:
             self._depth -= 1
+            if not self._depth:
+                self._state = None
 
     def _write(self, manager: DDPManager, entry: Entry, save: Callable[[], Any]) -> Any:
         number = self.journal.begin(manager, entry)
@@ -315,6 +373,17 @@ def _bind_guarded(gate: SaveGate, original: Callable[..., Any]) -> Callable[...,
         return original(gate.once(func), obj, name)
 
     return bind
+
+
+def sharded_model(args: tuple[Any, ...]) -> Any:
+    """The model that a saver's `self` is, or has as its `model`, where its weights are sharded."""
+    torch = sys.modules.get("torch")
+    if torch is None or not args:
+        return None
+    owners = (args[0], getattr(args[0], "model", None) if hasattr(args[0], "accelerator") else None)
+    from unsloth_multigpu.group.shards import has_shards
+
+    return next((o for o in owners if isinstance(o, torch.nn.Module) and has_shards(o)), None)
 
 
 def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

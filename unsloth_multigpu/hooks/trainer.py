@@ -206,6 +206,8 @@ def _adjusted_arguments(
     adjust: Callable[[ArgumentsLike], None],
     original: Callable[..., None],
 ) -> Callable[..., None]:
+    from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
+
     @functools.wraps(original)
     def __post_init__(self: ArgumentsLike) -> None:
         adjust(self)
@@ -224,6 +226,8 @@ def _adjusted_arguments(
             self.gradient_checkpointing = config.gradient_checkpointing
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
+        if config.shard == "on" and world_size > 1:
+            ask_accelerate_to_shard(self)
         if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
             _divide_generation_batch(cast(OptionalArguments, self), world_size, get_manager)
         original(self)

@@ -66,6 +66,8 @@ class Balancer:
         self._world_size = manager.identity.world_size
         self._lengths: list[int] = []
         self._regroup = True
+        # Ranks meet in every micro-batch, see `step.lockstep`. Their times tell nothing of their own speeds.
+        self.is_lockstep = False
         self._laps: deque[tuple[float, Lap]] = deque(maxlen=_MOST_LAPS)
         # Work and seconds of micro-batches in the last exchanges, rank by rank; empty once costs are settled.
         self._kept_laps: deque[Sequence[tuple[float, float]]] = deque(maxlen=_EXCHANGES_KEPT * self._world_size)
@@ -209,7 +211,9 @@ class Balancer:
         if self.balance is None:
             return None
         known = next((balance for until, balance in self._earlier if step_index <= until), self.balance)
-        return functools.partial(balance_step, [self._lengths[i] for i in samples], sizes, known, regroup=self._regroup)
+        lengths = [self._lengths[i] for i in samples]
+        how = {"regroup": self._regroup, "is_lockstep": self.is_lockstep}
+        return functools.partial(balance_step, lengths, sizes, known, **how)
 
     @property
     def varies_rows(self) -> bool:

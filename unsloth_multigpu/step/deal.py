@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.cost import CostModel
+from unsloth_multigpu.step.lockstep import lockstep_time, plan_waves
 from unsloth_multigpu.step.plan import MicroBatches, permute_step, plan_step, slowest_time
 
 
@@ -82,7 +83,9 @@ def deal_step(sizes: Sequence[int], world_size: int, *, regroup: bool, whole: bo
     return [pieces or [filler] for pieces in plan]
 
 
-def balance_step(lengths: Sequence[int], sizes: Sequence[int], balance: Balance, *, regroup: bool) -> list[list[Piece]]:
+def balance_step(
+    lengths: Sequence[int], sizes: Sequence[int], balance: Balance, *, regroup: bool, is_lockstep: bool = False
+) -> list[list[Piece]]:
     """Splits one optimizer step so that all ranks finish at the same time, and no later than with `deal_step`.
 
     Args:
@@ -91,6 +94,7 @@ def balance_step(lengths: Sequence[int], sizes: Sequence[int], balance: Balance,
         balance: What micro-batches cost, and how fast the ranks are.
         regroup: See `deal_step`. False keeps the numbers of rows, and is for losses that are means over rows which do
             not meet each other; micro-batches of unequal `sizes` weigh their rows differently and are dealt in order.
+        is_lockstep: Ranks meet in every micro-batch, see `step.lockstep`.
 
     Returns:
         `plan[rank]` = its micro-batches, as from `deal_step`.
@@ -105,11 +109,14 @@ def balance_step(lengths: Sequence[int], sizes: Sequence[int], balance: Balance,
     if regroup:
         limit = balance.max_tokens or _reach(dealt, lengths, cost)
         candidates = [plan_step(lengths, speeds, model, limit) for model in _planned_for(cost, lengths)]
+        if is_lockstep:
+            candidates += [plan_waves(lengths, len(speeds), model, limit) for model in _planned_for(cost, lengths)]
     if not regroup or (cost.possible and balance.max_tokens is None):
         candidates.append(permute_step(lengths, rows, speeds, cost))
     # A limit that was asked for holds even where it makes the step slower.
     may_stay = balance.max_tokens is None or not regroup
-    planned = _fastest(candidates, dealt, lengths, balance, may_stay=may_stay)
+    time_of = lockstep_time if is_lockstep else slowest_time
+    planned = _fastest(candidates, dealt, lengths, balance, time_of, may_stay=may_stay)
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     rows_of_mean = sizes[0] if not regroup else 0
     return [
@@ -136,6 +143,7 @@ def _fastest(
     dealt: list[MicroBatches],
     lengths: Sequence[int],
     balance: Balance,
+    time_of: Callable[..., float],
     *,
     may_stay: bool,
 ) -> list[MicroBatches]:
@@ -143,7 +151,7 @@ def _fastest(
     judges = _judges(balance.cost)
 
     def times(plan: Sequence[MicroBatches]) -> list[float]:
-        return [slowest_time(plan, lengths, balance.speeds, judge) for judge in judges]
+        return [time_of(plan, lengths, balance.speeds, judge) for judge in judges]
 
     reference = times(dealt)
     # A token more: a step may cost nothing.

@@ -50,6 +50,9 @@ class StepFeed(Part):
     Attributes:
         current: The micro-batch that is being computed.
         inexact: Why ranks cannot share the loss of a micro-batch exactly; "" where they can, or need not.
+        is_lockstep: Ranks meet in every micro-batch.
+        is_placed_later: The model comes to its device, and is sharded, only when the loader is there. Then the loss is
+            tried, and it is decided how samples are dealt, when the training begins.
         loader: Of whole steps; None before the training, and where the trainer's own batches are used.
     """
 
@@ -80,6 +83,9 @@ class StepFeed(Part):
         self.current: MicroBatch | None = None
         self._is_begun = False
         self.inexact = ""
+        self.is_lockstep = self.is_placed_later = False
+        # Makes the decisions that wait for the model.
+        self._decide: Callable[[], None] | None = None
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -143,36 +149,57 @@ class StepFeed(Part):
                 hint="Return one DataLoader over all rows (torch.utils.data.ConcatDataset), as it is or by "
                 "accelerator.prepare, or use global_batch='scale', where each rank takes the script's batch.",
             )
-        loader = raw[0]
+        shape = StepShape(
+            rank=self.manager.identity.rank,
+            world_size=self.manager.identity.world_size,
+            num_accumulated=self.num_accumulated,
+            regroup=False,
+            planner=self.balancer,
+            seed=trainer.args.seed,
+            # As the generators of the training itself, see the callback of `DDPTrainer`.
+            rank_seed=trainer.args.seed + (self.manager.identity.rank if self.manager.config.seed_per_rank else 0),
+            is_lockstep=self.is_lockstep,
+        )
+        if not self.is_placed_later:
+            shape = self._dealt(raw[0], shape)
+        self.loader = steps = step_loader(raw[0], shape, self._as_one_process, self.manager.broadcast_batches)
+        if self.is_placed_later:
+            self._decide = lambda: steps.deal(self._dealt(raw[0], shape))
+        # From here on the loop sees one item per optimizer step.
+        trainer.args.gradient_accumulation_steps = 1
+        return steps
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        decide, self._decide = self._decide, None
+        if decide is not None:
+            decide()
+
+    def _dealt(self, loader: Any, shape: StepShape) -> StepShape:
+        """Tries the loss, and decides how samples are dealt. Collective.
+
+        Args:
+            loader: As the Trainer built it.
+            shape: Without these decisions.
+        """
+        trainer = self.trainer
         draw = functools.partial(draw_samples, trainer, loader)
         with self._by_itself():
             scale = find_loss_scale(trainer, draw, self._loss)
         # Ranks with different decisions would deal differently.
         self._scale = LossScale.from_text(self.manager.gather_texts(scale.to_text())[0])
-        if self._scale.is_watched and self.manager.identity.world_size > 1:
+        if self._scale.is_watched and shape.world_size > 1:
             self._watch = LossWatch(trainer, self._loss, self._scale, lambda skip: draw(skip=skip))
         is_whole = self._is_whole = self._keeps_whole(self._scale.misfit)
-        shape = StepShape(
-            rank=self.manager.identity.rank,
-            world_size=self.manager.identity.world_size,
-            num_accumulated=self.num_accumulated,
-            regroup=self._scale.is_token_normalised and not is_whole and self.manager.identity.world_size > 1,
-            whole=is_whole,
-            planner=self.balancer,
-            seed=trainer.args.seed,
-            # As the generators of the training itself, see the callback of `DDPTrainer`.
-            rank_seed=trainer.args.seed + (self.manager.identity.rank if self.manager.config.seed_per_rank else 0),
-        )
+        regroup = self._scale.is_token_normalised and not is_whole and shape.world_size > 1
+        shape = replace(shape, regroup=regroup, whole=is_whole)
         sizes = [trainer._train_batch_size] * self.num_accumulated
         check_divisible(sum(sizes), shape.world_size)
+        self.balancer.is_lockstep = shape.is_lockstep
         dealt = self.balancer.prepare(loader, self._scale) if self._is_shared else ""
         how = equation(sizes, shape.world_size, regroup=shape.regroup, whole=shape.whole)
         logger.info("samples per step: %s%s", how, dealt)
         self.metrics.begin(loader, self.num_accumulated)
-        self.loader = steps = step_loader(loader, shape, self._as_one_process, self.manager.broadcast_batches)
-        # From here on the loop sees one item per optimizer step.
-        trainer.args.gradient_accumulation_steps = 1
-        return steps
+        return shape
 
     def _keeps_whole(self, misfit: Misfit | None) -> bool:
         """True where the script's micro-batches are dealt whole, because its loss is known for whole ones only.

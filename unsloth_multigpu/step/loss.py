@@ -14,6 +14,7 @@ import torch
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial, Sample
 from unsloth_multigpu.step.weighing import ROWS, SUM, weight_of
@@ -221,7 +222,7 @@ def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
         return f"compute_loss={getattr(compute_loss, '__qualname__', compute_loss)}"
     owner = owner_of(trainer, "compute_loss")
     if owner.__module__.startswith("transformers."):
-        return f"the loss of {type(base_model(model)).__name__}"
+        return f"the loss of {class_of(base_model(model)).__name__}"
     return f"{owner.__name__}.compute_loss"
 
 
@@ -252,7 +253,7 @@ def _declared_scale(trainer: TrainerLike) -> LossScale:
 
 
 def _has_stock_model(trainer: TrainerLike) -> bool:
-    return type(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
+    return class_of(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
 
 
 def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:

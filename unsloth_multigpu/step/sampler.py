@@ -71,7 +71,7 @@ class StepSampler(BatchSampler):
 
     def __init__(self, reference: DataLoader[Any], shape: StepShape, broadcast: BroadcastOrder) -> None:
         self._reference = reference
-        self._shape = shape
+        self.shape = shape
         self._broadcast = broadcast
         self._epoch = 0
         self.order_state: dict[str, Any] | None = None
@@ -81,14 +81,14 @@ class StepSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[_StepIndex]]:  # type: ignore[override]
         # A sampler may draw from a random state that differs per rank; whatever it does, rank 0's draw counts.
         batches = self._broadcast(self._draw_order())
-        first = self._shape.planner.num_steps + 1 - self.num_skipped
+        first = self.shape.planner.num_steps + 1 - self.num_skipped
         self.num_skipped = 0
         before = None
-        for place, start in enumerate(range(0, len(batches), self._shape.num_accumulated)):
-            step = batches[start : start + self._shape.num_accumulated]
+        for place, start in enumerate(range(0, len(batches), self.shape.num_accumulated)):
+            step = batches[start : start + self.shape.num_accumulated]
             samples = tuple(i for batch in step for i in batch)
-            plan = self._shape.pieces([len(b) for b in step], samples, first + place)
-            index = _StepIndex(samples, len(step), draw_seed(self._shape.rank_seed, self._epoch, place), plan)
+            plan = self.shape.pieces([len(b) for b in step], samples, first + place)
+            index = _StepIndex(samples, len(step), draw_seed(self.shape.rank_seed, self._epoch, place), plan)
             if before is not None:
                 before.following = plan
                 yield [before]
@@ -104,7 +104,7 @@ class StepSampler(BatchSampler):
 
     def __len__(self) -> int:
         assert self._reference.batch_sampler is not None
-        return -(-len(self._reference.batch_sampler) // self._shape.num_accumulated)  # type: ignore[arg-type]
+        return -(-len(self._reference.batch_sampler) // self.shape.num_accumulated)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the one-process sampler draw the order of `epoch`."""
@@ -124,6 +124,14 @@ class StepLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Steps of an epoch. TypeError for a stream whose data set does not say its length."""
         return self.dataset.num_steps() if isinstance(self.dataset, StepStream) else super().__len__()
+
+    def deal(self, shape: StepShape) -> None:
+        """Deals samples by another shape, from the next epoch on."""
+        if isinstance(self.dataset, StepStream):
+            self.dataset.shape = shape
+        else:
+            self.batch_sampler.shape = shape  # type: ignore[union-attr]
+            self.dataset.regroup = shape.regroup  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
@@ -197,13 +205,13 @@ class _StepDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Collate, regroup: bool) -> None:
         self._dataset = dataset
         self._collate = collate
-        self._regroup = regroup
+        self.regroup = regroup
 
     def __getitem__(self, index: _StepIndex) -> Step:
         pieces = index.plan.result()
         with seeded_draws(index.seed):
             rows = [self._rows([index.samples[p] for p in piece.positions]) for piece in pieces]
-            step = collate_step(pieces, rows, index.num_references, self._collate, self._regroup)
+            step = collate_step(pieces, rows, index.num_references, self._collate, self.regroup)
         step.following = index.following
         return step
 

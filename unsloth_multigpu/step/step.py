@@ -11,6 +11,7 @@ import torch
 
 from unsloth_multigpu.step.ahead import Ahead
 from unsloth_multigpu.step.deal import Piece, deal_step, with_groups
+from unsloth_multigpu.step.lockstep import in_lockstep
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
@@ -56,6 +57,7 @@ class StepShape:
         num_accumulated: Micro-batches of one step of the one-process run.
         regroup: See `deal_step`.
         whole: See `deal_step`.
+        is_lockstep: Ranks meet in every micro-batch, of which all have the same number.
         planner: Plans steps whose samples have known lengths.
         seed: Where random numbers begin that all ranks draw alike: those of a stream, which each reads whole.
         rank_seed: The same of what this rank looks up and collates for itself.
@@ -69,6 +71,7 @@ class StepShape:
     seed: int = 0
     rank_seed: int = 0
     whole: bool = False
+    is_lockstep: bool = False
 
     def in_order(self, sizes: Sequence[int]) -> list[Piece]:
         """This rank's pieces of a step that is dealt in order."""
@@ -80,7 +83,8 @@ class StepShape:
         return Ahead(lambda: self.in_order(sizes) if make is None else self._mine(make(), sizes))
 
     def _mine(self, plan: Sequence[Sequence[Piece]], sizes: Sequence[int]) -> list[Piece]:
-        return with_groups(plan, sizes)[self.rank]
+        level = in_lockstep(plan, whole=self.whole) if self.is_lockstep else plan
+        return with_groups(level, sizes)[self.rank]
 
 
 class MicroBatch:

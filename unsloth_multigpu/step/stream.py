@@ -29,7 +29,7 @@ class StepStream(IterableDataset[Step]):
 
     def __init__(self, reference: DataLoader[Any], shape: StepShape, collate: Collate) -> None:
         self._reference = reference
-        self._shape = shape
+        self.shape = shape
         self._collate = collate
         self._epoch = 0
         self._num_skipped = 0
@@ -43,7 +43,7 @@ class StepStream(IterableDataset[Step]):
 
     def num_steps(self) -> int:
         """Steps of a pass, where the data set says its length. TypeError where it does not."""
-        return -(-len(self._reference) // self._shape.num_accumulated)
+        return -(-len(self._reference) // self.shape.num_accumulated)
 
     def cursor(self) -> dict[str, int]:
         """How often the stream was read before, and how many "steps" and "samples" of this pass were given out."""
@@ -84,10 +84,10 @@ class StepStream(IterableDataset[Step]):
         num_read = 0
         for step_index in count():
             # Seeds of the loader's workers are drawn here as well, with the first batch.
-            with seeded_draws(draw_seed(self._shape.seed, self._epoch, step_index)):
-                batch = list(islice(batches, self._shape.num_accumulated))
+            with seeded_draws(draw_seed(self.shape.seed, self._epoch, step_index)):
+                batch = list(islice(batches, self.shape.num_accumulated))
             num_read += len(batch)
-            if len(batch) < self._shape.num_accumulated and num_read != length:
+            if len(batch) < self.shape.num_accumulated and num_read != length:
                 self._keep(batch, step_index)
                 return
             if not batch:
@@ -120,17 +120,17 @@ class StepStream(IterableDataset[Step]):
         if step_index == 0:
             raise SetupError(
                 f"The stream ended after {len(micro_batches)} micro-batch(es), fewer than gradient_accumulation_steps="
-                f"{self._shape.num_accumulated}: without a length such a pass has no step, and the training no end.",
+                f"{self.shape.num_accumulated}: without a length such a pass has no step, and the training no end.",
                 hint=f"Set gradient_accumulation_steps={len(micro_batches)} or less, or give the data set a __len__.",
             )
         self._left_over = self._collated(micro_batches, step_index)
 
     def _collated(self, step: list[Rows], step_index: int) -> Step:
         rows = [row for batch in step for row in batch]
-        pieces = self._shape.in_order([len(batch) for batch in step])
+        pieces = self.shape.in_order([len(batch) for batch in step])
         mine = [[rows[p] for p in piece.positions] for piece in pieces]
-        with seeded_draws(draw_seed(self._shape.rank_seed, self._epoch, step_index)):
-            return collate_step(pieces, mine, len(step), self._collate, self._shape.regroup)
+        with seeded_draws(draw_seed(self.shape.rank_seed, self._epoch, step_index)):
+            return collate_step(pieces, mine, len(step), self._collate, self.shape.regroup)
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the stream shuffle for `epoch`; not after `go_on`, which knows better."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from unsloth_multigpu.group.shards import part_of, reshard, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
@@ -332,7 +333,11 @@ class LossTrial:
         count = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items, device=args.device)}
         counts_over_ranks = args.average_tokens_across_devices
         observed = LossObserver()
-        with kept_training_state(trainer), self._shifted(), torch.set_grad_enabled(with_gradient):
+        with ExitStack() as stack:
+            stack.enter_context(kept_training_state(trainer))
+            stack.enter_context(self._shifted())
+            stack.enter_context(torch.set_grad_enabled(with_gradient))
+            stack.callback(reshard, trainer.model)
             if seed is not None:
                 torch.manual_seed(seed)
             args.average_tokens_across_devices = over_ranks
@@ -354,7 +359,11 @@ class LossTrial:
         scale = _FP16_SCALE if self._trainer.accelerator.mixed_precision == "fp16" else 1.0
         # Not torch.autograd.grad, which reentrant checkpointing refuses.
         (loss * scale).backward()
-        parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.detach().cpu().reshape(-1) for p in self._probes]
+        gradients = [None if p.grad is None else whole_of(p.grad.detach()) for p in self._probes]
+        parts = [
+            torch.zeros(p.numel()) if gradient is None else gradient.cpu().reshape(-1)
+            for p, gradient in zip(self._probes, gradients, strict=True)
+        ]
         return torch.cat([part.double() for part in parts]) / scale
 
     @contextmanager
@@ -373,15 +382,17 @@ class LossTrial:
             yield
             return
         generator = torch.Generator().manual_seed(0)
-        kept = [p.detach().clone() for p in self._probes]
+        # Of sharded parameters each rank moves its part.
+        probes = [part_of(p.detach()) for p in self._probes]
+        kept = [p.clone() for p in probes]
         try:
             with torch.no_grad():
-                for p in self._probes:
+                for p in probes:
                     p.add_(torch.randn(p.shape, generator=generator).to(p) * self._shift)
             yield
         finally:
             with torch.no_grad():
-                for p, value in zip(self._probes, kept, strict=True):
+                for p, value in zip(probes, kept, strict=True):
                     p.copy_(value)
 
 

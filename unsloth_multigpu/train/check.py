@@ -15,6 +15,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.shards import clip_parts, has_shards, is_sharded
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
@@ -115,7 +116,10 @@ class StepCheck(Part):
             return original(parameters, max_norm, norm_type)
         norm = total_norm(parameters, norm_type)
         self._judge(norm)
-        if not self._is_skipped:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if any(map(is_sharded, gradients)):
+            clip_parts(gradients, max_norm, norm)
+        elif not self._is_skipped:
             # What accelerate's own method does for plain tensors. A replacement by other code may do more.
             if not getattr(original, "__module__", "").startswith("accelerate."):
                 return original(parameters, max_norm, norm_type)
@@ -150,7 +154,9 @@ class StepCheck(Part):
         self._is_judged = True
         norm = float(gradient_norm)
         # The sum of squares of finite gradients may overflow. Clipping by it makes them zero, as without this package.
-        if math.isfinite(norm) or (math.isinf(norm) and not not_finite_parameters(self._trainer.model)):
+        # That of sharded ones, in 64 bits, does not.
+        is_sum_alone = math.isinf(norm) and not has_shards(self._trainer.model)
+        if math.isfinite(norm) or (is_sum_alone and not not_finite_parameters(self._trainer.model)):
             return
         fact = self._fact(norm)
         if self._on_nan == "raise":

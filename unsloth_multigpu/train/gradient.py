@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import NonFiniteGradientError
+from unsloth_multigpu.group.shards import is_sharded, norm_of_parts, part_of
 
 # A run that leaves out more steps than this is no longer training.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -39,8 +40,11 @@ class SkippedSteps:
 
 
 def total_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
-    """Norm of all gradients together, on their device."""
-    return nn.utils.get_total_norm([_values(p.grad) for p in parameters if p.grad is not None], norm_type)
+    """Norm of all gradients together, on their device. Collective where they are sharded."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(map(is_sharded, gradients)):
+        return norm_of_parts(gradients, norm_type)
+    return nn.utils.get_total_norm([_values(gradient) for gradient in gradients], norm_type)
 
 
 def not_finite_losses(losses: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
@@ -50,8 +54,8 @@ def not_finite_losses(losses: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
 
 
 def not_finite_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient holds a value that is not finite."""
-    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    """Names of the parameters whose gradient, or this rank's part of it, holds a value that is not finite."""
+    named = [(name, part_of(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
     return [name for name, gradient in named if not _values(gradient).isfinite().all()]
 
 

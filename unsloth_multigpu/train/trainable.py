@@ -12,6 +12,7 @@ from torch import nn
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupError
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
@@ -114,13 +115,16 @@ class TrainedParameters(Part):
         self.is_changed = True
 
     def _follow_foreign(self, ids: set[int]) -> None:
-        """For a DDP that the script has made, whose settings cannot be read."""
-        if self._seen is not None and ids - set(self._seen):
-            raise SetupError(
-                f"{self._names(ids - set(self._seen))} became trainable after step {self._step}, but the script's own "
-                "DDP exchanges what was trainable when it was made.",
-                hint="Give the Trainer the plain model.",
-            )
+        """For FSDP, and for a DDP that the script has made, whose settings cannot be read."""
+        if self._seen is None or not ids - set(self._seen):
+            return
+        is_sharded = has_shards(self._trainer.model)
+        exchanges = "FSDP shards" if is_sharded else "the script's own DDP exchanges"
+        raise SetupError(
+            f"{self._names(ids - set(self._seen))} became trainable after step {self._step}, but {exchanges} what was "
+            "trainable when it was made.",
+            hint="Make it trainable before train()." if is_sharded else "Give the Trainer the plain model.",
+        )
 
     def _agree(self, added: Set[int], removed: Set[int]) -> None:
         """Waits until every rank has changed the same parameters: a rank that has not would be in another collective.

@@ -15,12 +15,15 @@ from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
+from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.seam import verify_seams
+from unsloth_multigpu.shard.engine import Engine, find_engine
+from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import attached
@@ -61,6 +64,7 @@ class DDPTrainer:
     Attributes:
         parts: All that steers the training.
         of_tool: What a tool of the run adds to it. It is there as well where another kind of parallelism trains.
+        is_sharded: The ranks hold parts of the weights.
         report: Figures of the training, once it is over.
     """
 
@@ -91,6 +95,7 @@ class DDPTrainer:
         replicas = ReplicaProof(manager, self.steps.balancer.state)
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, self.preemption)
         self.of_tool: Part | None = None
+        self.is_sharded = False
         # Their order is that of `train.loop.PLACES`.
         self.parts: list[Part] = [
             self.steps.metrics,
@@ -115,12 +120,15 @@ class DDPTrainer:
             on_agreed: Called with what steers the trainer, once all ranks are about to train it.
         """
         of_tool = [] if self.of_tool is None else [self.of_tool]
-        if not self._is_plain_ddp():
+        engine = find_engine(self.trainer) if self.manager.identity.world_size > 1 else None
+        if others := self._other_parallelism(engine):
+            self._step_aside(others)
             with Loop(self.trainer, of_tool).steering() if of_tool else nullcontext():
                 return original_train()
         self._refuse_what_cannot_work()
         verify_seams(self.trainer)
         self.manager.open_group()
+        self._shard(engine)
         self.manager.check_same(facts_of_run(self.trainer, self.config, self.steps.num_accumulated))
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
@@ -138,24 +146,62 @@ class DDPTrainer:
         self._report(time.monotonic() - start)
         return result
 
-    def _is_plain_ddp(self) -> bool:
-        """False if the script asked for another kind of parallelism. Then this package does not steer the training."""
-        accelerator = self.trainer.accelerator
-        parallelism = getattr(accelerator, "parallelism_config", None)
-        other = {
-            "FSDP": self.trainer.is_fsdp_enabled,
+    def _other_parallelism(self, engine: Engine | None) -> list[str]:
+        """Kinds of parallelism that the script asked for and that this package does not steer."""
+        parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
+        is_fsdp = self.trainer.is_fsdp_enabled
+        others = {
+            "FSDP": is_fsdp and engine is None,
             "DeepSpeed": self.trainer.is_deepspeed_enabled,
             "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
+            "tensor parallelism": engine is None and not is_fsdp and has_shards(self.trainer.model),
         }
-        for name, is_on in other.items():
-            asked = self.config.asked(Scope.TRAINER)
-            if is_on and asked:
-                raise SetupError(
-                    f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
-                )
-            if is_on:
-                logger.warning("%s is on: unsloth_multigpu leaves this training to it", name)
-        return not any(other.values())
+        return [name for name, is_on in others.items() if is_on]
+
+    def _step_aside(self, others: list[str]) -> None:
+        """Says that another parallelism has the training, and what an optimizer step becomes.
+
+        Raises:
+            SetupError: An option was given that only this package follows.
+        """
+        name = others[0]
+        if asked := self.config.asked(Scope.TRAINER):
+            raise SetupError(
+                f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
+            )
+        one = int(self.trainer._train_batch_size) * self.steps.num_accumulated
+        parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
+        apart = max(1, int(getattr(parallelism, "non_data_parallel_size", 1)))
+        num_ranks = self.manager.identity.world_size // apart
+        hint = "; FSDP 2 (fsdp_config={'version': 2}) keeps it" if name == "FSDP" else ""
+        logger.warning(
+            "%s is on: unsloth_multigpu leaves this training to it. An optimizer step sees %d samples (%d ranks x %d), "
+            "%d times those of one process: divide per_device_train_batch_size or gradient_accumulation_steps by %d to "
+            "keep them%s. Save by trainer.save_model()",
+            name,
+            num_ranks * one,
+            num_ranks,
+            one,
+            num_ranks,
+            num_ranks,
+            hint,
+        )
+
+    def _shard(self, engine: Engine | None) -> None:
+        """Prepares for a model that an engine has sharded, or is about to shard.
+
+        Raises:
+            SetupError: It was asked for, and no engine does it.
+        """
+        if engine is None:
+            if self.config.shard == "on" and self.manager.identity.world_size > 1 and self.trainer.model is not None:
+                check_is_sharded(self.trainer.model)
+            return
+        check_options(self.config, engine)
+        self.is_sharded = self.steps.is_lockstep = True
+        self.steps.is_placed_later = engine is Engine.ACCELERATE
+        sharding = Sharding(self.trainer, self.manager, engine)
+        self.parts = [sharding if isinstance(part, DDPWrapping) else part for part in self.parts]
 
     def _refuse_what_cannot_work(self) -> None:
         args = self.trainer.args
@@ -208,7 +254,9 @@ class DDPTrainer:
 
     def _report(self, train_s: float) -> None:
         counts = [self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches]
-        if self.exchange is None:
+        if self.is_sharded:
+            sent_bytes = None
+        elif self.exchange is None:
             sent_bytes = ddp_sent_bytes(self.trainer.model, self.manager, self.progress.num_steps)
         else:
             sent_bytes = self.exchange.sent_bytes

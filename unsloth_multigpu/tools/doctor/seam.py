@@ -48,6 +48,7 @@ def all_patches() -> list[Patch]:
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.removal import removal_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
+    from unsloth_multigpu.hooks.shard import shard_patches
     from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
     from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
     from unsloth_multigpu.notebook.patches import notebook_patches
@@ -61,6 +62,7 @@ def all_patches() -> list[Patch]:
         *offload_patches(0),
         *saving_patches(gate),
         *removal_patches(gate),
+        *shard_patches(),
         *dataset_patches(None, _not_in_a_run),
         *notebook_patches(_not_in_a_run),
     ]

@@ -1,0 +1,201 @@
+"""Trains several kinds of models, sharded or whole, and writes what each step and each rank had, for comparison.
+
+Usage: shard.py --num-gpus N --jobs full:32x8x1,lora:30x2x4 --model DIR --out DIR
+A job is a kind with rows x batch size x accumulation. "asked_" before a kind: the script itself asks for FSDP2.
+Variables: ENGINE=unsloth; RESUME=FOLDER of another --out, whose checkpoint of step 3 is resumed from; KILL=RANK,STEP.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-gpus", type=int, required=True)
+parser.add_argument("--jobs", required=True)
+parser.add_argument("--model", required=True)
+parser.add_argument("--out", required=True)
+parser.add_argument("--save-steps", type=int, default=0)
+args = parser.parse_args()
+
+# The rest by variables.
+ump.enable_multi_gpu(num_gpus=args.num_gpus)
+
+ENGINE = os.environ.get("ENGINE", "accelerate")
+sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__file__).resolve().parents[3])]
+if ENGINE == "unsloth":
+    import unsloth  # noqa: F401
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from tiny_model import topics  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
+from unsloth_multigpu.group.shards import part_of, whole_of  # noqa: E402
+from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
+
+allow_cpu_ranks()
+rank = int(os.environ.get("RANK", "0"))
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+BY_SGD = ("native", "asked_full", "unsloth_full")
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+
+def loaded(**options):
+    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **options)
+
+
+def full():
+    return loaded()
+
+
+def native():
+    from transformers.distributed import DistributedConfig
+
+    return loaded(distributed_config=DistributedConfig(fsdp_size=args.num_gpus)) if args.num_gpus > 1 else loaded()
+
+
+def with_lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+    # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
+    torch.manual_seed(3 + rank)  # Each rank its own: rank 0's are to count.
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def lora():
+    return with_lora(loaded())
+
+
+def qlora():
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return with_lora(loaded(quantization_config=config))
+
+
+def unsloth_lm(**options):
+    from unsloth import FastLanguageModel
+
+    options = {"max_seq_length": 128, "load_in_4bit": False, "dtype": torch.float32, **options}
+    return FastLanguageModel.from_pretrained(args.model, **options)[0]
+
+
+def unsloth_full():
+    return unsloth_lm(full_finetuning=True)
+
+
+def unsloth_lora():
+    from unsloth import FastLanguageModel
+
+    return FastLanguageModel.get_peft_model(unsloth_lm(), random_state=7, use_gradient_checkpointing=False, **LORA)
+
+
+class Watcher(TrainerCallback):
+    """Notes the gradient norm of each step, and kills a rank."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_log(self, _args, state, control, logs=None, **kwargs):
+        if "grad_norm" in logs:
+            self.norms.append(float(logs["grad_norm"]))
+
+    def on_step_end(self, _args, state, control, **kwargs):
+        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if is_first and os.environ.get("KILL") == f"{rank},{state.global_step}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainer_of(kind, texts, common, folder):
+    if kind.startswith("unsloth"):
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        config = SFTConfig(folder, max_length=64, dataset_text_field="text", bf16=False, fp16=False, **common)
+        rows = Dataset.from_dict({"text": texts})
+        return SFTTrainer(model=globals()[kind](), args=config, train_dataset=rows, processing_class=tokenizer)
+    rows = [tokenizer(text, truncation=True, max_length=64) for text in texts]
+    if kind.startswith("asked_"):
+        kind, common = kind.removeprefix("asked_"), {**common, "fsdp": args.num_gpus > 1}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2} if kind == "full" else {}
+    arguments = TrainingArguments(folder, **evaluation, **common)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    return Trainer(
+        model=globals()[kind](), args=arguments, train_dataset=rows, eval_dataset=rows[:5], data_collator=collator
+    )
+
+
+def num_bytes(tensors):
+    return sum(part_of(t).numel() * t.element_size() for t in tensors)
+
+
+for job in args.jobs.split(","):
+    kind, _, shape = job.partition(":")
+    num_rows, batch, accumulation = map(int, shape.split("x"))
+    folder = Path(args.out, job)
+    folder.mkdir(parents=True, exist_ok=True)
+    saving = {"save_strategy": "steps", "save_steps": args.save_steps} if args.save_steps else {"save_strategy": "no"}
+    common = {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 2,
+        # Adam amplifies rounding where a gradient is near zero, as many are that belong to rare tokens.
+        "learning_rate": 0.1 if kind in BY_SGD else 1e-3,
+        "optim": "sgd" if kind in BY_SGD else "adamw_torch",
+        "logging_steps": 1,
+        "report_to": [],
+        "seed": 7,
+        "disable_tqdm": True,
+        **saving,
+    }
+    trainer = trainer_of(kind, topics(num_rows, max_words=60), common, str(folder / "checkpoints"))
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    before = {n: whole_of(p.detach()).clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    watcher = Watcher()
+    trainer.add_callback(watcher)
+    seen = []
+    original = StepFeed._computed
+
+    def computed(self, original_step, model, step, *rest, _original=original, _seen=seen, **more):
+        _seen.append([[p.piece.is_filler, *p.piece.positions] for p in step.micro_batches])
+        return _original(self, original_step, model, step, *rest, **more)
+
+    StepFeed._computed = computed
+    earlier = Path(os.environ["RESUME"], job, "checkpoints", "checkpoint-3") if "RESUME" in os.environ else None
+    trainer.train(resume_from_checkpoint=earlier and str(earlier))
+    StepFeed._computed = original
+    model = trainer.model
+    after = {n: whole_of(p.detach()).contiguous() for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    states = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
+    facts = {
+        "norms": watcher.norms,
+        "unmoved": [n for n in after if n in before and bool((after[n] == before[n]).all())] if rank == 0 else [],
+        "parameter_bytes": num_bytes(model.parameters()),
+        "optimizer_bytes": num_bytes(states),
+        "micro_batches": seen,
+    }
+    (folder / f"facts_{rank}.json").write_text(json.dumps(facts))
+    if rank == 0:
+        save_file({name: value.clone() for name, value in after.items()}, folder / "weights.safetensors")
+    if args.save_steps:
+        trainer.save_model(str(folder / "save_model"))
+        model.save_pretrained(str(folder / "save_pretrained"))

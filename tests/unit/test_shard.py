@@ -1,0 +1,124 @@
+"""What is decided about a sharded training before an engine has one."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.trainer import FakeTrainer
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.shards import class_of, clip_parts, has_shards, is_sharded, part_of, reshard, whole_of
+from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
+from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
+from unsloth_multigpu.train.trainer import DDPTrainer
+from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.identity import RankIdentity
+
+ONE_OF_TWO = RankIdentity(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="ours")
+
+
+def with_fsdp(version: int) -> Any:
+    trainer: Any = FakeTrainer()
+    trainer.is_fsdp_enabled = True
+    trainer.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
+    return trainer
+
+
+def test_plain_tensors_are_their_own_parts() -> None:
+    model, tensor = torch.nn.Linear(2, 2), torch.ones(2)
+    assert part_of(tensor) is tensor is whole_of(tensor)
+    assert not is_sharded(tensor)
+    assert not has_shards(model)
+    assert class_of(model) is torch.nn.Linear
+    reshard(model)
+
+
+def test_gradients_are_clipped_as_torch_does() -> None:
+    gradients = [torch.full((3,), 2.0), torch.full((2,), -1.0)]
+    mine, theirs = [g.clone() for g in gradients], [torch.nn.Parameter(g.clone()) for g in gradients]
+    for parameter, gradient in zip(theirs, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = torch.nn.utils.get_total_norm(gradients)
+    clip_parts(mine, 0.5, norm)
+    torch.nn.utils.clip_grads_with_norm_(theirs, 0.5, norm)
+    assert all(torch.equal(g, p.grad) for g, p in zip(mine, theirs, strict=True))
+    clip_parts(mine, 100.0, norm)
+    assert all(torch.equal(g, p.grad) for g, p in zip(mine, theirs, strict=True))
+
+
+def test_engine_is_the_one_that_was_asked() -> None:
+    assert find_engine(FakeTrainer()) is None  # type: ignore[arg-type]
+    assert find_engine(with_fsdp(2)) is Engine.ACCELERATE
+    assert find_engine(with_fsdp(1)) is None
+
+
+def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    steered = DDPTrainer(with_fsdp(1), manager, None, BeatPage(None, 0))
+    with caplog.at_level(logging.WARNING):
+        assert steered.run(lambda: "trained") == "trained"
+    assert "An optimizer step sees 4 samples (2 ranks x 2), 2 times those of one process" in caplog.text
+    assert "FSDP 2 (fsdp_config={'version': 2}) keeps it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{"grad_compression": "fp16"}, {"find_unused_parameters": True}, {"sync": "allreduce"}]
+)
+def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match="is not possible where FSDP2 of accelerate shards the model"):
+        check_options(MultiGPUConfig(**options), Engine.ACCELERATE)
+    check_options(MultiGPUConfig(), Engine.ACCELERATE)
+
+
+def test_model_of_which_nothing_is_sharded_is_refused() -> None:
+    with pytest.raises(SetupError, match="no weight of Linear is sharded: every rank holds all of it"):
+        check_is_sharded(torch.nn.Linear(2, 2))
+
+
+def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_versions("torch", "no-such-library")
+    monkeypatch.setattr("unsloth_multigpu.shard.engine.version", lambda _: "2.6.0")
+    with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
+        check_versions("torch")
+
+
+def test_arguments_of_the_script_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    args: Any = SimpleNamespace(fsdp=None, fsdp_config={"activation_checkpointing": True})
+    ask_accelerate_to_shard(args)
+    assert args.fsdp is True
+    assert args.fsdp_config == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
+    own: Any = SimpleNamespace(fsdp=True, fsdp_config={"version": 1})
+    ask_accelerate_to_shard(own)
+    assert own.fsdp_config == {"version": 1}
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())
+    theirs: Any = SimpleNamespace(fsdp=None, fsdp_config=None)
+    ask_accelerate_to_shard(theirs)
+    assert theirs.fsdp is None
+
+
+@pytest.mark.parametrize(
+    ("given", "is_4bit", "stored"),
+    [
+        (torch.uint8, True, torch.bfloat16),
+        (torch.float16, True, torch.float16),
+        (torch.uint8, False, torch.uint8),
+    ],
+)
+def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
+    monkeypatch: pytest.MonkeyPatch, given: torch.dtype, is_4bit: bool, stored: torch.dtype
+) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    config = SimpleNamespace(load_in_4bit=is_4bit, bnb_4bit_quant_storage=given, bnb_4bit_compute_dtype=torch.bfloat16)
+    _stored_as_computed(lambda _: None)(config)
+    assert config.bnb_4bit_quant_storage == stored

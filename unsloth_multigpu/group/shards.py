@@ -1,0 +1,127 @@
+"""Tensors of which each rank holds a part: the weights and gradients of a model that FSDP2 has sharded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_sharded(tensor: Any) -> TypeIs[DTensor]:
+    """True if the ranks hold different parts of it. False for a tensor that every rank holds whole."""
+    placements = getattr(tensor, "placements", None)  # Of a DTensor.
+    return placements is not None and not all(placement.is_replicate() for placement in placements)
+
+
+def has_shards(model: nn.Module | None) -> bool:
+    """True if a parameter of the model is sharded, though a forward pass may have left it whole for the moment."""
+    if model is None:
+        return False
+    return any(is_sharded(p) for p in model.parameters()) or next(fsdp_modules(model), None) is not None
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before `fully_shard` gave it one of its own, which has two bases more."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return type(module)
+    from torch.distributed.fsdp import FSDPModule
+
+    bases = type(module).__mro__
+    return next(cls for cls in bases if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    """The modules of a model that `torch.distributed.fsdp.fully_shard` was called on."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return iter(())
+    from torch.distributed.fsdp import FSDPModule
+
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, which shares its memory; a plain tensor is its own part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the parts of all ranks. Collective where it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the whole weights that a forward pass has left on some modules, so that `parameters()` are parts again.
+
+    An optimizer that is made of the whole weights would train copies that nothing reads.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a sharded model with whole tensors, on rank 0's CPU; empty on other ranks. Collective.
+
+    Of an adapter only what is trained: its base is not saved with it.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    reshard(model)
+    is_adapter = hasattr(model, "peft_config")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_adapter)
+    return get_model_state_dict(model, options=options)
+
+
+def norm_of_parts(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Norm of gradients together, of which some are sharded. Collective, over the ranks that share them.
+
+    The powers of all elements are added up in 64 bits: the norm of 32-bit norms of parts rounds more than one process
+    does.
+
+    Args:
+        gradients: All on one device.
+        norm_type: The exponent, or infinity.
+    """
+    import torch.distributed as dist
+
+    whole = [gradient for gradient in gradients if not is_sharded(gradient)]
+    is_max = norm_type == float("inf")
+    total = _together(map(part_of, whole), norm_type, gradients[0].device)
+    parts: dict[tuple[Any, tuple[int, ...]], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if is_sharded(gradient):
+            dims = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+            parts.setdefault((gradient.device_mesh, dims), []).append(part_of(gradient))
+    for (mesh, dims), tensors in parts.items():
+        value = _together(tensors, norm_type, total.device)
+        for dim in dims:
+            dist.all_reduce(value, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        total = torch.maximum(total, value) if is_max else total + value
+    return total if is_max else total ** (1.0 / norm_type)
+
+
+def _together(tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """The largest element, or the sum of powers, as one 64-bit number."""
+    norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64).to(device) for t in tensors if t.numel()] or [
+        torch.zeros((), dtype=torch.float64, device=device)
+    ]
+    stacked = torch.stack(norms)
+    return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()
+
+
+def clip_parts(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scales gradients in place as `torch.nn.utils.clip_grads_with_norm_` does, each rank its parts.
+
+    Args:
+        norm: Of all gradients together.
+    """
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        for gradient in gradients:
+            part_of(gradient).mul_(factor.to(gradient.device))

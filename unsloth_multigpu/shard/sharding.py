@@ -1,0 +1,148 @@
+"""One training of a sharded model: what an engine does not check, or leaves to the one who starts the ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.shards import class_of, has_shards, part_of, reshard
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.row import Scope
+from unsloth_multigpu.shard.engine import Engine, check_versions
+from unsloth_multigpu.strategy import DDP
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+
+logger = get_logger(__name__)
+
+_NUM_NAMED = 4
+
+
+class Sharding(Part):
+    """Stands in the place of DDP where the weights are sharded: gradients meet in the engine's reduce-scatter.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager, one of several.
+        engine: Who shards the model.
+    """
+
+    place = "exchange"
+
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, engine: Engine) -> None:
+        self._trainer = trainer
+        self._manager = manager
+        self._engine = engine
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Gives all ranks rank 0's trainable weights: each is about to keep its part of its own. Collective.
+
+        Raises:
+            SetupError: Checkpoints are asked for that could not be resumed from.
+        """
+        model, args = self._trainer.model, self._trainer.args
+        if (
+            self._engine is Engine.TRANSFORMERS
+            and str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+        ):
+            raise SetupError(
+                f"save_strategy={str(args.save_strategy)!r}, but a Trainer saves rank 0's part alone of a model that "
+                "transformers has sharded by DistributedConfig.",
+                hint="Set save_strategy='no', or load the model without it and call enable_multi_gpu(shard='on').",
+            )
+        if self._engine is Engine.ACCELERATE and model is not None and not has_shards(model):
+            self._manager.broadcast_tensors(p for p in model.parameters() if p.requires_grad)
+        yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"prepare_model": self._prepare_model, "_save_checkpoint": self._save}
+
+    def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """`Trainer._save_checkpoint`: what is saved belongs to the optimizer's parts, also after an evaluation."""
+        reshard(self._trainer.model)
+        original(*args, **kwargs)
+
+    def _prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`, which refuses a model that transformers has sharded."""
+        if self._engine is not Engine.TRANSFORMERS:
+            return original(model, *args, **kwargs)
+        # An evaluation's model is neither moved nor wrapped, and otherwise prepared in the same way.
+        return original(model, **{**kwargs, "device_placement": False, "evaluation_mode": True})
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        """Checks that the model is sharded, and that the optimizer trains the parts.
+
+        Raises:
+            SetupError: It is not, or a trainable weight would never change.
+        """
+        model = self._trainer.model
+        check_is_sharded(model)
+        self._check_optimizer(model)
+        if self._manager.identity.rank > 0:
+            return
+        parameters = list(model.parameters())
+        whole = sum(p.numel() * p.element_size() for p in parameters)
+        mine = sum(part_of(p).numel() * p.element_size() for p in parameters)
+        logger.info(
+            "sharded by FSDP2 of %s: a rank holds %.1f %% of the weights", self._engine.value, 100 * mine / whole
+        )
+
+    def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        """A forward pass without a backward, of an evaluation say, leaves whole weights on some modules."""
+        reshard(self._trainer.model)
+
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        reshard(self._trainer.model)
+
+    def _check_optimizer(self, model: nn.Module) -> None:
+        trained = {id(p) for group in self._trainer.optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+        if missing:
+            more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
+            raise SetupError(
+                f"The optimizer does not train {', '.join(missing[:_NUM_NAMED])}{more}, which require a gradient: it "
+                "was made of other tensors than the parts of the sharded model.",
+                hint="Let the Trainer make the optimizer, and freeze what is not to be trained.",
+            )
+
+
+def check_options(config: MultiGPUConfig, engine: Engine) -> None:
+    """Refuses options that mean something for DDP only, where the script itself has asked for FSDP2.
+
+    Raises:
+        SetupError: One was given, or a library is older than any with which the engine was run.
+    """
+    of_ddp = [asked for asked in config.asked(Scope.DDP) if not asked.startswith("shard=")]
+    if of_ddp or not isinstance(config.sync, DDP):
+        raise SetupError(
+            f"{of_ddp[0] if of_ddp else f'sync={str(config.sync)!r}'} is not possible where FSDP2 of {engine.value} "
+            "shards the model and exchanges the gradients.",
+            hint="Leave one of them out.",
+        )
+    check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))
+
+
+def check_is_sharded(model: nn.Module) -> None:
+    """Refuses a model of which every rank holds everything.
+
+    Raises:
+        SetupError: No parameter is sharded.
+    """
+    if has_shards(model):
+        return
+    check_versions("torch", "unsloth" if "unsloth" in sys.modules else "transformers")
+    if next(model.parameters()).device.type == "cpu" and "unsloth" not in sys.modules:
+        hint = "accelerate's FSDP2 does not shard CPU ranks: leave shard out. Unsloth's does."
+    else:
+        hint = "Call enable_multi_gpu(shard='on') before `import unsloth` and before TrainingArguments are made."
+    raise SetupError(
+        f"shard='on', but no weight of {class_of(model).__name__} is sharded: every rank holds all of it.", hint=hint
+    )
