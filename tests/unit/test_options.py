@@ -232,7 +232,7 @@ def test_commands_have_flags_of_the_table() -> None:
 
 def test_page_is_made_from_the_table() -> None:
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    assert page == options_markdown(), "write it anew: unsloth-multigpu doctor --options > docs/options.md"
+    assert page == options_markdown(), "write it again: unsloth-multigpu doctor --options > docs/options.md"
     for name, row in TABLE.items():
         (line,) = [text for text in page.splitlines() if f"| `{variable(name)}`" in text]
         assert row.help.replace("|", "\\|") in line

@@ -98,7 +98,7 @@ def prepare_folder(output_dir: Path, resume: str | None) -> Path | None:
     if resume is None and rounds:
         raise ConfigError(
             f"output_dir={str(output_dir)!r} holds {rounds[-1].name} of an earlier training.",
-            hint="resume='auto' goes on from it; for a new training choose another output_dir or delete this one.",
+            hint="resume='auto' resumes from it; for a new training choose another output_dir or delete this one.",
         )
     if resume not in (None, "auto"):
         folder = Path(str(resume))

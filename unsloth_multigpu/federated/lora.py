@@ -152,7 +152,7 @@ def save_adapter(
         adapter_config: The text of `describe_adapter`.
 
     Raises:
-        FederatedError: One of A and B is missing: PEFT would start it anew when it loads the adapter.
+        FederatedError: One of A and B is missing: PEFT would initialize it again when it loads the adapter.
     """
     from safetensors.torch import save_file
 

@@ -236,7 +236,7 @@ class SteeredStrategy(Strategy):
         write_rounds(output_dir, [self._round], must_append=True)
         if left_out and not self._has_warned:
             self._has_warned = True
-            _log.warning("not saved, so a training that goes on starts anew with it: %s", ", ".join(left_out))
+            _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
 
     def _judged(self, replies: Iterable[Message], kind: Kind) -> list[Message]:
         judged, failures = judge(

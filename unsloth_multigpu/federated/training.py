@@ -1,4 +1,4 @@
-"""Training over any grid of Flower: goes on from a saved round, runs the rounds, keeps what came out."""
+"""Training over any grid of Flower: resumes from a saved round, runs the rounds, keeps what came out."""
 
 from __future__ import annotations
 

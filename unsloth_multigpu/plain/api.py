@@ -101,7 +101,7 @@ def distributed_loader(
     the same seed: `batch_size` samples, which the ranks share in order. All ranks make equally many steps. Samples that
     are left at the end of an epoch make a shorter step; if they are fewer than the ranks, they join the step before.
 
-    Every iteration shuffles anew and must be made on all ranks; `loader.set_epoch(n)` goes on from another epoch.
+    Every iteration shuffles again and must be made on all ranks; `loader.set_epoch(n)` continues with another epoch.
 
     DDP averages over ranks, so the mean loss of a rank counts as much as that of any other. Where a step does not
     divide by the ranks, parts differ by one sample; `(loss * loader.loss_weight).backward()` has the gradient of one

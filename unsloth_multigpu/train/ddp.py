@@ -102,7 +102,7 @@ class DDPWrapping(Part):
         inner = getattr(wrapped, "_orig_mod", wrapped)
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
         if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
-            raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
+            raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model again.")
         if is_trained:
             make_readable(inner, model, handler.find_unused_parameters)
         return wrapped

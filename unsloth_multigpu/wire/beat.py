@@ -29,7 +29,7 @@ class Phase(enum.IntEnum):
     EVALUATE = 5
     SAVE = 6
     COMPILE = 7  # torch.compile at work.
-    ENDED = 8  # No more batches, or behind the last step.
+    ENDED = 8  # No more batches, or after the last step.
     GENERATE = 9  # Making samples to train on, as GRPO does.
     WARM_UP = 10  # Computing in the first step: kernels are compiled and memory is laid out.
     FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.

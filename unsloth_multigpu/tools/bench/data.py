@@ -1,4 +1,4 @@
-"""The samples of a benchmark: rows of tokens that every rank of every arm makes anew from the seed."""
+"""The samples of a benchmark: rows of tokens that every rank of every arm generates from the seed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _COLUMNS = (
     "ended after s",
     "exit code",
     "orphans",
-    "goes on from step",
+    "resumed from step",
     "new step after s",
     "samples lost / repeated",
     "weights",

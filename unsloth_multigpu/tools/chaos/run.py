@@ -34,7 +34,7 @@ class Ended:
         start_s: When it was started, on the clock of `time.monotonic`.
         end_s: When its last process was gone.
         num_orphans: Processes that it left behind.
-        told: The lines in which it said why it ended, or began anew.
+        told: The lines in which it said why it ended, or began again.
         output: All that it printed.
     """
 
