@@ -111,13 +111,18 @@ class _Supervisor:
             self.stop.begin_round(attempt)
             self.watch.begin_round(attempt)
 
+        def turn() -> None:
+            self.watch.check()
+            self.stop.turn()
+
         command, num_ranks, config = self.launcher.command, self.launcher.num_ranks, self.launcher.config
-        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, self.stop.turn)
+        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, turn)
         run_elastic(command, num_ranks, config, self.run_id, self.run_dir, rounds)
 
     def _tell_apart(self, apart: LaunchError) -> int:
         self.watch.close()
-        if {event.kind for event in self.watch.events()} & {HANG, "exception"} == {"exception"}:
+        kinds = set() if self.watch.has_failed else {event.kind for event in self.watch.events()}
+        if kinds & {HANG, "exception"} == {"exception"}:
             # This error is why the ranks were to be started again. A hang has been reported earlier.
             _tell(self.watch.cause({}), self.log_dir, self.launcher.num_ranks)
         tell(f"\nunsloth_multigpu: {apart}\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
 from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
@@ -77,6 +78,7 @@ class Watch:
         self._beats: dict[int, Beat] = {}
         self._own_beats: dict[int, Beat] = {}
         self._others: Sequence[Node] = ()
+        self._failure: BaseException | None = None
         self._last_look_s = time.monotonic()
         self._begin_attempt(0)
 
@@ -103,6 +105,25 @@ class Watch:
         """Ends the thread; `cause` and `events` stay usable."""
         self._stop.set()
         self._thread.join()
+
+    @property
+    def has_failed(self) -> bool:
+        """True once the thread has ended by an error. `cause` and `events` may fail in the same way then."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Called by the engine's thread while the ranks run.
+
+        Raises:
+            LaunchError: The thread has ended by an error. The ranks would run on, and no hang would be noticed.
+        """
+        if self._failure is not None:
+            reason = f"{type(self._failure).__name__}: {self._failure}"
+            raise LaunchError(
+                f"The supervisor can no longer watch its ranks, so it ended them ({reason}).",
+                hint=f"If something deleted files in {self._run_dir}, exempt this folder from clean-up; else report "
+                "the traceback.",
+            ) from self._failure
 
     def hear(self, others: Sequence[Node]) -> Mapping[int, Beat]:
         """Takes what is known of the other nodes of this round. May be called in any thread.
@@ -151,6 +172,15 @@ class Watch:
         return events if self._hang is None else [*events, self._hang]
 
     def _run(self) -> None:
+        try:
+            self._follow_ranks()
+        except BaseException as error:
+            # Whatever the error is: if only this thread ended by it, the run would go on without hang detection, and
+            # nothing would say so. The engine's thread raises it in `check` and ends the run; here Python reports it.
+            self._failure = error
+            raise
+
+    def _follow_ranks(self) -> None:
         while not self._stop.wait(POLL_S):
             events = self.events()
             if not self.gone:
