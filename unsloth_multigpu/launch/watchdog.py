@@ -108,7 +108,12 @@ def find_hang(
         if not lost_s and min(still_s[r] for r in waits) <= hang_timeout_s * LONGEST_FACTOR:
             return None  # A rank of a node that has not reported yet may be saving.
         return _blame_nodes({r: beats[r] for r in waits}, still_s, [n for n in others if n.index in lost_s], lost_s)
-    return _name_node(hang or _blame(known, hung, still_s), heard, beats)
+    if hang is None:
+        hang = _blame(known, hung, still_s)
+        if lost_s:
+            lost = _lost_nodes([n for n in others if n.index in lost_s], lost_s)
+            hang = replace(hang, message=f"{hang.message}; {lost}")
+    return _name_node(hang, heard, beats)
 
 
 def where(beat: Beat) -> str:
@@ -178,9 +183,11 @@ def _find_last(beats: Mapping[int, Beat], hung: Collection[int]) -> list[int]:
 def _waits_for_others(beats: Mapping[int, Beat], hung: Collection[int], own: Collection[int]) -> bool:
     """True if a rank of a node without news can be to blame, because no known rank is busy or behind."""
     last = _find_last(beats, hung)
-    if any(b.operation for b in beats.values()):
-        return all(beats[r].operation for r in last)
-    return set(own) <= set(last)
+    # Ranks at one place wait for the same, although the pulse of one may not have named its collective yet.
+    if set(own) <= set(last):
+        return True
+    # A rank in AGREE waits for the store, which another node may serve.
+    return all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
 
 
 def _blame_nodes(
@@ -191,9 +198,13 @@ def _blame_nodes(
     doing = f"wait in {name} for {still_s[rank]:.0f} s" if name else f"make no progress for {still_s[rank]:.0f} s"
     why = "the connection between ranks is gone, or a device has stopped computing"
     if lost:
-        each = [f"node {n.index}{_ranks_of(n)} has not been heard for {lost_s[n.index]:.0f} s" for n in lost]
-        why = f"{', '.join(each)}: the connection is gone, or that machine"
+        why = _lost_nodes(lost, lost_s)
     return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {why}", beat.step)
+
+
+def _lost_nodes(lost: Sequence[Node], lost_s: Mapping[int, float]) -> str:
+    each = [f"node {n.index}{_ranks_of(n)} has not been heard for {lost_s[n.index]:.0f} s" for n in lost]
+    return f"{', '.join(each)}: the connection is gone, or that machine"
 
 
 def _ranks_of(node: Node) -> str:
