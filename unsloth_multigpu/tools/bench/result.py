@@ -12,7 +12,7 @@ from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE, UNGUARDED
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class MeasuredStep:
     """One optimizer step of one rank.
 
     Args:
@@ -57,7 +57,7 @@ class RankRecord:
     """
 
     rank: int
-    steps: tuple[StepRecord, ...]
+    steps: tuple[MeasuredStep, ...]
     gradient_norms: tuple[float, ...]
     peak_bytes: int
     device: str
@@ -74,7 +74,7 @@ class RankRecord:
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
         """Reads what the worker left."""
         steps = tuple(
-            StepRecord(
+            MeasuredStep(
                 step["wall_s"],
                 step["cpu_s"],
                 step["compute_s"],
