@@ -261,7 +261,7 @@ def _patches(session: Session) -> list[Patch]:
         return patches
     if others:
         if asked := config.asked(Scope.TRAINER):
-            raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
+            raise SetupError(f"{asked[0]} needs DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning("%s: unsloth_multigpu starts the ranks and leaves training and saving to it", " ".join(others))
         return []
     from unsloth_multigpu.group.manager import local_device

@@ -185,10 +185,10 @@ def _is_wrapped(model: nn.Module, asked: str) -> bool:
 
 
 def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
-    """Options of enable_multi_gpu that nobody would hold in a plain loop."""
+    """Refuses options of enable_multi_gpu that nothing follows in a plain loop."""
     if asked := config.asked(Scope.TRAINER):
         raise SetupError(
-            f"{asked[0]} steers transformers.Trainer; a plain loop has DDP or DataParallel.",
+            f"{asked[0]} needs a transformers.Trainer, and nothing follows it in a plain loop.",
             hint=f"Leave {asked[0].partition('=')[0]} out.",
         )
 

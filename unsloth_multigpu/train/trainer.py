@@ -151,7 +151,7 @@ class DDPTrainer:
             asked = self.config.asked(Scope.TRAINER)
             if is_on and asked:
                 raise SetupError(
-                    f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
+                    f"{asked[0]} needs DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
                 )
             if is_on:
                 logger.warning("%s is on: unsloth_multigpu leaves this training to it", name)
@@ -195,7 +195,7 @@ class DDPTrainer:
             return False
         # Unsloth rewrites TRL's trainers, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
-            if self.manager.identity.world_size == 1 and not self.config.asked(Scope.TRAINER):
+            if self.manager.identity.world_size == 1 and not self.config.asked(Scope.PLANNER):
                 return False  # Its own batches are those of one process.
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",
