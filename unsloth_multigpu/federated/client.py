@@ -32,7 +32,7 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 
 @dataclass(frozen=True)
 class FederatedClient:
-    """What `train_fn` and `evaluate_fn` get beside the model.
+    """What `train_fn` and `evaluate_fn` get in addition to the model.
 
     Args:
         client_id: 0 .. num_clients - 1: which part of the data this client has (Flower's "partition-id").

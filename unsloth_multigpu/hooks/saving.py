@@ -148,7 +148,7 @@ class SaveGate:
         @functools.wraps(original)
         def gated(*args: Any, **kwargs: Any) -> Any:
             path = _path_of(args, kwargs)
-            # A file object is the rank's own. Savers call each other; the outermost call stands for all of them.
+            # A file object is the rank's own. Savers call each other; the outermost call counts for all of them.
             if path is None or (self._depth and (self._is_writer or runs_everywhere)):
                 return original(*args, **kwargs)
             if self._depth:

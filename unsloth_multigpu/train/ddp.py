@@ -111,7 +111,7 @@ class DDPWrapping(Part):
         """Looks for the first forward pass by DDP."""
         wrapped = self._trainer.model_wrapped
         if not isinstance(wrapped, ReadableDDP):
-            return  # A compiler stands around it, which would trace the hook; or it is the script's own DDP.
+            return  # A compiler wraps it, which would trace the hook; or it is the script's own DDP.
 
         def see(*_: Any) -> None:
             self._is_forward_seen = True

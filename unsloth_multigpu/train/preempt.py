@@ -206,7 +206,7 @@ class Preemption(Part):
             if ":" in self._config.nnodes:
                 raise DistributedError(
                     f"A node leaves the run after step {step}, on {name}.",
-                    hint="Set max_restarts to go on with the nodes that stay.",
+                    hint="Set max_restarts to continue with the nodes that stay.",
                 )
             page.ask(self.signal_number, deadline_s)
         if self._events is not None:

@@ -168,7 +168,7 @@ class DDPTrainer:
             )
         if args.auto_find_batch_size:
             raise SetupError(
-                "auto_find_batch_size=True lets one rank shrink its batch while the others go on.",
+                "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",
                 hint="Set auto_find_batch_size=False and a batch size that fits.",
             )
         if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:

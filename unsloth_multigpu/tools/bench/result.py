@@ -223,7 +223,7 @@ def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None, *, m
     """One result per arm, in the order of `runs`.
 
     Args:
-        num_compared: So many steps' gradient norms are compared. None = of all steps.
+        num_compared: The gradient norms of this many steps are compared. None = of all steps.
         meets: See `measure_run`.
     """
     measures = {

@@ -38,7 +38,7 @@ OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
     "faults": (str, '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank. [all]'),
     "random": (int, "Instead of --faults, this many random faults over one run, which is started again after each."),
     "seed": (int, "Of the random faults. [0]"),
-    "resume": (bool, "Start the command again after each fault, to see whether it goes on. [on]"),
+    "resume": (bool, "Start the command again after each fault, to see whether it resumes. [on]"),
     "json": (str, "File of the results."),
     "markdown": (str, "File of the table."),
     "cwd": (str, "Folder in which the script runs; its output then belongs into {run} in its arguments. [a new one]"),

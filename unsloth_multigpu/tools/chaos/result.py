@@ -117,9 +117,9 @@ class FaultRow:
         num_orphans: Processes that were left behind.
         from_step: The finished step from which the training went on; None where it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
-        lost: Samples that did not count, against the run without faults; None where the run did not go on.
+        lost: Samples that did not count, against the run without faults; None where the run did not resume.
         repeated: Samples that counted once too often.
-        difference: See `compare_weights`; None where the run did not go on.
+        difference: See `compare_weights`; None where the run did not resume.
         reasons: Why the row is not as it should be.
         note: Why the fault could not be planted.
     """
@@ -157,7 +157,7 @@ def markdown(rows: Sequence[FaultRow]) -> str:
 
 
 def text_table(rows: Sequence[FaultRow]) -> str:
-    """The table for a terminal: what the user reads stands under its row."""
+    """The table for a terminal: what the user reads is under its row."""
     cells = [row.cells() for row in rows]
     head, *lines = aligned([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
     told = ["" if c[1] == "-" else f"    {c[1]}\n" for c in cells]
