@@ -58,7 +58,7 @@ def place_on_machine(*, is_alone: bool) -> Iterator[None]:
     """A place among the tests that processes of pytest-xdist run now, or a place without others."""
     door, room = (os.open(path, os.O_RDONLY) for path in (__file__, Path(__file__).parent))
     try:
-        # Whoever waits to be alone holds the door: new ones would keep it waiting for ever.
+        # Whoever waits to be alone holds the door: new ones would keep it waiting forever.
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)

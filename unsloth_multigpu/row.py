@@ -24,7 +24,7 @@ _MAX_SECONDS = 1e9
 
 
 class Scope(Enum):
-    """For whom an option means something: it is refused where nobody would follow it.
+    """For whom an option means something: it is refused where nothing would follow it.
 
     Values are the name in docs, and what it means.
     """
@@ -317,7 +317,7 @@ class Row:
     older: Older | None = None
 
     def asks(self, value: Any) -> bool:
-        """True for a value that somebody has to follow."""
+        """True for a value that this package has to follow."""
         return value != self.default if self.asking is None else value in self.asking
 
     def line(self, default: str | None = None) -> str:

@@ -262,7 +262,7 @@ def _patches(session: Session) -> list[Patch]:
         return patches
     if others:
         if asked := config.asked(Scope.TRAINER):
-            raise SetupError(f"{asked[0]} steers DDP, but {others[0]} is set.", hint="Leave one of them out.")
+            raise SetupError(f"{asked[0]} needs DDP, but {others[0]} is set.", hint="Leave one of them out.")
         logger.warning(
             "%s: unsloth_multigpu starts the ranks and leaves training and saving to it. Each group of ranks that "
             "share a model takes the script's whole batch: an optimizer step sees as many times the samples of one "

@@ -1,7 +1,7 @@
 """The table of options: each is one row, which says everything about it but what the code does with it.
 
 From it come the checks, the variables, the command line with `--help`, `docs/options.md`, and what is refused where
-nobody would follow it; see `options`.
+nothing would follow it; see `options`.
 """
 
 from __future__ import annotations
@@ -123,10 +123,11 @@ class OptionTable:
     )
     resume: str = option(
         "off",
-        Choice(("off", "auto"), hint="Set {name}='auto' to go on, {name}='off' not to."),
-        '"auto": a training that was stopped goes on from the last whole checkpoint in its output folder, if the same '
+        Choice(("off", "auto"), hint="Set {name}='auto' to resume, {name}='off' not to."),
+        '"auto": a training that was stopped resumes from the last whole checkpoint in its output folder, if the same '
         'training wrote one. "off": as the script says.',
         Scope.RANKS,
+        Scope.TRAINER,
         section=EVERYDAY,
     )
     device: str = option(
@@ -245,6 +246,7 @@ class OptionTable:
         'What a gradient that is not finite does. "raise": it ends the run. "skip": the step is left out on all '
         'ranks. "off": it is left to the script.',
         Scope.RANKS,
+        Scope.TRAINER,
         asking=("skip",),
         section=FAILING,
     )
@@ -253,6 +255,7 @@ class OptionTable:
         Choice(("warn", "raise")),
         'Where ranks share a micro-batch whose loss cannot be shared exactly. "warn": it is said, with its size. '
         '"raise": it is refused.',
+        Scope.TRAINER,
         section=FAILING,
     )
     verify_every: int = option(

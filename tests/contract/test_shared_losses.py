@@ -345,7 +345,7 @@ def test_trial_leaves_no_trace(folder):
 
 
 def test_trial_does_not_repack_weights_of_4_bits(folder, monkeypatch):
-    # As a processor with AVX512-BF16 has it: outside of training the layer packs its weights anew, for good.
+    # As a processor with AVX512-BF16 has it: outside of training the layer packs its weights again, permanently.
     monkeypatch.setattr(bnb_modules, "_convert_weight_packed_for_cpu", pytest.fail)
     model = TinyModel()
     model.norm = Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, quant_type="nf4").to("cpu")

@@ -1,7 +1,7 @@
 """What this package calls of other libraries exists, with the arguments that it passes, from the oldest to the newest.
 
 signatures.json holds what the oldest and the newest row of the matrix take. After a change in what we call, `make
-signatures` records it anew.
+signatures` records it.
 """
 
 from __future__ import annotations

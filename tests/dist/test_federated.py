@@ -122,7 +122,7 @@ def count(model, server_round):
 
 @pytest.fixture(scope="module")
 def spread():
-    """The same clients on two devices with three slots, dealt anew in each round: results, weights and slots."""
+    """The same clients on two devices with three slots, dealt again in each round: results, weights and slots."""
     results, weights = [], []
     options = {"clients_per_gpu": 2, "max_workers": 3, "placement": "balanced"}
     with pytest.MonkeyPatch.context() as patch, clients.make_server(seed=SEEDS[1], **options) as server:

@@ -270,7 +270,7 @@ def test_device_that_is_not_there_leaves_its_clients_to_the_others(folder, told,
         # They are too many for another one: it is run once more, beside fewer.
         (reply,) = grid.send_and_receive([message_to(0, "run_out_of_memory_once", marker=str(folder / "e"))])
         assert reply.has_content()
-        assert "ran out of memory beside others; it is run once more" in told.take()
+        assert "ran out of memory with others on its device; it is run once more" in told.take()
         grid.take_records()
         grid.send_and_receive([message_to(n) for n in range(4)])
         assert len({r.slot for r in grid.take_records()}) == 1

@@ -148,8 +148,8 @@ def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
     result = run.finish(message)
     assert (result.error, len(result.traceback)) == ("DistributedError", 1), result
     assert f"rank 1 (pid {worker.pid}) was ended by SIGKILL" in result.value
-    assert "This kernel goes on alone" in result.value
-    assert f"this kernel goes on alone: rank 1 (pid {worker.pid}) was ended by SIGKILL" in result.text
+    assert "This kernel continues alone" in result.value
+    assert f"this kernel continues alone: rank 1 (pid {worker.pid}) was ended by SIGKILL" in result.text
     assert result.text.count("The end of its log") == 0
     assert not run_dir.exists()
     left = "import threading; print(ump.is_multi_gpu_enabled(), os.environ.get('RANK'), dist.is_initialized())"

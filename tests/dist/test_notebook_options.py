@@ -108,7 +108,7 @@ def test_planner_skipped_steps_replicas_and_resume_in_a_kernel(tmp_path: Path, s
 
 def _check_synchronous(notebook: NotebookRun, planned_script, skipped_script) -> None:
     _open(notebook, ENABLE)
-    # First, because a training goes on from one that was as many train() calls behind the line.
+    # First, because a training resumes from one that was as many train() calls behind the line.
     stopped = _trained(notebook, "resumed", "stop")
     assert len(stopped[0]["norms"]) == 4
     planned, skipped = _trained(notebook, "planned"), _trained(notebook, "skipped", "nan")

@@ -1,7 +1,7 @@
 """What of ours stands on a Trainer while it trains, in which order, and how often it is called: as it is written down.
 
 The order decides what is computed: who sends gradients must see them after who has weighed them. A change of
-`onion.json` is a change of behaviour; it is read before it is accepted. With UPDATE_ONION=1 this test writes it anew.
+`onion.json` is a change of behaviour; it is read before it is accepted. With UPDATE_ONION=1 this test writes it.
 """
 
 import json

@@ -43,7 +43,7 @@ def test_sigterm_in_an_evaluation_saves_the_step_before_it_and_starts_nothing_ag
     assert steps(tmp_path) == {saved_step(tmp_path)} == {2}
     assert not (tmp_path / "evaluated").exists()
     assert "SIGTERM: the ranks finish their step, save and stop, within 60 s (grace_s)" in run.err
-    assert "stopped by SIGTERM after step 2. The same command goes on from" in run.err
+    assert "stopped by SIGTERM after step 2. The same command resumes from" in run.err
     assert f"{tmp_path}/checkpoints/checkpoint-2" in run.err
     assert "Starting all ranks again" not in run.err
     assert "Traceback" not in run.err
@@ -62,7 +62,8 @@ def test_ctrl_c_reaches_the_script_as_keyboard_interrupt_at_a_meeting_of_the_ran
     assert run.code == 0, run.err
     assert {(tmp_path / f"interrupted_{rank}").read_text() for rank in range(2)} == {str(saved_step(tmp_path))}
     assert saved_step(tmp_path) % 4 == 0
-    assert f"stopped by SIGINT after step {saved_step(tmp_path)}. resume='auto' lets the same command go on" in run.err
+    stopped = f"stopped by SIGINT after step {saved_step(tmp_path)}."
+    assert f"{stopped} With resume='auto' the same command resumes from" in run.err
     assert len(list(tmp_path.glob("after_training_*"))) == 2
 
 

@@ -64,7 +64,7 @@ def difference(folder, name, other):
 )
 def test_training_goes_on_to_the_same_weights(trained, name, checkpoint, num_steps):
     folder, text = trained
-    assert f"goes on from checkpoints_{name}/checkpoint-{checkpoint}\n" in text
+    assert f"resumes from checkpoints_{name}/checkpoint-{checkpoint}\n" in text
     assert len(facts(folder, name)["seen"]) == num_steps
     for rank in range(2):
         assert facts(folder, name, rank)["seen"] == facts(folder, f"{name}_whole", rank)["seen"][-num_steps:]
@@ -78,7 +78,7 @@ def test_torn_checkpoint_is_passed_over(trained):
 def test_other_numbers_of_ranks_keep_the_remaining_samples(trained):
     folder, _ = trained
     again = train(folder, 3, {"elastic_3": {**ELASTIC, "stop": 7}})
-    assert "goes on from elastic/checkpoint-5\n" in again
+    assert "resumes from elastic/checkpoint-5\n" in again
     # The last is asked for its 7 steps and has them: it makes no step more.
     ended = {**ELASTIC, "from": "elastic/checkpoint-7", "args": {"max_steps": 7, "save_strategy": "no"}}
     train(folder, 1, {"elastic_1": ELASTIC, "ended": ended})

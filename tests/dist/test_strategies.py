@@ -156,7 +156,7 @@ def test_rank_that_steps_by_itself_averages_over_its_own_tokens(ended):
         assert max(rank["by_hand"]) < 1e-7
 
 
-def test_model_of_another_strategy_is_wrapped_anew_or_refused(ended):
+def test_model_of_another_strategy_is_wrapped_again_or_refused(ended):
     for rank in ended[1]:
         assert rank["ddp_after_diloco"] == ""
         assert "sync='diloco:every_steps=4', but the model is wrapped in DDP" in rank["diloco_after_ddp"]

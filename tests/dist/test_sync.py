@@ -109,7 +109,7 @@ def test_meeting_after_each_step_of_sgd_equals_ddp(ranks, run):
 
 
 def test_ranks_of_local_sgd_are_equal_where_they_have_met_and_nowhere_else(ranks):
-    # Every 4 steps, counted anew from the meeting after step 10.
+    # Every 4 steps, counted again from the meeting after step 10.
     meets = [step in (4, 8, 14) for step in range(1, 15)]
     seen = [facts["local_4"]["seen"] for facts in ranks]
     assert [seen[0][i] == seen[1][i] == seen[2][i] for i in range(14)] == meets

@@ -44,7 +44,7 @@ def test_layers_are_unfrozen_and_frozen_as_in_one_process(folder, job):
     assert distance(of_ranks, outcome(folder, 2, job, rank=1)[1]) == 0
 
 
-def test_layer_that_is_set_anew_begins_with_rank_0s_numbers(folder):
+def test_layer_that_is_set_again_begins_with_rank_0s_numbers(folder):
     (first, weights), (_, others) = (outcome(folder, 2, "renewing", rank) for rank in range(2))
     assert first["error"] is None
     assert distance(weights, others) == 0

@@ -76,7 +76,7 @@ def test_killed_rank_costs_no_step(tmp_path):
     configurations = [f"{name}={json.dumps(one)}" for name, one in lines.items()]
     run = run_python([SCRIPTS / "resume.py", "2", json.dumps(options), *configurations], tmp_path, {**PLAIN, **VISIBLE})
     assert run.code == 0, run.err
-    assert "goes on from checkpoints_killed/checkpoint-6" in run.err
+    assert "resumes from checkpoints_killed/checkpoint-6" in run.err
     killed, whole = (load_file(tmp_path / f"{name}.safetensors") for name in lines)
     assert max(float((killed[name] - whole[name]).abs().max()) for name in whole) < 1e-5
 

@@ -1,6 +1,6 @@
 """Writes the parts of docs/architecture.md that follow from the code: layers, arrows between folders, order of parts.
 
-`python -m tests.helpers.house_page` writes the page and its picture anew; a test compares the page.
+`python -m tests.helpers.house_page` writes the page and its picture; a test compares the page.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ from unsloth_multigpu.tools.bench.page import render_page
 from unsloth_multigpu.tools.bench.plot import draw_curves, draw_plots
 from unsloth_multigpu.tools.bench.result import (
     EpochRecord,
+    MeasuredStep,
     RankRecord,
     Spread,
-    StepRecord,
     measure_run,
     norm_difference,
     ratios,
@@ -64,11 +64,11 @@ from unsloth_multigpu.tools.bench.table import COLUMNS, conditions, render_table
 from unsloth_multigpu.tools.plain_json import json_text
 
 
-def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), samples=(0, 1)) -> StepRecord:
-    return StepRecord(wall_s, cpu_s, compute_s, tuple(micro_batches), tuple(samples))
+def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), samples=(0, 1)) -> MeasuredStep:
+    return MeasuredStep(wall_s, cpu_s, compute_s, tuple(micro_batches), tuple(samples))
 
 
-def rank(number: int, *steps: StepRecord, norms=None, peak_bytes=100, num_threads=1) -> RankRecord:
+def rank(number: int, *steps: MeasuredStep, norms=None, peak_bytes=100, num_threads=1) -> RankRecord:
     return RankRecord(number, steps, tuple(norms or [1.0] * len(steps)), peak_bytes, "cpu", num_threads)
 
 

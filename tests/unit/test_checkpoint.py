@@ -1,4 +1,4 @@
-"""What makes a checkpoint whole, which are let go, and which one a training goes on from."""
+"""What makes a checkpoint whole, which are let go, and which one a training resumes from."""
 
 from __future__ import annotations
 

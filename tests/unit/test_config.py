@@ -212,7 +212,7 @@ WHOLE = "expected a whole number of at least"
         ("verify_every", 2.5, f"verify_every=2.5; {WHOLE} 0", "verify_every=1"),
         ("hang_timeout_s", -1, "hang_timeout_s=-1; expected seconds of at least 0", "Leave hang_timeout_s out"),
         ("hang_timeout_s", float("inf"), "hang_timeout_s=inf; expected seconds of at least 0", "hang_timeout_s out"),
-        ("resume", True, "resume=True; expected 'off' or 'auto'", "resume='auto' to go on, resume='off' not to"),
+        ("resume", True, "resume=True; expected 'off' or 'auto'", "resume='auto' to resume, resume='off' not to"),
         ("grace_s", 0, "grace_s=0; expected seconds above 0", "grace_s=30.0"),
         ("inexact", "allow", "inexact='allow'; expected 'warn' or 'raise'", "inexact='warn'"),
         ("on_nan", "ignore", "on_nan='ignore'; expected 'raise' or 'skip' or 'off'", "on_nan='raise'"),
@@ -348,7 +348,7 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
             "_SYNC_EVERY_STEPS='8' names no option",
             "Did you mean UNSLOTH_MULTIGPU_SYNC=local_sgd:every_steps=...? Unset it. Var",
         ),
-        ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Set UNSLOTH_MULTIGPU_RESUME='auto' to go on"),
+        ("RESUME", "1", "UNSLOTH_MULTIGPU_RESUME='1'; expected", "Set UNSLOTH_MULTIGPU_RESUME='auto' to resume"),
     ],
 )
 def test_wrong_variable_is_named_with_a_hint(name: str, text: str, message: str, hint: str) -> None:

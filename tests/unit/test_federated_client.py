@@ -153,7 +153,7 @@ def test_evaluate_reply(app, start) -> None:
 
 
 class Smoothed(nn.Module):
-    """Buffers that a forward pass assigns anew, writes to, or needs once."""
+    """Buffers that a forward pass assigns again, writes to, or needs once."""
 
     def __init__(self):
         super().__init__()

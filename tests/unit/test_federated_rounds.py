@@ -396,7 +396,7 @@ def test_training_that_was_stopped_goes_on_to_the_same_bits(name: str, tmp_path:
 
 def test_clipping_norm_that_adapts_goes_on(tmp_path: Path) -> None:
     def private() -> Strategy:
-        # Noise is drawn anew in every run; without it a resumed run has the same bits.
+        # Noise is drawn again in every run; without it a resumed run has the same bits.
         inner = make_strategy("fedavg", {})
         return DifferentialPrivacyServerSideAdaptiveClipping(inner, 0.0, NUM_CLIENTS, clipped_count_stddev=0.0)
 
@@ -465,7 +465,7 @@ def test_state_of_an_accountant_is_kept_and_what_cannot_be_is_named(
     with caplog.at_level(logging.WARNING, "unsloth_multigpu"):
         run(with_parts(3.5), 2, output_dir=tmp_path)
     assert [r.getMessage() for r in caplog.records if "FedAvg.cache" in r.getMessage()] == [
-        "not saved, so a training that goes on starts anew with it: FedAvg.cache"
+        "not saved, so a resumed training starts with its initial value: FedAvg.cache"
     ]
     strategy: Any = with_parts(0.0)
     strategy.seen = {}

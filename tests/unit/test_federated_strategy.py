@@ -92,7 +92,7 @@ def test_proximal_term_is_what_was_asked_for() -> None:
 
 def test_named_strategy_works_with_one_client_and_flowers_default_is_refused() -> None:
     check_strategy(make_strategy("fedavg", {}), 1)
-    with pytest.raises(ConfigError, match=r"min_train_nodes=2 of FedAvg, but num_clients=1: it would wait for ever"):
+    with pytest.raises(ConfigError, match=r"min_train_nodes=2 of FedAvg, but num_clients=1: it would wait forever"):
         check_strategy(FedAvg(), 1)
     check_strategy(FedAvg(), 2)
 

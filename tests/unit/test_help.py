@@ -1,6 +1,6 @@
 """What `--help` says, frozen in help.txt: a change of an option shows as a difference that a reader can judge.
 
-`UPDATE_HELP=1 pytest tests/unit/test_help.py` writes the file anew.
+`UPDATE_HELP=1 pytest tests/unit/test_help.py` writes the file.
 """
 
 from __future__ import annotations

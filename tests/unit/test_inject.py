@@ -21,10 +21,17 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
 from unsloth_multigpu.tools.chaos import run as chaos_run
 from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, newest_checkpoint
-from unsloth_multigpu.tools.chaos.command import Chaos
+from unsloth_multigpu.tools.chaos.command import Judge
 from unsloth_multigpu.tools.chaos.fault import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
-from unsloth_multigpu.tools.chaos.result import Row, Trace, compare_samples, compare_weights, markdown, text_table
+from unsloth_multigpu.tools.chaos.result import (
+    FaultRow,
+    RunTrace,
+    compare_samples,
+    compare_weights,
+    markdown,
+    text_table,
+)
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext, attempt_variables
@@ -254,13 +261,13 @@ def step_record(time_s, pid, step, samples, rank=0):
 
 def test_samples_of_a_step_that_was_made_again_count_once():
     first = [step_record(1, 1, 1, {"a": 1}), step_record(1, 2, 1, {"b": 1}, rank=1)]
-    whole = Trace([*first, step_record(2, 1, 2, {"c": 2})])
-    again = Trace([*whole.records, step_record(9, 3, 2, {"c": 2})])
+    whole = RunTrace([*first, step_record(2, 1, 2, {"c": 2})])
+    again = RunTrace([*whole.records, step_record(9, 3, 2, {"c": 2})])
     assert compare_samples(whole, again) == (0, 0)
     assert again.first_step_s(2.0) == 9
     assert again.first_step_s(9.0) is None
-    assert compare_samples(whole, Trace([*first, step_record(9, 3, 2, {"c": 1, "d": 2})])) == (1, 2)
-    assert compare_samples(whole, Trace(first)) == (2, 0)
+    assert compare_samples(whole, RunTrace([*first, step_record(9, 3, 2, {"c": 1, "d": 2})])) == (1, 2)
+    assert compare_samples(whole, RunTrace(first)) == (2, 0)
     assert whole.samples()[0, 1] == Counter(a=1, b=1)
 
 
@@ -272,11 +279,11 @@ def test_hang_before_the_first_step_may_take_longer(tmp_path, has_stepped, took_
     """A limit of 10 s, a cold start of 10 s: 10 + 5 + 20 s from the fault to the next step, or 100 + 5 + 20."""
     fault = {"event": "planted", "kind": "loop", "time_s": 100.0, "pid": 1, "rank": 1, "step": 9}
     steps = [step_record(90.0, 1, 8, {})] if has_stepped else []
-    trace = Trace([*steps, fault, step_record(100.0 + took_s, 2, 9, {})])
+    trace = RunTrace([*steps, fault, step_record(100.0 + took_s, 2, 9, {})])
     scene = Scene(tmp_path, [], {}, None, 600.0)
-    whole = Trace([{"event": "begin", "config": {"grace_s": 30.0}, "time_s": 0.0, "pid": 9}])
-    judge = Chaos(tmp_path, scene, whole, 10.0, {"hang_timeout_s": 10.0}, resumes=True)
-    row = Row("loop@1:9")
+    whole = RunTrace([{"event": "begin", "config": {"grace_s": 30.0}, "time_s": 0.0, "pid": 9}])
+    judge = Judge(tmp_path, scene, whole, 10.0, {"hang_timeout_s": 10.0}, resumes=True)
+    row = FaultRow("loop@1:9")
     judge._judge_end(row, Trial("loop@1:9", (parse_fault("loop@1:9"),)), Ended(0, 0.0, 200.0, 0, (), ""), trace)
     assert bool(row.reasons) == is_late, row.reasons
 
@@ -292,9 +299,9 @@ def test_weights_are_compared_by_bits_and_by_size(tmp_path):
 
 def test_table_shows_what_was_found():
     rows = [
-        Row("kill@1:5", "rank 1 was killed | x. The other ranks were stopped.", 0.31, 137, 0, 6, 9.1, 0, 0, 0.0),
-        Row("nan@1:5", "", None, 0, 0, None, None, 0, 0, 2e-3, ["weights"]),
-        Row("kill@1:5:evaluate", note="not met: no such phase"),
+        FaultRow("kill@1:5", "rank 1 was killed | x. The other ranks were stopped.", 0.31, 137, 0, 6, 9.1, 0, 0, 0.0),
+        FaultRow("nan@1:5", "", None, 0, 0, None, None, 0, 0, 2e-3, ["weights"]),
+        FaultRow("kill@1:5:evaluate", note="not met: no such phase"),
     ]
     lines = markdown(rows).splitlines()
     assert lines[2] == "| kill@1:5 | rank 1 was killed \\| x. | 0.3 | 137 | 0 | 6 | 9.1 | 0 / 0 | equal |"

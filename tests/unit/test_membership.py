@@ -160,7 +160,7 @@ def test_endpoint_that_nobody_serves_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 class Silent:
-    """In place of torch's handler: answers nothing for ever, or raises."""
+    """In place of torch's handler: answers nothing forever, or raises."""
 
     def __init__(self, cause: Exception | None = None) -> None:
         self.cause = cause

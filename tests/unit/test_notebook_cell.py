@@ -145,8 +145,8 @@ def test_a_replayed_cell_has_the_values_of_rank_0(source: str, values: dict[str,
         (["x = input()", "x = 5"], {"x": 5}, "changed or lost"),
         (["x = input()"], {}, "changed or lost"),
         (["a, b = input().split()"], {"a": "1", "b": "2"}, "changed or lost"),
-        (["x = make(input())"], {"x": object()}, "no plain data but object"),
-        (["x = float(input())"], {"x": float("inf")}, "no plain data but float"),
+        (["x = make(input())"], {"x": object()}, "not plain data but object"),
+        (["x = float(input())"], {"x": float("inf")}, "not plain data but float"),
     ],
 )
 def test_a_value_that_cannot_be_had_again_is_refused(sources: list[str], values: dict[str, Any], fact: str) -> None:

@@ -413,7 +413,7 @@ def test_connections_of_a_process_that_has_ended_are_none():
 
 
 def test_worker_that_cannot_listen_ends():
-    """Its main thread would wait for orders for ever, and the kernel for the end of the cell."""
+    """Its main thread would wait for orders forever, and the kernel for the end of the cell."""
     code = (
         "import socket, sys\n"
         "from unsloth_multigpu.notebook.process import Channel\n"

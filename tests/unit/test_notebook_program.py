@@ -99,7 +99,7 @@ def test_the_line_of_an_earlier_cell_is_refused(worker: WorkerProgram, receiver:
     receiver.is_replay = True
     # Whatever the cell catches there: rank 0's call raised one of these.
     for kind in (ReplayedLineError, SetupError, ConfigError):
-        with pytest.raises(kind, match="made again since"):
+        with pytest.raises(kind, match="repeated in a later cell"):
             worker.refuse_replay()
 
 

@@ -50,12 +50,13 @@ ASKING: dict[str, dict[str, Any]] = {
     "rank_speeds": {"rank_speeds": [1, 0.5]},
     "max_restarts": {"max_restarts": 1},
     "on_nan": {"on_nan": "skip"},
+    "inexact": {"inexact": "raise"},
     "nnodes": {"nnodes": "1:2", "rdzv_endpoint": "host:1", "rdzv_id": "job"},
     "rdzv_endpoint": {"rdzv_endpoint": "host:1"},
     "rdzv_id": {"rdzv_id": "job"},
     "find_unused_parameters": {"find_unused_parameters": True},
 }
-# Where nobody follows what was asked of a scope.
+# Where nothing follows what was asked of a scope.
 OUT_OF_SCOPE: dict[Scope, list[dict[str, Any]]] = {
     Scope.RANKS: [{"enable_ddp": False}],
     Scope.SERIAL: [{}],
@@ -161,14 +162,13 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "timeout_s": {"timeout_s": 60},
         "hang_timeout_s": {"hang_timeout_s": 60},
         "grace_s": {"grace_s": 60},
-        "inexact": {"inexact": "raise"},
-        "verify_every": {"verify_every": 7},
         "rdzv_endpoint": ASKING["nnodes"],
         "rdzv_id": ASKING["nnodes"],
         "ddp_backend": {"ddp_backend": "gloo"},
         "gradient_checkpointing": {"enable_gradient_checkpointing": True},
         "memory_optimization": {"enable_memory_optimization": True},
         "debug": {"debug": True},
+        "verify_every": {"verify_every": 7},
     }
     assert values.keys() == TABLE.keys()
     for name, keywords in values.items():
@@ -193,7 +193,7 @@ def test_options_that_ask_something_are_those_with_a_scope() -> None:
 
 
 @pytest.mark.parametrize(("scope", "name"), SCOPED, ids=[f"{name} {scope.name}" for scope, name in SCOPED])
-def test_option_is_refused_where_nobody_follows_it(scope: Scope, name: str) -> None:
+def test_option_is_refused_where_nothing_follows_it(scope: Scope, name: str) -> None:
     options = {k: v for k, v in ASKING[name].items() if k == name or name == "nnodes"}
     if scope is Scope.TRAINER:
         # Whether a plain loop trains is known later: plain.wrap asks for what stands here.
@@ -204,8 +204,11 @@ def test_option_is_refused_where_nobody_follows_it(scope: Scope, name: str) -> N
             MultiGPUConfig(**{**place, **options})
 
 
-def test_default_asks_nobody_for_anything() -> None:
-    for config in (MultiGPUConfig(), MultiGPUConfig(balance="off", on_nan="off", gradient_aggregation="mean")):
+def test_default_asks_for_nothing() -> None:
+    for config in (
+        MultiGPUConfig(),
+        MultiGPUConfig(balance="off", on_nan="off", gradient_aggregation="mean"),
+    ):
         assert [config.asked(scope) for scope in Scope] == [[]] * len(Scope)
 
 
@@ -233,7 +236,7 @@ def test_commands_have_flags_of_the_table() -> None:
 
 def test_page_is_made_from_the_table() -> None:
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    assert page == options_markdown(), "write it anew: unsloth-multigpu doctor --options > docs/options.md"
+    assert page == options_markdown(), "write it again: unsloth-multigpu doctor --options > docs/options.md"
     for name, row in TABLE.items():
         (line,) = [text for text in page.splitlines() if f"| `{variable(name)}`" in text]
         assert row.help.replace("|", "\\|") in line

@@ -169,15 +169,25 @@ def test_wrapping_twice_is_wrapping_once():
         {"rank_speeds": (1.0,)},
         {"micro_batch_overhead_tokens": 64},
         {"micro_batch_floor_tokens": 64},
+        {"resume": "auto"},
+        {"on_nan": "skip"},
+        {"inexact": "raise"},
     ],
 )
 def test_option_that_only_a_trainer_follows_is_refused(options, monkeypatch):
     monkeypatch.setattr(plugin, "_session", Session(MultiGPUConfig(**options), SINGLE_PROCESS, console=None))
     (name,) = options
-    with pytest.raises(SetupError, match=f"{name}=.* steers transformers.Trainer"):
+    with pytest.raises(SetupError, match=f"{name}=.* needs a transformers.Trainer"):
         ump.wrap_model_multi_gpu(net())
     model = net()
     assert ump.wrap_model_multi_gpu(model, strategy="none") is model
+
+
+@pytest.mark.parametrize("options", [{"verify_every": 0}, {"on_nan": "off"}, {"inexact": "warn"}])
+def test_value_that_asks_for_nothing_is_taken_in_a_plain_loop(options, monkeypatch):
+    monkeypatch.setattr(plugin, "_session", Session(MultiGPUConfig(**options), SINGLE_PROCESS, console=None))
+    model = net()
+    assert ump.wrap_model_multi_gpu(model) is model
 
 
 def test_group_of_the_script_makes_a_rank_without_a_launcher(group):

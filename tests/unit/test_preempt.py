@@ -49,8 +49,8 @@ def test_ranks_of_a_page_stop_at_one_point(tmp_path_factory, order, ask_at, num_
     for number in range(num_trainings):
         ranks = [PageAgreement(page, rank) for rank in range(3)]
         if number < num_trainings - 1:  # Trainings before that nobody asked to stop.
-            assert stops_of([lambda p, r=r: r.is_reached(p, 0) for r in ranks], order, NOBODY, None) == [None] * 3
-    stops = stops_of([lambda p, r=r: r.is_reached(p, 0) for r in ranks], order, ask_at, lambda: page.ask(15, 0.0))
+            assert stops_of([lambda p, r=r: r.is_reached(p) for r in ranks], order, NOBODY, None) == [None] * 3
+    stops = stops_of([lambda p, r=r: r.is_reached(p) for r in ranks], order, ask_at, lambda: page.ask(15, 0.0))
     page.close()
     assert len(set(stops)) == 1
     if ask_at == 0:
@@ -78,7 +78,7 @@ def test_point_is_said_and_looked_for_under_the_lock(tmp_path):
             return super().signal
 
     page = Watched(tmp_path, 1)
-    assert PageAgreement(page, 0).is_reached(1, 0) == 0
+    assert PageAgreement(page, 0).is_reached(1) == 0
     page.close()
 
 
@@ -103,15 +103,15 @@ def test_rank_ends_after_the_first_one_of_its_machine(tmp_path, monkeypatch):
 def test_stop_that_nobody_reached_holds_at_the_first_point_of_the_next_training(tmp_path):
     page = ControlPage(tmp_path, 2)
     first = [PageAgreement(page, rank) for rank in range(2)]
-    assert first[0].is_reached(9, 0) == 0
+    assert first[0].is_reached(9) == 0
     page.ask(signal.SIGTERM, 7.0)
     page.ask(signal.SIGINT, 9.0)  # The first to ask is heard.
     assert (page.signal, page.deadline_s) == (signal.SIGTERM, 7.0)
-    assert first[1].is_reached(9, 0) == 0
+    assert first[1].is_reached(9) == 0
     second = [PageAgreement(page, rank) for rank in range(2)]
-    assert [rank.is_reached(1, 0) for rank in second] == [signal.SIGTERM] * 2
+    assert [rank.is_reached(1) for rank in second] == [signal.SIGTERM] * 2
     page.reset()
-    assert [rank.is_reached(2, 0) for rank in second] == [0, 0]
+    assert [rank.is_reached(2) for rank in second] == [0, 0]
     page.close()
 
 
@@ -163,13 +163,15 @@ class Turns:
 def test_ranks_of_a_store_stop_at_one_point(order, ask_points):
     """Both ranks, or only rank 0, are asked, each at a point of its own; every operation in an order of its own."""
     store, turns, stops = HashStore(), Turns(order, 2), {}
-    ranks = [StoreAgreement(store, rank, 2) for rank in range(2)]
+    asked = [0, 0]
+    ranks = [StoreAgreement(store, rank, 2, lambda rank=rank: asked[rank]) for rank in range(2)]
 
     def run(rank):
         agreement = ranks[rank]
         agreement._store = TurnStore(store, rank, turns)
         for point in range(1, NUM_POINTS + 1):
-            if agreement.is_reached(point, signal.SIGTERM if point >= ask_points[rank] else 0):
+            asked[rank] = signal.SIGTERM if point >= ask_points[rank] else 0
+            if agreement.is_reached(point):
                 stops[rank] = point
                 break
         turns.end(rank)
@@ -185,15 +187,18 @@ def test_ranks_of_a_store_stop_at_one_point(order, ask_points):
 def test_store_of_torch_is_read_after_it_is_written():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
-    ranks = [StoreAgreement(client, rank, 2) for rank, client in enumerate(clients)]
-    assert [rank.is_reached(1, 0) for rank in ranks] == [0, 0]
-    assert ranks[1].is_reached(2, signal.SIGUSR1) == 0
-    assert [rank.is_reached(3 - i, 0) for i, rank in ((1, ranks[0]), (0, ranks[0]), (0, ranks[1]))] == [0, 10, 10]
+    asked = [0, 0]
+    ranks = [StoreAgreement(client, rank, 2, lambda rank=rank: asked[rank]) for rank, client in enumerate(clients)]
+    assert [rank.is_reached(1) for rank in ranks] == [0, 0]
+    asked[1] = signal.SIGUSR1
+    assert ranks[1].is_reached(2) == 0
+    asked[1] = 0
+    assert [rank.is_reached(3 - i) for i, rank in ((1, ranks[0]), (0, ranks[0]), (0, ranks[1]))] == [0, 10, 10]
     assert not ranks[0].leave(time.monotonic() + 0.05)
     assert ranks[1].leave(time.monotonic() + 5.0)
     # A script that catches what a stop makes train() raise may train again.
-    again = [StoreAgreement(client, rank, 2) for rank, client in enumerate(clients)]
-    assert [rank.is_reached(4, 0) for rank in again] == [0, 0]
+    again = [StoreAgreement(client, rank, 2, lambda: 0) for rank, client in enumerate(clients)]
+    assert [rank.is_reached(4) for rank in again] == [0, 0]
 
 
 def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
@@ -280,7 +285,7 @@ def test_no_evaluation_takes_the_time_that_is_left(tmp_path, page):
     steered = preemption(trainer, tmp_path)
 
     def agree_on_step_3(step):
-        is_reached = lambda point, number: signal.SIGTERM * (point >= 3 << 20)  # noqa: E731
+        is_reached = lambda point: signal.SIGTERM * (point >= 3 << 20)  # noqa: E731
         steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
 
     with pytest.raises(SystemExit), Loop(trainer, [steered]).steering():
@@ -294,7 +299,7 @@ def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path, page):
     points = []
 
     def note_points(step):
-        is_reached = lambda point, number: points.append(point) or 0  # noqa: E731
+        is_reached = lambda point: points.append(point) or 0  # noqa: E731
         steered._agreement = SimpleNamespace(is_reached=is_reached, leave=lambda deadline_s: True)
 
     with Loop(trainer, [steered]).steering():
@@ -347,7 +352,7 @@ def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again
         with Loop(trainer, [steered]).steering():
             # Another node's ranks have agreed with this one through the store.
             steered._agreement = SimpleNamespace(
-                is_reached=lambda point, number: signal.SIGTERM * (point >= 2 << 20), leave=waits_until.append
+                is_reached=lambda point: signal.SIGTERM * (point >= 2 << 20), leave=waits_until.append
             )
             trainer.steps(8)
 

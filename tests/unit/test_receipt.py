@@ -162,7 +162,7 @@ BOUNDS = comparison.bounds_for("fp32", "adamw_torch")
 
 
 def run_of(steps=STEPS, **facts):
-    records = [comparison.StepRecord(i, loss, norm, Counter(s)) for i, (loss, norm, s) in enumerate(steps, 1)]
+    records = [comparison.TrainedStep(i, loss, norm, Counter(s)) for i, (loss, norm, s) in enumerate(steps, 1)]
     facts = {"trainer": "T", "precision": "fp32", "optimizer": "adamw_torch", "device": "cpu", **facts}
     return comparison.RunRecord(tuple(records), {}, facts)
 
@@ -304,7 +304,7 @@ def test_samples_of_all_ranks_are_put_together(tmp_path):
         record = {"rank": rank, "steps": steps, "gradient_shares": {"w": 1.0}, "facts": {"rank": rank}}
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(record))
     found = comparison.read_run(tmp_path)
-    assert found.steps == (comparison.StepRecord(1, 2.0, 0.5, Counter(a=3, b=1)),)
+    assert found.steps == (comparison.TrainedStep(1, 2.0, 0.5, Counter(a=3, b=1)),)
     assert (found.gradient_shares, found.facts) == ({"w": 1.0}, {"rank": 0})
 
 

@@ -91,7 +91,7 @@ def test_rank_0_writes_and_the_other_does_not(ranks: Ranks) -> None:
     assert ranks.calls == [["save"], []]
 
 
-def test_ranks_that_made_different_numbers_of_saves_count_anew_with_a_new_store(ranks: Ranks) -> None:
+def test_ranks_that_made_different_numbers_of_saves_count_from_zero_with_a_new_store(ranks: Ranks) -> None:
     for path in ("out", "out"):
         ranks.saver(0)("model", path)  # Rank 1 was stopped before the first of them.
     ranks.renew()

@@ -261,7 +261,7 @@ def test_pickle_that_somebody_puts_into_the_store_is_not_loaded(tmp_path: Path) 
         ("no json", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"round": {"object": "os.system"}}', "'object' is no kind of value"),
+        ('{"round": {"object": "os.system"}}', "'object' is not a kind of value"),
         ('{"round": {"time": "x"}}', "cannot be read"),
         ('{"participants": {"dict": [[{"dict": []}, 1]]}}', "cannot be read"),
         ('{"round": 1}', "another version of torch"),

@@ -294,7 +294,7 @@ raise Mute("no", hint="yes")
 
 
 def test_rank_that_has_said_why_it_ends_ends() -> None:
-    # A thread that waits for ever, as one of a process group.
+    # A thread that waits forever, as one of a process group.
     found = run_code(STUCK)
     interrupted, failed = found.stdout.splitlines()
     assert (found.returncode, interrupted) == (ConfigError.exit_code, "interrupted KeyboardInterrupt: ")

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.row import Scope, rows
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Piece
 from unsloth_multigpu.step.feed import StepFeed
@@ -186,6 +187,42 @@ def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
     manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
         DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
+
+
+def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_be_dealt(monkeypatch):
+    monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
+    own = type("OwnLoader", (Maker, Losing), {})
+    for options in ({}, {"resume": "auto", "on_nan": "skip", "inexact": "raise"}):
+        manager = SimpleNamespace(config=MultiGPUConfig(**options), identity=SINGLE_PROCESS)
+        assert not DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
+    manager = SimpleNamespace(config=MultiGPUConfig(balance="tokens"), identity=SINGLE_PROCESS)
+    with pytest.raises(SetupError, match="Maker builds batches of its own"):
+        DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
+
+
+OF_THE_PLANNER = {
+    "balance": "tokens",
+    "max_tokens_per_micro_batch": 64,
+    "micro_batch_overhead_tokens": 64.0,
+    "micro_batch_floor_tokens": 64.0,
+    "rank_speeds": (1.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_PLANNER)
+def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(name):
+    assert OF_THE_PLANNER.keys() == {n for n, row in rows(MultiGPUConfig).items() if Scope.PLANNER in row.scopes}
+    # GRPO and RLOO have this argument.
+    trainer = Losing(steps_per_generation=2)
+    config = MultiGPUConfig(**{name: OF_THE_PLANNER[name]})
+    steered = DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO), None, BeatPage(None, 0))
+    with pytest.raises(
+        SetupError, match=f"^{name}=.* deals samples by their length, but .* makes its samples"
+    ) as error:
+        steered._deals_steps()
+    assert error.value.hint == "Leave it out for this trainer."
+    other = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    assert not DDPTrainer(trainer, other, None, BeatPage(None, 0))._deals_steps()
 
 
 class Pass(torch.utils.data.DataLoader):

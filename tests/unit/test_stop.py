@@ -204,14 +204,14 @@ def test_page_forgets_the_attempt_before(stop, asked):
             "/out/checkpoint-4",
             "saved",
             "auto",
-            "stopped by SIGTERM after step 4. The same command goes on from /out/checkpoint-4.",
+            "stopped by SIGTERM after step 4. The same command resumes from /out/checkpoint-4.",
         ),
         (
             "stopped",
             "/out/checkpoint-4",
             "saved",
             "off",
-            "stopped by SIGTERM after step 4. resume='auto' lets the same command go on from /out/checkpoint-4.",
+            "stopped by SIGTERM after step 4. With resume='auto' the same command resumes from /out/checkpoint-4.",
         ),
         ("stopped", "", "saved", "off", "stopped by SIGTERM after step 4. Nothing was saved."),
         (
@@ -220,7 +220,7 @@ def test_page_forgets_the_attempt_before(stop, asked):
             "late",
             "auto",
             "stopped by SIGTERM: the ranks did not stop within grace_s=5 s and were ended after step 4. "
-            "The same command goes on from /out/checkpoint-2.",
+            "The same command resumes from /out/checkpoint-2.",
         ),
         ("training", "", "at once", "off", "stopped by SIGTERM, all ranks have ended."),
     ],

@@ -157,7 +157,7 @@ def test_server_takes_the_gradient_of_rank_0_and_waits_for_its_turn_no_longer_th
 
 
 @pytest.mark.parametrize("control", ["should_save", "should_evaluate", "should_training_stop", None])
-def test_ranks_meet_where_somebody_reads_the_weights(control):
+def test_ranks_meet_before_weights_are_read(control):
     flags = dict.fromkeys(("should_save", "should_evaluate", "should_training_stop"), False)
     asked = SimpleNamespace(**{name: name == control for name in flags})
     met = []
@@ -193,7 +193,7 @@ def test_exchange_steers_one_model_and_says_what_broke_it():
         frozen = nn.Linear(3, 2).requires_grad_(False)
         for model in (trainer.model, frozen):
             assert trainer.accelerator.prepare_model(model) is model
-        with pytest.raises(SetupError, match="A Linear is trained beside the Trainer's model"):
+        with pytest.raises(SetupError, match="A Linear is trained in addition to the Trainer's model"):
             trainer.accelerator.prepare_model(nn.Linear(3, 2))
         raise KeyError
     assert trainer.saved_after == ["met"]

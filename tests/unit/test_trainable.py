@@ -64,7 +64,7 @@ def test_accumulated_gradients_are_not_left_behind_by_a_change_within_a_step():
             trainer.training_step(trainer.model, torch.ones(1, 1))
 
 
-def test_ddp_of_the_script_is_not_made_anew():
+def test_ddp_of_the_script_is_not_made_again():
     trainer = Half()
     with followed(trainer, sync="ddp"):
         trainer.training_step(trainer.model, torch.ones(1, 1))

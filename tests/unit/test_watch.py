@@ -15,8 +15,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import watch as module
 from unsloth_multigpu.launch import watchdog
+from unsloth_multigpu.launch.launcher import _Supervisor
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.beat import Beat, BeatPage, Node, Phase
@@ -146,6 +148,39 @@ def test_rank_that_is_not_to_be_judged_is_left_alone(ranks: Callable, kind: str,
     wait_until(lambda: len(watch.events()) >= 4)
     with pytest.raises(subprocess.TimeoutExpired):
         still.wait(2.5)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_error_that_ends_the_watch_ends_the_run(
+    ranks: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_beats(_: Path) -> dict[int, Beat]:
+        raise LookupError("a page of another kind")
+
+    watch, _ = ranks("wait")
+    watch.check()
+    assert not watch.has_failed
+    monkeypatch.setattr(module, "read_beats", read_beats)
+    wait_until(lambda: watch.has_failed)
+    message = r"can no longer watch its ranks, so it ended them \(LookupError: a page of another kind\)"
+    with pytest.raises(LaunchError, match=message) as error:
+        watch.check()
+    assert isinstance(error.value.__cause__, LookupError)
+    assert str(tmp_path) in error.value.hint
+    # The supervisor says it once more for the user and leaves with its exit code, without asking the watch again.
+    supervisor = _Supervisor(SimpleNamespace(), "run", tmp_path, tmp_path, watch, SimpleNamespace())
+    assert supervisor._tell_apart(error.value) == LaunchError.exit_code
+    assert "can no longer watch its ranks" in capsys.readouterr().err
+
+
+def test_engine_asks_the_watch_at_every_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    watch = SimpleNamespace(hear=None, check=lambda: asked.append("watch"))
+    stop = SimpleNamespace(turn=lambda: asked.append("stop"))
+    launcher = SimpleNamespace(command=[], num_ranks=1, config=MultiGPUConfig())
+    monkeypatch.setattr("unsloth_multigpu.launch.engine.run_elastic", lambda *args: args[-1].num_nodes_waiting())
+    _Supervisor(launcher, "run", tmp_path, tmp_path, watch, stop)._start()
+    assert asked == ["watch", "stop"]
 
 
 # Of no process.

@@ -274,6 +274,24 @@ def test_node_that_is_not_heard_is_named() -> None:
     assert judge(waits(), others=[lost], since_s=NOW_S - 9.5) is None
 
 
+def test_cut_wire_is_named_whatever_the_ranks_of_this_node_do() -> None:
+    lost = node(beat(still_s=1), unheard_s=11)
+    told = "all ranks of this node make no progress for 11 s (after step 12, asking the other ranks what comes next)"
+    # One rank looks into the store of the other node, and the other one is in the next collective already.
+    asks = beat(Phase.AGREE, collective=41)
+    expect(judge(asks, waits(collective=42), others=[lost]), None, f"{told}; node 1 (rank 2) has not")
+    # The pulse of one rank has not named the collective yet.
+    unnamed = beat(still_s=15, collective=41)
+    expect(judge(waits(), unnamed, others=[lost]), None, "all ranks of this node", "node 1 (rank 2) has not been heard")
+    # Before the node counts as lost, neither rank is blamed for it.
+    silent = node(beat(still_s=1), unheard_s=9)
+    assert judge(waits(), unnamed, others=[silent]) is None
+    assert judge(asks, waits(collective=42), others=[silent]) is None
+    # A rank that is behind by itself is blamed, and the lost node is told as well.
+    behind = beat(Phase.DATA, collective=40)
+    expect(judge(waits(), behind, others=[lost]), 1, "rank 1 hangs", "; node 1 (rank 2) has not been heard for 11 s")
+
+
 def test_rank_of_another_node_is_left_to_its_own_supervisor_first() -> None:
     assert judge(waits(), others=[node(beat(Phase.DATA, still_s=14, collective=40))]) is None
     hang = judge(waits(), others=[node(beat(Phase.DATA, still_s=16, collective=40))])

@@ -1,1 +1,1 @@
-"""Which checkpoint is whole, and where does a training go on?"""
+"""Which checkpoint is whole, and where does a training resume?"""

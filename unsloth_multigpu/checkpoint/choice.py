@@ -30,7 +30,7 @@ class Wanted:
     run_id: str | None = None
 
     def objection(self, manifest: Manifest, folder: Path) -> str | None:
-        """Why a checkpoint is not one to go on from, without a look at its files.
+        """Why a training cannot resume from a checkpoint, without a look at its files.
 
         Raises:
             ResumeError: It is of this training, but its steps are other ones.
@@ -105,7 +105,7 @@ def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:
         What is to be said about it.
 
     Raises:
-        ResumeError: It is not whole, or not one to go on from.
+        ResumeError: It is not whole, or the training cannot resume from it.
     """
     try:
         manifest = read_manifest(folder)

@@ -154,7 +154,7 @@ class Resume(Part):
             self._answers(lambda: Found(0, check_asked(named, any_training)))
         if step is not None:
             arguments["resume_from_checkpoint"] = asked = os.path.join(run_dir, f"checkpoint-{step}")
-            logger.info("the training goes on from %s", asked)
+            logger.info("the training resumes from %s", asked)
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
         if self._manifest is not None:

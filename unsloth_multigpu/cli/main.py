@@ -82,7 +82,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
     Returns options that stand before it, options that stand directly behind its name, and the program.
 
     Some commands also take options of their own directly after the name, up to the first unknown one, unless `--`
-    stands before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
+    is before the name. Not left to argparse, which takes `-h` and `--` out of the script's arguments in some
     versions of Python.
     """
     command = find_commands().get(arguments[0]) if arguments else None

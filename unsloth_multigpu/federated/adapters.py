@@ -14,7 +14,7 @@ from unsloth_multigpu.errors import FederatedError
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # NumPy has no bfloat16, and the server would average in half precision.
 _HALF = (torch.bfloat16, torch.float16)
-# Elements of a tensor that `look_at` takes at least, where there are so many.
+# Elements of a tensor that `look_at` takes at least, if there are that many.
 _NUM_LOOKED_AT = 64
 
 
@@ -94,7 +94,7 @@ def write_arrays(tensors: Mapping[str, torch.Tensor], arrays: ArrayRecord) -> No
 
 
 def frozen_layout(model: nn.Module) -> list[str]:
-    """What has to be equal beside the travelling tensors, one "name: value" each.
+    """What has to be equal in addition to the travelling tensors, one "name: value" each.
 
     Shapes of frozen parameters (adapters fit one another although the vocabularies of their base models differ), and
     the factor of each LoRA layer. A quantised weight counts with the shape that it had before.

@@ -31,7 +31,7 @@ _PLAIN = re.compile(r".+\.lora_B\.[^.]+\.bias")
 # 50 the next rounds learned worse (examples/experiments/federated_aggregation.py, learning rate 0.01): where A is small
 # B has to be large.
 _MAX_CONDITION = 5.0
-# Up to so many multiplications "mean" measures what it misses: about 10 s of one core. They grow with the square of
+# Up to this many multiplications "mean" measures what it misses: about 10 s of one core. They grow with the square of
 # clients x rank; 10 clients of rank 16 make 0.25e9 of a layer of 4096 x 4096.
 _MAX_MULTIPLICATIONS = 2e11
 # Travels as float32 (6e-8): what is smaller than this part of the largest singular value is rounding.

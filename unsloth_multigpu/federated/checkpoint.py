@@ -57,7 +57,7 @@ class SavedRound:
     Args:
         server_round: The last round that is in it.
         arrays: The global arrays after it.
-        residual: What exact aggregation of LoRA left beside them; None where there is nothing.
+        residual: What exact aggregation of LoRA left in addition; None where there is nothing.
         layout: Names and shapes of what does not travel.
         states: Each client's `Context.state`.
         strategy: What `pack_strategy` made of the strategy, with its tensors.
@@ -77,13 +77,13 @@ class SavedRound:
 
 
 def prepare_folder(output_dir: Path, resume: str | None) -> Path | None:
-    """Makes the folder, removes what a killed server left half written, and finds the round to go on from.
+    """Makes the folder, removes what a killed server left half written, and finds the round from which to resume.
 
     Returns:
         The folder of that round; None = from the beginning.
 
     Raises:
-        ConfigError: There are rounds that nothing says what to do with, or that are not of the training that goes on;
+        ConfigError: There are rounds and `resume` does not say what to do with them, or they are of another training;
             the folder cannot be made.
         ResumeError: The round that was named is not whole.
     """
@@ -98,7 +98,7 @@ def prepare_folder(output_dir: Path, resume: str | None) -> Path | None:
     if resume is None and rounds:
         raise ConfigError(
             f"output_dir={str(output_dir)!r} holds {rounds[-1].name} of an earlier training.",
-            hint="resume='auto' goes on from it; for a new training choose another output_dir or delete this one.",
+            hint="resume='auto' resumes from it; for a new training choose another output_dir or delete this one.",
         )
     if resume not in (None, "auto"):
         folder = Path(str(resume))
@@ -127,7 +127,7 @@ def write_round(output_dir: Path, saved: SavedRound, strategy: Strategy, facts: 
     """Writes a round as `round-K` and deletes all but it and the one before.
 
     Args:
-        facts: Settings that must be the same when the training goes on: name -> JSON value.
+        facts: Settings that must be the same when the training resumes: name -> JSON value.
 
     Returns:
         Attributes of the strategy that could not be stored.
@@ -170,7 +170,7 @@ def read_round(folder: Path, facts: Mapping[str, Any]) -> SavedRound:
     """A round that `write_round` wrote.
 
     Args:
-        facts: Settings of the training that goes on.
+        facts: Settings of the training that resumes.
 
     Raises:
         ResumeError: The settings differ; the message names the first that does.

@@ -32,7 +32,7 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 
 @dataclass(frozen=True)
 class FederatedClient:
-    """What `train_fn` and `evaluate_fn` get beside the model.
+    """What `train_fn` and `evaluate_fn` get in addition to the model.
 
     Args:
         client_id: 0 .. num_clients - 1: which part of the data this client has (Flower's "partition-id").
@@ -113,7 +113,7 @@ class ClientModel:
 
     Set before each client are the global weights and buffers, base weights with the residual, gradients, requires_grad,
     and the modules' attributes: train or eval mode, numbers, hooks, PEFT's active adapter, `forward` (mixed precision
-    wraps it anew in each Trainer). What lies deeper stays, as `model.config` and hooks of tensors. A client that
+    wraps it again in each Trainer). What lies deeper stays, as `model.config` and hooks of tensors. A client that
     replaced a parameter, changed a frozen one or moved the model has it built again for the next one.
     """
 

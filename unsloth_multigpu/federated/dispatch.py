@@ -117,7 +117,7 @@ class Queues:
                 self._waiting[device] += sorted(own, key=lambda task: order[task.client_id])
 
     def take(self, device: SlotDevice, running: Sequence[Task], memory: Mapping[SlotDevice, int]) -> Task | None:
-        """The next task for a slot of `device`; None if none waits, or none fits into memory beside those that run."""
+        """The next task for a slot of `device`; None if none waits, or none fits into memory with those that run."""
         place = Device(device.index, memory_bytes=self._limit(device, memory))
         beside = [self._client(task) for task in running]
         if own := self._waiting.get(device, []):

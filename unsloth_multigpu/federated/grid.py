@@ -46,7 +46,7 @@ class GridOptions:
         placement: "round_robin" = client_id % number of devices; "balanced" = by measured seconds and memory.
         log_dir: Where slots write what clients print, in slot_N.log.
         seed: Of the order in sets of texts, which is the same in all slots.
-        start_timeout_s: A slot that is not ready after so long has failed to start.
+        start_timeout_s: A slot that is not ready after this time has failed to start.
     """
 
     clients_per_gpu: int | Literal["auto"] = 1

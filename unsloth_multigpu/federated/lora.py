@@ -147,12 +147,12 @@ def save_adapter(
     residual together.
 
     Args:
-        arrays: The global state and `frozen_factors`. What is trained beside the adapter (biases, norms) is written,
+        arrays: The global state and `frozen_factors`. What is trained besides the adapter (biases, norms) is written,
             too: PEFT loads it into the base model.
         adapter_config: The text of `describe_adapter`.
 
     Raises:
-        FederatedError: One of A and B is missing: PEFT would start it anew when it loads the adapter.
+        FederatedError: One of A and B is missing: PEFT would initialize it again when it loads the adapter.
     """
     from safetensors.torch import save_file
 
@@ -175,7 +175,7 @@ def save_adapter(
 
 
 def _widen(state: dict[str, torch.Tensor], residual: ArrayRecord, factors: Mapping[str, float]) -> int:
-    """Puts the residual beside A and B, with rows of zeros up to one rank for all; returns that rank."""
+    """Appends the residual to A and B, with rows of zeros up to one rank for all; returns that rank."""
     wide = {}
     for name_a, name_b in find_pairs(state).items():
         a, b, factor = state[name_a], state[name_b], factors[name_a]

@@ -80,7 +80,7 @@ def deal(clients: Sequence[Client], devices: Sequence[Device], how: Placement) -
 
 
 def can_start(client: Client, device: Device, running: Iterable[Client]) -> bool:
-    """True if the client fits beside those that run on the device. On a free one, all that `deal` put there do."""
+    """True if the client fits with those that run on the device. On a free one, all that `deal` put there do."""
     if device.memory_bytes is None:
         return True
     return client.memory_bytes + sum(other.memory_bytes for other in running) <= device.memory_bytes

@@ -231,7 +231,9 @@ class SlotPool:
         others = [s for s in self.slots if s.device == slot.device and s is not slot and not s.is_retired]
         if not others or task.attempts >= _MAX_ATTEMPTS:
             return False
-        logger.warning("%s ran out of memory beside others; it is run once more, %s goes away", task.place(), slot)
+        logger.warning(
+            "%s ran out of memory with others on its device; it is run once more, %s goes away", task.place(), slot
+        )
         slot.end()
         slot.is_retired = True
         self._shrunk.add(slot.device)

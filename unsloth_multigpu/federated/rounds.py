@@ -63,11 +63,11 @@ class RoundPlan:
     """What does not change from round to round.
 
     Args:
-        config: Goes to every client in every round, beside "server-round".
+        config: Goes to every client in every round, in addition to "server-round".
         layout: Names and shapes of what does not travel.
         buffers: Names of arrays that are no parameters, as running statistics.
         evaluates: Whether clients evaluate.
-        facts: What a training that goes on must have in common with the one before.
+        facts: What a resumed training must have in common with the one before.
         output_dir: Where rounds are saved; None = nowhere.
         server_evaluate: Gets the round, the global arrays and the residual.
     """
@@ -95,7 +95,7 @@ class SteeredStrategy(Strategy):
 
     Args:
         strategy: Flower's; its state changes.
-        saved: The round to go on from.
+        saved: The round from which to resume.
         slots: Where the clients run, if it is this package's grid.
     """
 
@@ -236,7 +236,7 @@ class SteeredStrategy(Strategy):
         write_rounds(output_dir, [self._round], must_append=True)
         if left_out and not self._has_warned:
             self._has_warned = True
-            _log.warning("not saved, so a training that goes on starts anew with it: %s", ", ".join(left_out))
+            _log.warning("not saved, so a resumed training starts with its initial value: %s", ", ".join(left_out))
 
     def _judged(self, replies: Iterable[Message], kind: Kind) -> list[Message]:
         judged, failures = judge(

@@ -62,7 +62,7 @@ def layers_of(strategy: Strategy) -> Iterator[Strategy]:
 
 
 def check_strategy(strategy: Strategy, num_clients: int) -> None:
-    """Checks that the strategy can work with so many clients.
+    """Checks that the strategy can work with this number of clients.
 
     Raises:
         ConfigError: It would wait for more clients than there are, or has a loop of its own.
@@ -78,7 +78,7 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
             value = vars(layer).get(name)
             if isinstance(value, int) and value > num_clients:
                 raise ConfigError(
-                    f"{name}={value} of {kind}, but num_clients={num_clients}: it would wait for ever.",
+                    f"{name}={value} of {kind}, but num_clients={num_clients}: it would wait forever.",
                     hint=f"Set {name} to {num_clients} or less.",
                 )
 
@@ -132,7 +132,7 @@ def weight_key(strategy: Strategy) -> str:
 
 
 def describe(strategy: Strategy) -> dict[str, Any]:
-    """Class and plain settings of a strategy and of what it wraps, to be compared when a training goes on."""
+    """Class and plain settings of a strategy and of what it wraps, to be compared when a training resumes."""
     described: dict[str, Any] = {}
     name_of_layer = "strategy"
     for layer in layers_of(strategy):

@@ -1,4 +1,4 @@
-"""Training over any grid of Flower: goes on from a saved round, runs the rounds, keeps what came out."""
+"""Training over any grid of Flower: resumes from a saved round, runs the rounds, keeps what came out."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def train(
         saved.restore(strategy)
         if slots is not None:
             slots.load_client_states(saved.states)
-        _log.info("goes on after round=%d of %s", saved.server_round, folder)
+        _log.info("resumes after round=%d of %s", saved.server_round, folder)
     if options.output_dir is not None:
         write_rounds(Path(options.output_dir), saved.history.rounds if saved else [], must_append=False)
     if slots is not None:

@@ -113,7 +113,7 @@ class Outcome:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: TracebackType | None) -> bool:
         self.error = error
-        # sys.exit() in a client's function ends the client, not the slot. Ctrl-C and the like go on.
+        # sys.exit() in a client's function ends the client, not the slot. Ctrl-C and the like are passed on.
         return isinstance(error, Exception | SystemExit)
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ class Trained:
     """The global state after a training.
 
     Args:
-        residual: What exact aggregation of LoRA left beside the arrays, for the original base weights.
+        residual: What exact aggregation of LoRA left in addition to the arrays, for the original base weights.
     """
 
     arrays: ArrayRecord

@@ -1,4 +1,4 @@
-"""The contract of what exchanges gradients in DDP's place, as the rest of a training sees it."""
+"""The contract of a gradient exchange in place of DDP, as the rest of a training sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unsloth_multigpu.part import Part
 
 
 class GradientExchange(Part):
-    """Makes the ranks' gradients, or their weights, meet."""
+    """Exchanges gradients or weights between ranks."""
 
     place = "exchange"
 
@@ -22,12 +22,12 @@ class GradientExchange(Part):
 
     @property
     def are_replicas_equal(self) -> bool:
-        """False between two meetings of ranks that step by themselves."""
+        """False between two meetings, for ranks that step independently."""
         raise NotImplementedError
 
     @property
     def may_stop(self) -> bool:
-        """False where a stop would need one more meeting, which would make another training."""
+        """False where a stop would need an additional meeting, which would change the training."""
         raise NotImplementedError
 
     @property

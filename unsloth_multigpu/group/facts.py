@@ -32,16 +32,16 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
     names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
     facts: dict[str, Any] = {name: getattr(args, name) for name in names}
     facts["gradient_accumulation_steps"] = num_accumulated
-    # A trial of a search makes its model in the midst of train(); what is there now is of the one before, or nothing.
+    # A trial of a search makes its model inside train(). The model that is there now is an earlier trial's, or None.
     if trainer.model is not None and getattr(trainer, "hp_search_backend", None) is None:
         shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
         facts["trainable parameters"] = [len(shapes), digest_of(shapes)]
     facts |= {f"option {name}": value for name, value in config.of_the_run().items()}
-    # Without the part that tells for which CUDA torch was built.
+    # Without the suffix that names the CUDA version for which torch was built.
     installed = ((name, installed_version(name)) for name in ("unsloth_multigpu", *SUPPORTED))
     facts |= {f"version of {name}": version and version.partition("+")[0] for name, version in installed}
     facts["version of python"] = ".".join(platform.python_version_tuple()[:2])
-    # torch gives streams a method that raises.
+    # An IterableDataset of torch has a __getitem__, which raises.
     has_rows = hasattr(data, "__getitem__") and not isinstance(data, torch.utils.data.IterableDataset)
     if hasattr(data, "__len__") and has_rows:
         facts["samples"] = len(data)
@@ -57,7 +57,7 @@ def _stored_row(data: Any, index: int) -> Any:
 
 
 def _plain_values(value: Any) -> Any:
-    """The texts and numbers in a row. Other objects may be written differently on each rank: by their address, say."""
+    """The texts and numbers in a row. The text of other objects may differ between ranks, for example by an address."""
     if isinstance(value, Mapping):
         return {str(k): _plain_values(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

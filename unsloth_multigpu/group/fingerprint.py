@@ -47,7 +47,7 @@ def _parts(tokens: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
     parts = []
     for row, places in zip(tokens, positions, strict=True):
         starts = [start for start in (places == 0).nonzero().flatten().tolist() if start > 0]
-        # What stands before the first 0 is a part, too: the rest of a sample that was cut.
+        # The part before the first 0 counts as well: the rest of a sample that was cut.
         parts += [row[start:end] for start, end in pairwise([0, *starts, len(row)])]
     return parts
 

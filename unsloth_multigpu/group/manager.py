@@ -1,4 +1,4 @@
-"""DDPManager: this rank's device, the process group, and the few exchanges between ranks that are not gradients."""
+"""DDPManager: this rank's device, the process group, and the exchanges between ranks that are not gradients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DDPManager:
     def open_group(self) -> None:
         """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
         if self.identity.world_size == 1:
-            return  # One process has nobody to meet; the exchanges below give it back what it brings.
+            return  # For one process, the exchanges below return its own values.
         if not dist.is_initialized():
             timeout = timedelta(seconds=self.config.timeout_s)
             backend = self.config.ddp_backend or default_backend(local_device(self.identity, self.config).type)
@@ -119,15 +119,15 @@ class DDPManager:
     def agree_on_draws(self) -> None:
         """Gives this process the random generators of the rank that comes here first. No rank waits for another.
 
-        Where the script has seeded them before, all ranks have the same and nothing changes. Ranks that are started
-        again by torchrun get what the ranks before them had.
+        If the script has seeded them, they are equal on all ranks and nothing changes. Ranks that torchrun starts again
+        get the generators of the ranks before them.
         """
         mine = json.dumps([torch.initial_seed(), read_random_state()])
         seed, state = json.loads(self._store_of_run.compare_set("draws", "", mine))
         if not any(getattr(torch, name).is_initialized() for name in ("cuda", "xpu")):
             torch.manual_seed(seed)  # Also of the devices, once they are opened.
         write_random_state(state)
-        # Too late to change in this process, and `list(set(labels))` would be another list on each rank.
+        # A running process cannot change its string hash, and `list(set(labels))` would differ from rank to rank.
         string_hash = self._store_of_run.compare_set("string hash", "", _string_hash()).decode()
         if string_hash != _string_hash() and self._store_of_run.add("string hash told", 1) == 1:
             logger.warning(
@@ -189,7 +189,7 @@ class DDPManager:
         """Writes rank 0's values into every rank's tensors, bit by bit. Collective.
 
         Args:
-            tensors: Equally many of equal shapes and types on all ranks, wherever each of them lies.
+            tensors: The same number, shapes and dtypes on all ranks, each on any device.
         """
         device = _wire_device()
         for tensor in tensors:
@@ -203,7 +203,7 @@ class DDPManager:
                 plain.copy_(wire)
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of tensors of equal shapes, where `tensor` lies. Collective."""
+        """The sum over ranks of tensors of equal shapes, on the device of `tensor`. Collective."""
         if self.identity.world_size == 1:
             return tensor
         wire = tensor.to(_wire_device(), copy=True)
@@ -249,8 +249,8 @@ class DDPManager:
     def _finish(self, work: Any) -> None:
         """Waits for a collective and keeps its handle.
 
-        A thread of the backend lets go of it a moment after it is done. Were that the last reference, the thread would
-        need Python's lock to free the tensors, and a process that is just ending aborts then (SIGABRT, seen with gloo).
+        A thread of the backend drops its reference a moment after the collective is done. If it were the last one, the
+        thread would need Python's lock to free the tensors. An exiting process aborts then (SIGABRT, seen with gloo).
         """
         work.wait()
         self._last_works.append(work)
@@ -290,11 +290,11 @@ def local_device(identity: RankIdentity, config: MultiGPUConfig) -> torch.device
 def find_accelerator() -> torch.device | None:
     """The accelerator of this machine, like "cuda", without a number; None where none can be used. Opens none."""
     try:
-        # Not its check_available, which torch 2.6 has not; and that version's is_available() would open the device.
+        # Not its check_available, which torch 2.6 does not have. That version's is_available() would open the device.
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, where there is none.
         return None
-    # Apple's is one device that has no process group.
+    # Apple's device has no process group.
     if accelerator is None or accelerator.type == "mps" or not torch.get_device_module(accelerator).is_available():
         return None
     return accelerator
@@ -306,14 +306,14 @@ def default_backend(device_type: str) -> str:
 
 
 def gradient_backend(device: torch.device) -> str:
-    """The backend by which the default group sends tensors that lie on `device`."""
+    """The backend by which the default group sends tensors on `device`."""
     config = str(dist.get_backend_config())  # "cpu:gloo,cuda:nccl"
     return dict(part.split(":") for part in config.split(",")).get(device.type, "none")
 
 
 def _wire_device() -> torch.device:
-    """Where a tensor must lie for the default group to send it."""
-    # A group without a named backend has gloo for the CPU beside the accelerator's own.
+    """The device on which a tensor must be for the default group to send it."""
+    # A group without a named backend has gloo for the CPU in addition to the accelerator's own.
     if str(dist.get_backend()) not in ("nccl", "xccl"):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -323,7 +323,7 @@ def _wire_device() -> torch.device:
 
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
-    # Torch elastic serves a store for the ranks. Elsewhere rank 0 does, and init_process_group joins the same server.
+    # Torch elastic serves a store for the ranks. Otherwise rank 0 does, and init_process_group joins the same server.
     is_server = identity.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = TCPStore(
         identity.master_addr,

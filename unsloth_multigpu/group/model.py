@@ -1,4 +1,4 @@
-"""What lies inside of what others have put around it: the model, its config, torch's own optimizer."""
+"""The objects inside of wrappers: the model, its config, torch's own optimizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """Under which name a wrapper holds its model; None for a module that is no wrapper."""
+    """The name under which a wrapper holds its model; None for a module that is not a wrapper."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return "module"
-    # Importing the compiler takes a second; where nobody has, nothing is compiled.
+    # Importing the compiler takes a second. If it is not loaded, nothing is compiled.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
 

@@ -39,7 +39,7 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
 
 
 def device_in_use() -> str:
-    """The kind of accelerator that this process has opened; "cpu" before that: to ask one would open it."""
+    """The kind of accelerator that this process has opened; "cpu" before that: asking an accelerator would open it."""
     in_use = [name for name in ("cuda", "xpu") if getattr(torch, name).is_initialized()]
     return in_use[0] if in_use else "cpu"
 
@@ -60,7 +60,7 @@ def write_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Keeps what reading and collating a row may draw: the training must not miss it."""
+    """Restores the generators. Reading and collating a row may draw numbers, which the training must not notice."""
     import numpy
 
     python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
@@ -74,7 +74,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def seeded_draws(seed: int) -> Iterator[None]:
-    """Lets the three generators begin at `seed`, and puts them back. Generators of devices are left alone."""
+    """Seeds the three generators with `seed`, and restores them at the end. Generators of devices are left alone."""
     import numpy
 
     with kept_random_state():
@@ -85,7 +85,7 @@ def seeded_draws(seed: int) -> Iterator[None]:
 
 
 def draw_seed(*place: int) -> int:
-    """A seed of 63 bits for a place, such as (seed of the run, epoch, step): neighbours have nothing in common."""
+    """A seed of 63 bits for a place, such as (seed of the run, epoch, step); unrelated to that of the next place."""
     return digest_int64(repr(place).encode()) % 2**64 >> 1
 
 

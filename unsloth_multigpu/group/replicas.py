@@ -53,18 +53,18 @@ class ReplicaProof:
         """True at the end of a training whose last step was not due, or whose weights were loaded after it."""
         return self._last_equal_step is not None and (is_reloaded or self._last_equal_step != step)
 
-    def check(self, model: nn.Module, step: int, beside: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    def check(self, model: nn.Module, step: int, others: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         """Compares this rank with the others. Collective: one all_gather of two numbers where all are equal.
 
         Args:
             model: The model without DDP's wrapper.
             step: Finished optimizer steps.
-            beside: Names and tensors that are trained and no part of it.
+            others: Names and tensors that are trained but are not part of the model.
 
         Raises:
             DivergenceError: On every rank; it names ranks and tensors.
         """
-        named = [*replicated_tensors(model), *beside]
+        named = [*replicated_tensors(model), *others]
         hashes = tensor_hashes([p for _, p in named])
         parts = [(n, p) for n, p in model.named_parameters() if p.requires_grad and is_sharded(p)]
         every = str([(n, tuple(p.shape), p.dtype) for n, p in (*named, *parts)])
@@ -121,10 +121,10 @@ class ReplicaProof:
 def replicated_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Names and tensors that are trained and must be equal on all ranks, in the order of the model's parameters.
 
-    Not those that DDP was told to leave to each rank, and not sharded ones. Of a subclass that wraps tensors, as
-    torchao's do, those within.
+    Without tensors that DDP was told to ignore, and without sharded ones. A subclass that wraps tensors, as torchao's
+    do, gives the inner ones.
     """
-    # DDP takes a name of the outermost module with a dot before it, too.
+    # DDP also accepts a name of the outermost module with a leading dot.
     ignored = {name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not is_sharded(p)]
     named = [(n, p) for n, p in trained if n not in ignored]
@@ -139,7 +139,7 @@ def _plain_tensors(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Ten
 
 
 def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A signed 64-bit hash of each tensor's bits, computed where it lies.
+    """A signed 64-bit hash of each tensor's bits, computed on its device.
 
     The bits of each element, read as an integer, times an odd 64-bit weight of its position, summed modulo 2^64. An odd
     weight has an inverse there, so any change in one element, of one bit or of many, changes the hash for certain.
@@ -155,7 +155,7 @@ def tensor_hashes(tensors: Sequence[torch.Tensor]) -> list[int]:
                 longest = max(t.numel() for t in tensors if t.device == tensor.device)
                 weights[tensor.device] = _odd_weights(min(size, max(1, longest)), tensor.device, seed=0)
             sums.append(_chunk_sums(tensor, weights[tensor.device]))
-        # One copy from each device, and not one for each tensor.
+        # One copy from each device, not one for each tensor.
         every = [chunk for chunks in sums for chunk in chunks]
         numbers = {d: iter(torch.stack([chunk for chunk in every if chunk.device == d]).tolist()) for d in weights}
     factors = _odd_weights(max(map(len, sums), default=0), torch.device("cpu"), seed=1).tolist()
@@ -227,7 +227,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Those that a checkpoint keeps; others are what each replica computes for itself, such as tables of positions."""
+    """Buffers that a checkpoint keeps. Each replica computes the other ones itself, such as tables of positions."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

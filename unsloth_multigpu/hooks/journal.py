@@ -17,7 +17,7 @@ _MAX_FILES = 10_000
 _READ_LIMIT_S = 60.0
 
 
-class Exchange(Protocol):
+class KeyStore(Protocol):
     """The methods of a `DDPManager` for keys that all ranks see."""
 
     def publish(self, key: str, value: str = "") -> None: ...
@@ -61,20 +61,20 @@ class Journal:
         self.files: dict[str, tuple[int, tuple[int, int, int]]] = {}
         self._num_applied = 0
 
-    def begin(self, manager: Exchange, entry: Entry) -> int:
+    def begin(self, manager: KeyStore, entry: Entry) -> int:
         """Publishes what rank 0 is about to do; returns its number."""
         self.entries.append(entry)
         number = len(self.entries) - 1
         publish_now(manager, f"saves/{number}", json.dumps([entry.what, entry.path, entry.target, entry.is_removal]))
         return number
 
-    def end(self, manager: Exchange, number: int, **outcome: Any) -> None:
+    def end(self, manager: KeyStore, number: int, **outcome: Any) -> None:
         """Publishes how it went."""
         self._close(self.entries[number], outcome)
         publish_now(manager, f"saves/{number}/done", json.dumps(outcome))
         self._apply()
 
-    def read(self, manager: Exchange) -> list[Entry]:
+    def read(self, manager: KeyStore) -> list[Entry]:
         """All entries that rank 0 has begun by now. Does not wait."""
         while manager.is_published(f"saves/{len(self.entries)}"):
             text = manager.wait_for(f"saves/{len(self.entries)}", "rank 0", timeout_s=_READ_LIMIT_S)
@@ -85,7 +85,7 @@ class Journal:
         self._apply()
         return self.entries
 
-    def wait(self, manager: Exchange, number: int, *, timeout_s: float) -> dict[str, Any]:
+    def wait(self, manager: KeyStore, number: int, *, timeout_s: float) -> dict[str, Any]:
         """Waits until rank 0 has done it, and returns how it went.
 
         Raises:
@@ -124,7 +124,7 @@ class Journal:
                     self.files[entry.target + file[len(entry.path) :]] = (number, fact[1])
 
 
-def publish_now(manager: Exchange, key: str, value: str = "") -> None:
+def publish_now(manager: KeyStore, key: str, value: str = "") -> None:
     """Publishes, and returns when others see it: a store's `set` returns before that, and files are faster."""
     manager.publish(key, value)
     manager.is_published(key)

@@ -153,7 +153,7 @@ class SaveGate:
             path = _path_of(args, kwargs)
             if self._depth:
                 kwargs = self._given(args, kwargs)
-            # A file object is the rank's own. Savers call each other; the outermost call stands for all of them.
+            # A file object is the rank's own. Savers call each other; the outermost call counts for all of them.
             if path is None or (self._depth and (self._is_writer or runs_everywhere)):
                 return original(*args, **kwargs)
             if self._depth:

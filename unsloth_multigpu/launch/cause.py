@@ -11,22 +11,22 @@ from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
 
-# The text that gloo, NCCL and the store give when *another* rank went away: a consequence, never the cause.
+# Errors of gloo, NCCL and the store that say that *another* rank went away: a consequence, never the cause.
 _COMMUNICATION_ERROR = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|connectFullMesh|NCCL|DistBackendError|DistNetworkError"
     r"|DistStoreError|Timed out waiting|Broken pipe|Socket Timeout|RankTimeoutError",
     re.IGNORECASE,
 )
 
-# After these a rank has said why it ends.
+# Events by which a rank says why it ends.
 _ENDS = ("left_training", "exception")
 # Exit codes of ranks that the supervisor has stopped.
 _SENT_TO_SURVIVORS = (-signal.SIGTERM, -signal.SIGINT)
 # A signal has asked the run to stop.
 STOPS = ("stopping", "stopped")
-# A KeyboardInterrupt has ended the script. Its own, unless a signal has come to the supervisor.
+# A KeyboardInterrupt has ended the script. It is the script's own unless the supervisor received a signal.
 INTERRUPTED = "interrupted"
-# What is known of a hang: said by the supervisor, and not by the rank.
+# A hang is reported by the supervisor, not by the rank.
 HANG = "hang"
 
 
@@ -118,14 +118,14 @@ def find_cause(
 def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | None:
     """The last word of a rank that is gone without an error while another rank is inside `train()`.
 
-    Training is collective: whoever is missing makes the others wait for ever.
+    Training is collective: the other ranks would wait forever for a rank that is missing.
 
     Args:
         events: All ranks' events of one attempt, oldest first.
         gone: Ranks whose process has ended.
     """
     if any(event.kind in STOPS for event in events):
-        return None  # Asked to stop: one rank leaves while another still writes, and the deadline is the stop's own.
+        return None  # While the run stops, one rank may leave while another still saves; `grace_s` limits that.
     last: dict[int, Event] = {}
     for event in events:
         if event.kind == HANG:
@@ -144,7 +144,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
 def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, step: int) -> Cause:
     code = int(left.facts.get("exit_code", max(0, exit_codes.get(left.rank, 0))))
     if left.kind == "left_training" and "exit_code" not in left.facts:
-        # No exit: an error came out of train(), and the script has caught it.
+        # The process has not exited: train() raised an error, and the script caught it.
         error = str(left.facts["error"]).strip().split("\n")[0].rstrip(".: ")
         ended = f" and ended with exit code {code}" if is_gone else ""
         message = f"rank {left.rank} left train() by an error {_where(step)}, which its script caught{ended}"
@@ -156,12 +156,12 @@ def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, 
 
 def _is_communication_error(event: Event) -> bool:
     error = str(event.facts.get("error", ""))
-    # NCCL words its own lack of memory like a broken connection.
+    # When NCCL itself runs out of memory, its error reads like a broken connection.
     return "ran out of memory" not in error and bool(_COMMUNICATION_ERROR.search(error))
 
 
 def _is_second_hand(event: Event) -> bool:
-    """True for an error that another rank's error made, and that says so."""
+    """True for an error that says that another rank's error caused it."""
     return re.match(r"DistributedError: rank \d+ failed ", str(event.facts.get("error", ""))) is not None
 
 
@@ -172,7 +172,7 @@ def _from_exception(event: Event) -> Cause:
 
 
 def _hint(event: Event) -> str:
-    """What to do about an error that is not ours, but comes of being a rank."""
+    """What to do about an error of the script that occurs only because the process is a rank; "" for others."""
     error = str(event.facts["error"])
     if event.rank > 0 and error.startswith("EOFError: EOF when reading a line"):
         return "Hint: Ranks above 0 have no input; pass the value as an argument.\n"

@@ -1,4 +1,4 @@
-"""What a script draws without a seed: the same on all ranks of a run, another in each run."""
+"""Random numbers that a script draws without a seed: the same on all ranks of a run, different in each run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def generator_digests() -> dict[str, str]:
 def seed_unseeded(run_seed: int, seeded: Mapping[str, str]) -> None:
     """Seeds those generators that the script has not seeded itself.
 
-    A generator that nobody has seeded begins with another state in each process. Where this process finds the state
-    that its supervisor had at the same line of the script, the script has made it.
+    A generator without a seed starts with a different state in each process. Where this process finds the state
+    that its supervisor had at the same line of the script, the script has seeded the generator.
 
     Args:
         run_seed: 0 .. 2^32 - 1.
         seeded: The supervisor's `generator_digests`.
     """
-    import numpy  # noqa: F401  # Where it is loaded later it would begin with a state of its own.
+    import numpy  # noqa: F401  # If it were loaded later, its state would differ between ranks.
 
     here = generator_digests()
     for name, (_, seed) in _generators().items():

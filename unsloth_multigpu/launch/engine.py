@@ -17,10 +17,10 @@ from unsloth_multigpu.launch.rendezvous import Rounds
 from unsloth_multigpu.launch.watch import POLL_S
 from unsloth_multigpu.options import ENV_LOG_DIR_OF_RUN, MultiGPUConfig, num_nodes
 
-# How long the engine lets a rank that it ends go on after SIGTERM.
+# How long the engine waits after SIGTERM before it kills a rank.
 _SHUTDOWN_LIMIT_S = 30
 # The first rank of a node keeps the terminal; the others write to their log and read nothing. `exec` keeps the process
-# id. Torch counts the restarts of each node apart; what ranks of all nodes read must be one number.
+# id. Torch counts restarts on each node separately, but all ranks must read the same number.
 _RANK_SHELL = f"""
 if [ -n "${ENV_ROUND}" ]; then export TORCHELASTIC_RESTART_COUNT="${ENV_ROUND}"; unset {ENV_ROUND}; fi
 if [ "$LOCAL_RANK" = 0 ]; then exec "$@"; fi
@@ -38,14 +38,14 @@ def run_elastic(
     Args:
         run_id: Identifier of the run.
         run_dir: The run's private folder.
-        rounds: Hears of every start of the ranks, and may refuse one.
+        rounds: Is told of every start of the ranks, and may refuse it.
 
     Raises:
-        LaunchError: The nodes could not meet, or do not any more.
+        LaunchError: The nodes could not meet, or lost each other.
         ChildFailedError: Torch's, with the exit code of each rank that failed.
         SignalException: Torch's, where a signal or `rounds` ended the run.
     """
-    # The engine writes a log of its own about what is told better elsewhere; each of its loggers has its own level.
+    # The engine's own log repeats what this package reports. Each of its loggers has a level of its own.
     for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -66,7 +66,7 @@ def run_elastic(
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
         **_shutdown_limit(),
     )
-    # Elastic fills in templates such as ${local_rank}; a dollar of the user's must arrive as it was.
+    # Elastic expands templates such as ${local_rank}; a dollar sign in the user's command must stay unchanged.
     arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *command)]
     try:
         elastic_launch(launch_config, "/bin/sh")(*arguments)

@@ -97,7 +97,7 @@ class _Supervisor:
             return self._tell_failure({})
         except ChildFailedError as failed:
             return self._tell_failure({rank: failure.exitcode for rank, failure in failed.failures.items()})
-        # A script may catch what a signal makes train() raise, and end well.
+        # A signal makes train() raise. A script may catch that and end with exit code 0.
         if self.stop.signal_number:
             self._tell_stop()
         return 0
@@ -111,14 +111,19 @@ class _Supervisor:
             self.stop.begin_round(attempt)
             self.watch.begin_round(attempt)
 
+        def turn() -> None:
+            self.watch.check()
+            self.stop.turn()
+
         command, num_ranks, config = self.launcher.command, self.launcher.num_ranks, self.launcher.config
-        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, self.stop.turn)
+        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, turn)
         run_elastic(command, num_ranks, config, self.run_id, self.run_dir, rounds)
 
     def _tell_apart(self, apart: LaunchError) -> int:
         self.watch.close()
-        if {event.kind for event in self.watch.events()} & {HANG, "exception"} == {"exception"}:
-            # Why the ranks were to be started again; a hang is told before.
+        kinds = set() if self.watch.has_failed else {event.kind for event in self.watch.events()}
+        if kinds & {HANG, "exception"} == {"exception"}:
+            # This error is why the ranks were to be started again. A hang has been reported earlier.
             _tell(self.watch.cause({}), self.log_dir, self.launcher.num_ranks)
         tell(f"\nunsloth_multigpu: {apart}\n")
         return apart.exit_code
@@ -150,9 +155,9 @@ def _end_engine(signal_number: signal.Signals) -> NoReturn:
 def rank_environment(
     config: MultiGPUConfig, num_ranks: int, run_dir: Path, log_dir: Path, run_id: str, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables that all ranks get beside those of torch elastic; what the user has set stays.
+    """The variables that all ranks get in addition to those of torch elastic. What the user has set is kept.
 
-    Threads are shared out: without a limit every rank would start one thread for each core.
+    CPU threads are divided: without a limit every rank would start one thread for each core.
     """
     from unsloth_multigpu.launch.draw import generator_digests
 
@@ -180,14 +185,14 @@ def exit_like(code: int) -> None:
     """Ends this process as `DDPLauncher.run` says: with an exit code, or by the signal -code."""
     try:
         for stream in (sys.stdout, sys.stderr):
-            # Its reader may be gone; None or closed: this process was started without it.
+            # The reader of the stream may be gone. The stream is None or closed if the process was started so.
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         if code < 0:
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
     finally:
-        # The script must not go on in the supervisor, not even in an `except SystemExit` around the user's line.
+        # The script must not continue in the supervisor, not even in an `except SystemExit` around the user's line.
         os._exit(code if code >= 0 else 128 - code)
 
 

@@ -1,8 +1,8 @@
 """Which nodes take part in a round: torch elastic's rendezvous, with a limit for every wait and a store for each round.
 
-Torch's own handler reuses one store for all rounds, counts restarts for each node apart, and may block for minutes in a
-call to a store whose machine went away without a word. It also unpickles whatever lies in that open store: here nodes
-tell each other of a rendezvous in JSON.
+Torch's own handler reuses one store for all rounds, counts restarts on each node separately, and may block for minutes
+in a call to a store whose machine disappeared. It also unpickles whatever is in that open store. Here nodes exchange
+the state of a rendezvous as JSON.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ T = TypeVar("T")
 ENV_ROUND = "ROUND_OF_ALL_NODES"
 # How long a round of MIN:MAX nodes waits for more once MIN are there.
 LAST_CALL_S = 10.0
-# A call to a store that is there takes milliseconds.
+# A call to a store that can be reached takes milliseconds.
 CALL_LIMIT_S = 15.0
-# Nothing depends on the others hearing that this node ends.
+# No result depends on whether the other nodes are told that this one ends.
 GOODBYE_LIMIT_S = 3.0
 _LAST_TO_LEAVE_S = 1.0
 _POLL_S = 1.0
@@ -68,7 +68,7 @@ Hear = Callable[[Sequence[Node]], Mapping[int, Beat]]
 
 
 def make_handler(config: MultiGPUConfig, run_id: str, hear: Hear) -> RendezvousHandler:
-    """How the nodes of this run meet. With several nodes, waits until the one that serves `rdzv_endpoint` is there.
+    """How the nodes of this run meet. With several nodes, waits until `rdzv_endpoint` is served.
 
     Raises:
         LaunchError: It cannot be reached, or was not there within `timeout_s`.
@@ -77,13 +77,13 @@ def make_handler(config: MultiGPUConfig, run_id: str, hear: Hear) -> RendezvousH
 
 
 class NodesRendezvous(RendezvousHandler):
-    """Lets this node meet the others at `rdzv_endpoint`, and go on without those that went away.
+    """Lets this node meet the others at `rdzv_endpoint`, and continue without nodes that went away.
 
     Args:
         config: The run's options.
         run_id: Name of the run among those that meet there.
-        hear: Told about once a second what is known of the other nodes of the round, in a thread of its own; returns
-            the latest beats of this node's ranks, which the other nodes hear then.
+        hear: Gets, about once a second and in a thread of its own, what is known of the other nodes of the round.
+            Returns the latest beats of this node's ranks, which are sent to the other nodes.
     """
 
     # Ranks connect to a store of a supervisor instead of opening their own.
@@ -148,9 +148,9 @@ class NodesRendezvous(RendezvousHandler):
         """Waits for the nodes of the next round; the ranks that start then inherit its number.
 
         Raises:
-            RendezvousError: Fewer than the fewest nodes came, the run was closed, or the store does not answer.
+            RendezvousError: Fewer nodes than the minimum came, the run was closed, or the store does not answer.
         """
-        # Behind a cut wire a call hangs until the wire is mended.
+        # While the network is cut, a call blocks until the connection is back.
         if not self._lock.acquire(timeout=self._config.timeout_s):
             raise RendezvousTimeoutError("the store does not answer")
         try:
@@ -161,7 +161,7 @@ class NodesRendezvous(RendezvousHandler):
             self._lock.release()
 
     def _serve_ranks(self, info: RendezvousInfo) -> RendezvousInfo:
-        """A store for the ranks of this round alone, without addresses and keys of the ranks before them."""
+        """A store for the ranks of this round alone, without addresses and keys of earlier ranks."""
         key = "unsloth_multigpu/ranks"
         if info.rank == 0:
             listener = listen_at(self._address, 0)
@@ -207,13 +207,13 @@ class NodesRendezvous(RendezvousHandler):
                     if isinstance(error, RendezvousError) and isinstance(error.__cause__, DistNetworkError):
                         self._lost = error
                         return
-                    # A wire that is cut for a while mends; training goes on as long as its own connections hold.
+                    # A network that is cut may come back. Training continues while its own connections hold.
                     if not is_silent:
                         logger.warning("rdzv_endpoint=%s does not answer", self._config.rdzv_endpoint)
                     is_silent = True
 
     def _exchange_beats(self) -> None:
-        """Hears how the ranks of the other nodes are, and says how those of this one are."""
+        """Receives how the ranks of the other nodes are, and sends how those of this node are."""
         if self._info is None:
             return
         store, others = self._info.store, list(self._others)
@@ -250,7 +250,7 @@ class NodesRendezvous(RendezvousHandler):
             return False
 
     def _leave(self) -> None:
-        """The store goes with the node that serves it: where all end together, that one ends last."""
+        """The store ends with the node that serves it. If all nodes end together, that node must end last."""
         key = f"unsloth_multigpu/{self._run_id}/left/{self._round}"
         self._store.add(key, 1)
         if self._is_server:
@@ -283,7 +283,7 @@ def _beats_key(node: int) -> str:
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
-    """Calls in a thread: a socket whose other end is gone without a word blocks until the kernel gives up.
+    """Calls in a thread: a socket whose other end disappeared blocks until the kernel gives up.
 
     Raises:
         RendezvousTimeoutError: It took longer than `limit_s`; the thread is left behind.
@@ -304,9 +304,9 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
 
 
 class PlainStateBackend(RendezvousBackend):
-    """Stands before a backend of torch's. What torch unpickles was pickled in this process.
+    """Wraps a backend of torch's, so that torch unpickles only what this process has pickled.
 
-    The store has no authentication: who reaches its port can still disturb the run, but execute nothing.
+    The store has no authentication: whoever reaches its port can still disturb the run, but cannot execute code.
 
     Args:
         backend: Keeps the state's bytes where all nodes find them.
@@ -317,14 +317,14 @@ class PlainStateBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """Name of the backend behind."""
+        """Name of the wrapped backend."""
         return str(self._backend.name)
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """The pickled state and its version, None before the first.
 
         Raises:
-            RendezvousStateError: What is stored is no state.
+            RendezvousStateError: What is stored is not a state.
         """
         found = self._backend.get_state()
         return None if found is None else (_pickled(found[0]), found[1])
@@ -336,7 +336,7 @@ class PlainStateBackend(RendezvousBackend):
             The state that is stored now, its version, and whether it is the one given.
 
         Raises:
-            RendezvousStateError: What is stored is no state.
+            RendezvousStateError: What is stored is not a state.
         """
         plain = json.dumps({name: _encode(value) for name, value in vars(pickle.loads(state)).items()})
         found = self._backend.set_state(plain.encode(), token)
@@ -350,7 +350,7 @@ def _pickled(plain: bytes) -> bytes:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RendezvousStateError(f"The rendezvous state in the store cannot be read: {error}") from error
     if values.keys() != vars(state).keys():
-        raise RendezvousStateError("The rendezvous state in the store is that of another version of torch.")
+        raise RendezvousStateError("The rendezvous state in the store was written by another version of torch.")
     vars(state).update(values)
     return pickle.dumps(state)
 
@@ -380,4 +380,4 @@ def _decode(value: Any) -> Any:
         return {_decode(v) for v in content}
     if kind == "dict":
         return {_decode(k): _decode(v) for k, v in content}
-    raise ValueError(f"{kind!r} is no kind of value")
+    raise ValueError(f"{kind!r} is not a kind of value")

@@ -1,4 +1,4 @@
-"""Several nodes: by which address and interface of this machine the others are reached."""
+"""Several nodes: which address and interface of this machine reach the other nodes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def shared_seed(config: MultiGPUConfig) -> int:
 def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
     """Variables that name the network interface of gloo and NCCL.
 
-    One node stays on its loopback interface. With several, gloo would take the interface of this host's name, which
-    often is loopback; it gets the one that leads to `rdzv_endpoint`. NCCL finds all that are there.
+    With one node, only its loopback interface is used. With several, gloo would take the interface of this host's name,
+    which often is loopback; it gets the one that leads to `rdzv_endpoint`. NCCL finds all interfaces itself.
 
     Raises:
         LaunchError: `rdzv_endpoint` names no host that this machine can reach.
@@ -67,7 +67,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """A listening socket at that place, None where the address is not this machine's or another process has the port.
+    """A listening socket at that address, None where the address is not this machine's or another process has the port.
 
     Args:
         host: An address or a name that resolves.

@@ -1,4 +1,4 @@
-"""The pulse of a rank: a thread that says twice a second that the process lives, and in which collective it waits."""
+"""The pulse of a rank: a thread that reports twice a second that the process lives and in which collective it waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.stack import stack_path
 
 PERIOD_S = 0.5
-# What torch raises for a group that is just coming or going, and what a version gives that writes its records
-# otherwise. A thread that ends by it would make the rank look hung.
+# What torch raises while a group is opened or closed, and what a torch version with another form of records causes. The
+# thread must survive them: without a pulse the rank would look hung.
 _NOT_THERE = (RuntimeError, AttributeError, ValueError, LookupError, TypeError)
 
 
@@ -33,10 +33,10 @@ def start_pulse(
         run_dir: The run's private folder.
         rank: This rank.
         hang_timeout_s: The supervisor's limit. The name of a collective costs up to 0.1 s, so it is asked for
-            only when a rank has stood still for half of it.
+            only when a rank has made no progress for half of it.
 
     Returns:
-        Ends the thread, and leaves SIGUSR2 alone again.
+        A function that ends the thread and unregisters SIGUSR2.
     """
     path = stack_path(run_dir, rank)
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -45,7 +45,7 @@ def start_pulse(
     stop = threading.Event()
     pulse = Pulse(page, hang_timeout_s)
     thread = threading.Thread(target=pulse.run, args=(stop,), name="unsloth_multigpu-pulse", daemon=True)
-    # A thread that comes back from torch when the interpreter is gone aborts the process.
+    # A thread that returns from torch after the interpreter has ended aborts the process.
     end = functools.partial(_end, stop, thread, file)
     atexit.register(end)
     thread.start()
@@ -81,13 +81,13 @@ class Pulse:
             self.beat()
 
     def beat(self) -> None:
-        """One beat. Takes 20 microseconds while the rank goes on."""
+        """One beat. Takes 20 microseconds while the rank makes progress."""
         page, now_s = self._page, time.monotonic()
         place = (last_collective(), page.step, page.phase, page.micro_batch)
         if place != self._place:
             self._place, self._since_s, self._operation = place, now_s, ""
         elif now_s - self._since_s > self._stall_s:
-            # Asked again after a while: the collective may have ended, and the rank be stuck behind it.
+            # Read again from time to time: the collective may have ended, and the rank may be stuck after it.
             self._since_s, self._operation = now_s - self._stall_s / 2, pending_operation()
         page.pulse(place[0], self._operation)
 
@@ -121,7 +121,7 @@ def pending_operation() -> str:
 
 
 def _recorders() -> list[Callable[..., Any]]:
-    """What writes the default group's records as JSON. NCCL has a recorder of its own, which others leave empty."""
+    """What writes the default group's records as JSON. NCCL has its own recorder, which is empty for other backends."""
     functions: Any = sys.modules.get("torch._C._distributed_c10d")
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     by_name = {name: getattr(functions, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")}

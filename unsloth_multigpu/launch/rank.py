@@ -1,4 +1,4 @@
-"""What a process does first when it is a rank: die with its supervisor, report its end, be quiet beside rank 0."""
+"""What a process does first when it is a rank: end with its supervisor, report its end, be quiet except on rank 0."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def enter_rank(
         hang_timeout_s: The supervisor's limit for a rank that makes no progress.
 
     Returns:
-        Where the rank's events go, None if another launcher started it, which then reports its end; and the page where
-        it says how far it is.
+        Where the rank's events go, or None if another launcher started it, which then reports its end; and the page on
+        which the rank writes its progress.
 
     Raises:
-        SetupError: A process that a rank started itself; it must not act as that rank.
+        SetupError: A rank started this process itself; it must not act as that rank.
     """
     from unsloth_multigpu.launch.pulse import start_pulse
 
@@ -51,10 +51,10 @@ def enter_rank(
         os.environ.update(identity.variables())
         return None, BeatPage(None, identity.rank)
     if identity.local_rank > 0 and not os.environ.get("PYTHONBREAKPOINT"):
-        os.environ["PYTHONBREAKPOINT"] = "0"  # There is nobody at its prompt; the one of rank 0 is for the user.
+        os.environ["PYTHONBREAKPOINT"] = "0"  # Only rank 0 has a prompt that the user sees.
     assert context.supervisor_pid is not None
     die_with_supervisor(context.supervisor_pid)
-    if sys.stderr is not None:  # Closed by whoever started the command.
+    if sys.stderr is not None:  # None if the command was started with stderr closed.
         faulthandler.enable()
     _ignore_stop_signal()
     beat = BeatPage(run_dir, identity.rank)
@@ -66,7 +66,7 @@ def enter_rank(
 
 
 def enter_notebook(identity: RankIdentity, run_dir: str, hang_timeout_s: float) -> tuple[BeatPage, Callable[[], None]]:
-    """Prepares this process as a rank of a notebook, whose kernel sees by itself how a cell ends.
+    """Prepares this process as a rank of a notebook, whose kernel itself sees how a cell ends.
 
     Args:
         identity: Place of this rank.
@@ -74,7 +74,7 @@ def enter_notebook(identity: RankIdentity, run_dir: str, hang_timeout_s: float) 
         hang_timeout_s: The kernel's limit for a rank that makes no progress.
 
     Returns:
-        The page where it says how far it is, and what ends its pulse.
+        The page on which the rank writes its progress, and a function that ends its pulse.
     """
     from unsloth_multigpu.launch.pulse import start_pulse
 
@@ -91,7 +91,7 @@ def _quiet_side_effects(identity: RankIdentity) -> None:
 
 
 def leave_group_at_exit(has_failed: Callable[[], bool]) -> None:
-    """Ends the group's threads with the process. Left to the interpreter's end they abort one whose work was done.
+    """Ends the group's threads when the process exits. If they run until the interpreter ends, they may abort it.
 
     Args:
         has_failed: Asked at exit: has an error ended this process? Then other ranks may not be there to take part.
@@ -113,7 +113,7 @@ def die_with_supervisor(supervisor_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() == supervisor_pid:
         return
-    # Either the supervisor died before the line above took effect, or this is no rank but a rank's child.
+    # Either the supervisor died before the line above took effect, or a rank started this process.
     try:
         os.kill(supervisor_pid, 0)
     except ProcessLookupError:
@@ -141,21 +141,21 @@ def _report_exception(identity: RankIdentity, events: EventWriter, run_dir: str,
         exit_code = error.exit_code if isinstance(error, MultiGPUError) else 1
         try:
             if issubclass(kind, KeyboardInterrupt):
-                # A signal that the supervisor has sent it says itself, once for all ranks.
+                # A signal that was sent to the supervisor is reported by the supervisor, once for all ranks.
                 events.write("interrupted", **facts, exit_code=128 + signal.SIGINT)
                 return
             events.write("exception", **facts, exit_code=exit_code)
         except OSError as full:
             tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")
         else:
-            # Rank 0 owns the terminal, where the supervisor prints the first failure's text once and first.
+            # The supervisor prints the first failure on the terminal. Rank 0 would print it there a second time.
             if identity.rank > 0:
                 tell(facts["traceback"])
-        # Last: where memory is used up, there is none for a thread either.
+        # Last, because no thread can be started when memory is used up.
         threading.Thread(target=_exit_after, args=(TEARDOWN_LIMIT_S, exit_code), daemon=True).start()
 
     def exiting() -> None:
-        # The run's folder is gone once the supervisor has ended, and nobody reads the event then.
+        # The folder is deleted when the supervisor has ended. The event has no reader then.
         if os.path.isdir(run_dir):
             events.write("exiting")
 

@@ -1,4 +1,4 @@
-"""One node meets itself: a store on a free port of the loopback interface, served by the supervisor."""
+"""The rendezvous of one node: a store on a free port of the loopback interface, served by the supervisor."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torch.distributed.rendezvous import TCPStore
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.wire.context import attempt_variables
 
-# A connection to this very machine.
+# Limit of a connection to this machine itself.
 _CONNECT_LIMIT_S = 5.0
 
 
 class Rounds(RendezvousHandler):
     """Counts how often the ranks are started, and passes everything on to the handler that lets nodes meet.
 
-    Torch elastic counts restarts after failures only, and not those because a node came or went.
+    Torch elastic counts only restarts after failures, not restarts because a node joined or left.
 
     Args:
         handler: Lets nodes meet.
-        begin_round: Told before each start of the ranks how many there were before. What it raises ends the run.
-        turn: Called about every 0.1 s while ranks run, in the engine's thread. What it raises ends the run.
+        begin_round: Called before each start of the ranks with the number of earlier starts. An exception ends the run.
+        turn: Called about every 0.1 s while ranks run, in the engine's thread. An exception ends the run.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Rounds(RendezvousHandler):
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """torch's own rendezvous listens on all interfaces, and a port that is looked for first can be taken meanwhile."""
+    """A store on loopback. torch's own listens on all interfaces, and its port can be taken before it is opened."""
 
     # Ranks connect to this store instead of opening their own.
     use_agent_store = True
@@ -125,7 +125,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def serve_store(host: str, port: int, descriptor: int, **options: Any) -> TCPStore:
-    """Serves a store on a socket that listens already: a port that is looked for first can be taken meanwhile.
+    """Serves a store on a socket that already listens, because a free port that is opened later may be taken by then.
 
     Args:
         host: This machine's address, as the others know it.
@@ -144,7 +144,7 @@ def serve_store(host: str, port: int, descriptor: int, **options: Any) -> TCPSto
 def listen_on_loopback() -> tuple[int, int]:
     """File and port of a socket that listens on a free port of 127.0.0.1, and has been reached there once.
 
-    torch would try for minutes to connect to a store that it cannot reach, and no signal comes through meanwhile.
+    torch would try for minutes to connect to a store that it cannot reach, without reacting to signals.
 
     Raises:
         LaunchError: There is no such address, or it cannot be reached.

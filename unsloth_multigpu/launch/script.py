@@ -15,7 +15,7 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
     """Builds the command line of a rank from this process's own.
 
     `python train.py --args`, `python -m pkg.train`, `python -c "..."` and interpreter options (`-X dev`, `-W error`)
-    come back as they were given.
+    are kept as they were given.
 
     Args:
         orig_argv: `sys.orig_argv`.
@@ -27,8 +27,8 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
     """
     if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
         raise SetupError(
-            "enable_multi_gpu() cannot start ranks from IPython at a terminal: what is typed there is no command that "
-            "can run twice, and there is no Jupyter kernel that could become rank 0.",
+            "enable_multi_gpu() cannot start ranks from IPython at a terminal: what is typed there is not a command "
+            "that can run twice, and there is no Jupyter kernel that could become rank 0.",
             hint="Use a notebook (`jupyter lab`), or run a script with `python train.py`, or set num_gpus=1.",
         )
     arguments = list(orig_argv[1:])
@@ -48,7 +48,7 @@ def relaunch_command(orig_argv: Sequence[str], main: ModuleType, executable: str
 
 
 def _find_program(arguments: Sequence[str]) -> tuple[int | None, bool]:
-    """Where the interpreter's own options end: index of the script, None if there is none; or True for -c and -m."""
+    """Where the interpreter's own options end: the index of the script; None without a script; True for -c and -m."""
     skip = False
     for i, argument in enumerate(arguments):
         if skip:
@@ -69,12 +69,12 @@ def _find_program(arguments: Sequence[str]) -> tuple[int | None, bool]:
 
 
 def _is_on_disk(main_file: str) -> bool:
-    """False for pipes and streams, which are empty when they are read again."""
+    """False for pipes and streams, which are empty when they are read a second time."""
     resolved = Path(main_file).resolve()
     return (resolved.is_file() or resolved.parent.exists()) and resolved.parts[1:2] not in (("dev",), ("proc",))
 
 
 def _is_program(argument: str, main_file: str) -> bool:
-    """True if `argument`, from the present folder, still is the program: its file, or the folder or zip around it."""
+    """True if `argument`, from the current folder, is still the program: its file, or the folder or zip around it."""
     path = Path(argument).resolve()
     return path.exists() and (path == Path(main_file).resolve() or path == Path(main_file).resolve().parent)

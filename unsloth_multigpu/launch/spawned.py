@@ -1,4 +1,4 @@
-"""A process that multiprocessing has started: a helper of a script, or a rank of a launcher that starts functions.
+"""A process that multiprocessing started: a helper of a script, or a rank of a launcher that starts functions.
 
 Data loaders and `Dataset.map` start helpers, which may import the script and must do nothing there.
 `torch.multiprocessing.spawn`, accelerate's `notebook_launcher` and Lightning start ranks in the same way.
@@ -24,7 +24,7 @@ _SPAWN = "torch.multiprocessing.spawn"
 
 
 def is_helper() -> bool:
-    """True in a process that is no rank and starts none; False in any that multiprocessing has not started.
+    """True in a process that multiprocessing started to be a helper: it is not a rank and starts none. Else False.
 
     Raises:
         SetupError: It is one of several ranks, but its variables do not say which.
@@ -63,7 +63,7 @@ def find_role(
 
     Args:
         environment: Its variables.
-        parents: Those that the process which started it was itself started with.
+        parents: The variables with which its parent process was started.
         own_pid: Its process id.
         group_size: Ranks of the process group that it has opened, 0 = none.
         is_spawned_by_torch: `torch.multiprocessing.spawn`, or what builds on it, has called the user's function.
@@ -75,7 +75,7 @@ def find_role(
         SetupError: It is one of several ranks, but its variables do not say which.
         LaunchError: The variables contradict each other or are incomplete.
     """
-    # Ranks of ours are commands. A rank that multiprocessing started has left its process id for its helpers.
+    # This package starts ranks as commands. A rank that multiprocessing started leaves its process id for its helpers.
     is_of_a_rank = ENV_RUN_DIR in environment or environment.get(ENV_RANK_PID, str(own_pid)) != str(own_pid)
     own = None if is_of_a_rank else read_identity(environment)
     if own is not None and own.world_size > 1:
@@ -100,7 +100,7 @@ def _is_same(own: RankIdentity, parents: Mapping[str, str]) -> bool:
 
 
 def _environment_of(pid: int) -> dict[str, str]:
-    """The variables with which a process was started; none where the system does not tell."""
+    """The variables with which a process was started; empty where the system does not tell."""
     try:
         return dict(psutil.Process(pid).environ())
     except psutil.Error:

@@ -17,10 +17,10 @@ from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.process import kill_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# The engine asks every 0.1 s while ranks run. When it has not asked for so long it is closing them, or waits for nodes.
+# The engine asks every 0.1 s while ranks run. If it has not asked for this long, it is closing them or waits for nodes.
 _QUIET_S = 1.0
-# What the same command meets again however often it is started. A script's own exit codes say nothing to us: those
-# failures are tried again, as max_restarts asks.
+# Failures that would repeat at each start. The meaning of a script's own exit codes is not known, so those failures are
+# tried again, as max_restarts asks.
 _PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
 
 
@@ -32,8 +32,8 @@ class Stop:
     """Owns the supervisor's signals while ranks run.
 
     The first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 while a rank is inside `train()` asks the ranks to save and to stop.
-    The second, one while nobody trains, and the end of `grace_s` stop them at once; SIGHUP as well, since rank 0
-    writes to a terminal that is gone then. A signal that was ignored when this process began (nohup, a job in the
+    The second signal, a signal while no rank trains, and the end of `grace_s` stop them at once. So does SIGHUP: the
+    terminal to which rank 0 writes is gone then. A signal that was ignored when this process began (nohup, a job in the
     background) stays ignored.
 
     Args:
@@ -77,7 +77,7 @@ class Stop:
     def is_asked(self) -> bool:
         """True once a signal has come to this process, or to another node."""
         if self._received and not self.signal_number:
-            # It came while the engine was between two starts, or closing the ranks, and asked nobody.
+            # It came while the engine was between two starts or was closing the ranks, so no rank was asked.
             self.signal_number, self.how = self._received[0][0], "at once"
         return self.signal_number != 0
 
@@ -105,20 +105,20 @@ class Stop:
             elif time_s - self._first_s > REPEAT_S:
                 self._end_now("at once")
         if not self.signal_number and self._page.signal:
-            # A rank heard of it from another node.
+            # A rank was told of it by another node.
             self.signal_number, self._first_s = self._page.signal, self._turn_s
         if self.signal_number and self._turn_s > self._page.deadline_s and not self._is_script_at_work():
             self._end_now("late")
 
     def _is_script_at_work(self) -> bool:
-        """True where all ranks have left `train()` by a KeyboardInterrupt: what the script does then is its own."""
+        """True where all ranks have left `train()` by a KeyboardInterrupt: the script decides what it does then."""
         events = read_events(self._run_dir, self._attempt)
         kinds = {kind: {e.rank for e in events if e.kind == kind} for kind in ("started", "stopped")}
         return self.signal_number == signal.SIGINT and kinds["started"] == kinds["stopped"]
 
     def _own_signals(self) -> None:
-        # Torch elastic puts handlers of its own in their place each time that it starts ranks, and torch 2.6 cannot be
-        # told not to.
+        # Torch elastic installs its own handlers each time it starts ranks, and torch 2.6 has no option that prevents
+        # it.
         for signal_number, before in self._before.items():
             wanted = signal.SIG_IGN if before == signal.SIG_IGN else self._receive
             if signal.getsignal(signal_number) != wanted:
@@ -132,7 +132,7 @@ class Stop:
 
     def _begin(self, signal_number: int, time_s: float) -> None:
         self.signal_number, self._first_s = signal_number, time_s
-        # A page outlives its rank, and the next one is there only when its script has come so far.
+        # The page of an earlier rank is still there until the new rank's script reaches the line and makes its own.
         started = {e.rank for e in read_events(self._run_dir, self._attempt) if e.kind == "started"}
         beats = read_beats(self._run_dir)
         is_outside = all(b.phase is Phase.SCRIPT for r, b in beats.items() if r in started)
@@ -147,12 +147,12 @@ class Stop:
 
     def _end_at_once(self, signal_number: int) -> NoReturn:
         self.signal_number, self.how, self._is_over = self.signal_number or signal_number, "at once", True
-        # Scripts may catch Ctrl-C. The ranks must not take other signals for something else.
+        # Scripts may catch Ctrl-C, so it arrives as SIGINT. Ranks must not take other signals for a Ctrl-C.
         self._end(signal.SIGINT if signal_number == signal.SIGINT else signal.SIGTERM)
 
     def _end_now(self, how: str) -> NoReturn:
         self.how, self._is_over = how, True
-        # A rank may be stuck, stopped, or have a handler: the engine would wait half a minute for it.
+        # A rank may be stuck, be stopped, or handle SIGTERM itself: the engine would wait half a minute for it.
         for event in read_events(self._run_dir, self._attempt):
             if event.kind == "started":
                 kill_rank(int(event.facts["pid"]))
@@ -160,7 +160,7 @@ class Stop:
 
 
 def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float, resume: str) -> str:
-    """One or two sentences: where the ranks stopped, what is saved, how to go on.
+    """One or two sentences: where the ranks stopped, what is saved, how to resume.
 
     Args:
         events: All ranks' events of the last attempt, oldest first.
@@ -171,7 +171,7 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
     name = signal.Signals(stop.signal_number).name
     where = f"after step {step}" if step >= 0 else "before the first step"
     saved = [str(event.facts["checkpoint"]) for event in events if event.facts.get("checkpoint")]
-    way = "The same command goes on" if resume == "auto" else "resume='auto' lets the same command go on"
+    way = "The same command resumes" if resume == "auto" else "With resume='auto' the same command resumes"
     rest = f" {way} from {saved[-1]}." if saved else " Nothing was saved."
     if any(event.kind == "stopped" for event in events):
         return f"stopped by {name} {where}.{rest}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.cause import HANG, STOPS, Cause, Memory, find_cause, find_early_exit
 from unsloth_multigpu.launch.nodes import is_one_node
 from unsloth_multigpu.launch.watchdog import Hang, find_hang
@@ -33,11 +34,11 @@ from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
 logger = get_logger(__name__)
 
 POLL_S = 0.1
-# Ranks leave a training together, but never in the same instant.
+# Ranks leave a training together, but not at the same instant.
 _EARLY_EXIT_GRACE_S = 2.0
-# After an error Python still joins threads and runs exit handlers; a process group may block that for ever.
+# After an error Python still joins threads and runs exit handlers; a process group may block that forever.
 TEARDOWN_LIMIT_S = 3.0
-# A longer gap between two looks: this process was stopped, or its machine, and the ranks may have been as well.
+# A longer time between two looks means that this process or its machine was stopped, and perhaps the ranks too.
 _PAUSE_S = 5.0
 _STACK_LIMIT_S = 1.0
 _STACK_POLL_S = 0.01
@@ -45,11 +46,11 @@ _NUM_FRAMES = 8
 
 
 class Watch:
-    """Follows the ranks' events and pages in a thread, and ends ranks that would wait for ever.
+    """Follows the ranks' events and pages in a thread, and ends ranks that would wait forever.
 
     Args:
         run_dir: The run's private folder.
-        on_restart: Told why the ranks are started again, and for which time.
+        on_restart: Called with why the ranks are started again, and the number of the new attempt.
         log_dir: Where stacks of a hang are kept.
         num_ranks: Ranks of this node.
         config: The run's options.
@@ -77,6 +78,7 @@ class Watch:
         self._beats: dict[int, Beat] = {}
         self._own_beats: dict[int, Beat] = {}
         self._others: Sequence[Node] = ()
+        self._failure: BaseException | None = None
         self._last_look_s = time.monotonic()
         self._begin_attempt(0)
 
@@ -87,7 +89,7 @@ class Watch:
         self._is_told_to_end = False
         self._is_told = False
         self._hang: Event | None = None
-        # By process id, because a thread of the attempt before may be late.
+        # By process id, because a thread of the previous attempt may be late.
         self._exit_codes: dict[int, int | None] = {}
         self._pids: dict[int, int] = {}
         self.gone: set[int] = set()
@@ -104,17 +106,36 @@ class Watch:
         self._stop.set()
         self._thread.join()
 
+    @property
+    def has_failed(self) -> bool:
+        """True once the thread has ended by an error. `cause` and `events` may fail in the same way then."""
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Called by the engine's thread while the ranks run.
+
+        Raises:
+            LaunchError: The thread has ended by an error. The ranks would run on, and no hang would be noticed.
+        """
+        if self._failure is not None:
+            reason = f"{type(self._failure).__name__}: {self._failure}"
+            raise LaunchError(
+                f"The supervisor can no longer watch its ranks, so it ended them ({reason}).",
+                hint=f"If something deleted files in {self._run_dir}, exempt this folder from clean-up; else report "
+                "the traceback.",
+            ) from self._failure
+
     def hear(self, others: Sequence[Node]) -> Mapping[int, Beat]:
         """Takes what is known of the other nodes of this round. May be called in any thread.
 
         Returns:
-            The latest beats of this node's ranks; none unless all are at work.
+            The latest beats of this node's ranks; empty unless all of them run.
         """
         self._others = others
         return self._own_beats
 
     def begin_round(self, attempt: int) -> None:
-        """Called before the ranks are started for that time: says at once what a hang was, as nodes may meet late."""
+        """Called before the ranks are started. Reports a hang at once, because the nodes may take long to meet."""
         if self._hang is not None:
             self._is_told = True
             self._on_restart(self._find_cause(self._read_events(), {}), attempt)
@@ -151,6 +172,15 @@ class Watch:
         return events if self._hang is None else [*events, self._hang]
 
     def _run(self) -> None:
+        try:
+            self._follow_ranks()
+        except BaseException as error:
+            # Whatever the error is: if only this thread ended by it, the run would go on without hang detection, and
+            # nothing would say so. The engine's thread raises it in `check` and ends the run; here Python reports it.
+            self._failure = error
+            raise
+
+    def _follow_ranks(self) -> None:
         while not self._stop.wait(POLL_S):
             events = self.events()
             if not self.gone:
@@ -181,7 +211,7 @@ class Watch:
         self._own_beats = {r: b for r, b in self._beats.items() if r in pids}
         if self._find_hang(now_s) is None:
             return
-        # A page is read while it is written: its fields may be of two moments. A hang is there at the next look too.
+        # A page may be read while it is written, and then mixes two moments. A real hang is there at the next look too.
         time.sleep(POLL_S)
         beats = read_beats(self._run_dir)
         self._own_beats = {r: b for r, b in beats.items() if r in pids}
@@ -189,7 +219,7 @@ class Watch:
         if hang is None:
             return
         facts = self._describe(hang, self._collect_stacks(pids))
-        # A rank of another node is ended there; here its message is all that counts.
+        # A rank of another node is ended by its own supervisor. Here only the message counts.
         guilty = [r for r in pids if r == hang.rank]
         self._hang = Event(HANG, guilty[0] if guilty else -1, self._attempt, now_s, hang.step, facts)
         # The engine sees that a rank has ended, and ends the others.
@@ -210,7 +240,7 @@ class Watch:
                     send_signal(pid, signal.SIGCONT)
         deadline_s, sizes = time.monotonic() + _STACK_LIMIT_S, [-1]
         while time.monotonic() < deadline_s:
-            # Short: a rank that was stopped goes on, once it has written where it stood, until it is killed.
+            # Short: a rank that was stopped runs on after it has written its stacks, until it is killed.
             time.sleep(_STACK_POLL_S)
             before, sizes = sizes, [path.stat().st_size for path in paths.values() if path.exists()]
             if sizes == before and all(sizes):
@@ -220,7 +250,7 @@ class Watch:
             stacks[rank] = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
             try:
                 _write_private(self._log_dir / path.name, stacks[rank])
-            except OSError as full:  # The ranks are ended all the same.
+            except OSError as full:  # The ranks must be ended in any case.
                 logger.warning("stacks of rank=%d are not kept: %s", rank, full)
         return stacks
 
@@ -250,7 +280,7 @@ class Watch:
         has_left = find_early_exit(events, gone) is not None
         failed = {e.rank for e in events if e.kind in ("exception", HANG)}
         has_failed = bool(failed & gone) or any(self._own_exit_codes().values()) or self._hang is not None
-        # Where a signal ends the run, the others have the stop's own time for their checkpoint.
+        # While a signal ends the run, the other ranks have until `grace_s` to save.
         is_stopping = any(e.kind in STOPS for e in events)
         if is_stopping or not (has_left or has_failed):
             self._ending_since_s = None
@@ -261,7 +291,7 @@ class Watch:
             self._is_told_to_end = True
             self._signal_all(pids, alive, signal.SIGTERM)
         elif waited_s > TEARDOWN_LIMIT_S:
-            # A handler of the script's own never runs while the main thread waits in native code.
+            # A handler of the script never runs while the main thread waits in native code, so SIGKILL is needed.
             self._signal_all(pids, set(alive) - failed, signal.SIGKILL)
 
     def _signal_all(self, pids: dict[int, int], ranks: Collection[int], signal_number: signal.Signals) -> None:

@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 
 from unsloth_multigpu.wire.beat import Beat, Node, Phase
 
-# A rank may be silent for so many times `hang_timeout_s`.
+# A rank may be silent for `hang_timeout_s` times the factor of its phase.
 _FACTORS = dict.fromkeys((Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE), 1)
 _FACTORS |= {Phase.FILL: 5, Phase.EVALUATE: 5}
 # Between two steps: callbacks may generate a sample, a tracker may wait for its server.
 _CALLBACKS_FACTOR = 5
 # Loading, saving, compiling, and all up to the end of a training's first step.
 LONGEST_FACTOR = 10
-# Whatever the limit is, a rank may be silent for so many times the longest work that this run has done: the next
-# micro-batch may be longer, and its device may have all of a step still to do.
+# Whatever the limit is, a rank may be silent for this factor times the longest work of this run so far: the next
+# micro-batch may be longer, and its device may still have a whole step to compute.
 _WORK_FACTOR = 10
-# Nodes say once a second how their ranks are. What is older says nothing of now.
+# Nodes report once a second how their ranks are. An older report says nothing about the present.
 _NEWS_S = 3.0
-# A rank of another node is left for so long to its own supervisor, which knows more of it.
+# A rank of another node is left to its own supervisor for this long, which knows more about it.
 _OTHERS_GRACE_S = 5.0
 
-# Outside the training: the rank's own business, and there may be hours of it.
+# Outside the training: the script's own work, which may take hours.
 _OUTSIDE = (Phase.SCRIPT, Phase.ENDED)
 
 _DOING = {
@@ -34,7 +34,7 @@ _DOING = {
     Phase.EVALUATE: "evaluating",
     Phase.SAVE: "saving",
     Phase.COMPILE: "compiling",
-    Phase.ENDED: "behind the last step",
+    Phase.ENDED: "after the last step",
     Phase.GENERATE: "generating samples",
     Phase.WARM_UP: "computing",
     Phase.FILL: "getting the first samples of an epoch",
@@ -44,12 +44,12 @@ _DOING = {
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that will not go on by themselves.
+    """Ranks that will not continue by themselves.
 
     Args:
         rank: The rank that the others wait for; None where none is to blame.
         message: What is known, without a full stop.
-        step: Last finished step of the rank, or of the rank that is least far.
+        step: Last finished step of the rank, or of the rank with the fewest.
     """
 
     rank: int | None
@@ -67,16 +67,16 @@ def find_hang(
 ) -> Hang | None:
     """Judges ranks by their latest beats.
 
-    A rank is hung when its pulse has stopped, or when its main thread has said nothing, for longer than its phase may
-    take. Not one that can be waiting for a rank that is still within its own limit: saving on rank 0 keeps the
-    others waiting, and they have its time. Ranks of other nodes count as soon as one of this node stands still.
+    A rank is hung when its pulse has stopped, or when its main thread has said nothing for longer than its phase may
+    take. A rank that may be waiting for another one is not hung while that one is within its own limit: while rank 0
+    saves, the others have its time. Ranks of other nodes are judged as soon as one of this node makes no progress.
 
     Args:
         beats: Of the ranks of this node that live and train.
         now_s: The time, on `time.monotonic`'s clock.
         hang_timeout_s: Limit of one micro-batch, or of getting one step's samples; 0 = nothing is judged. Longer where
             this run has done work that took a tenth of it or more. A node that is not heard for longer counts as lost.
-        since_s: What happened earlier does not count, because nobody watched, or the machine stood still.
+        since_s: What happened earlier does not count, because nothing was watched, or the machine was stopped.
         others: The other nodes of this round.
     """
     if hang_timeout_s <= 0:
@@ -106,9 +106,14 @@ def find_hang(
     if hang is None and not is_complete and _waits_for_others(known, hung, beats):
         waits = hung & beats.keys()
         if not lost_s and min(still_s[r] for r in waits) <= hang_timeout_s * LONGEST_FACTOR:
-            return None  # A rank of a node that is still to be heard may be saving.
+            return None  # A rank of a node that has not reported yet may be saving.
         return _blame_nodes({r: beats[r] for r in waits}, still_s, [n for n in others if n.index in lost_s], lost_s)
-    return _name_node(hang or _blame(known, hung, still_s), heard, beats)
+    if hang is None:
+        hang = _blame(known, hung, still_s)
+        if lost_s:
+            lost = _lost_nodes([n for n in others if n.index in lost_s], lost_s)
+            hang = replace(hang, message=f"{hang.message}; {lost}")
+    return _name_node(hang, heard, beats)
 
 
 def where(beat: Beat) -> str:
@@ -122,7 +127,7 @@ def where(beat: Beat) -> str:
 
 
 def _factor(beat: Beat) -> float:
-    # In a collective a rank does nothing that takes long itself; whom it waits for has the limit of its own phase.
+    # In a collective a rank does no long work itself; the rank that it waits for has the limit of its own phase.
     if beat.operation and beat.phase in (Phase.UPDATE, Phase.EVALUATE, Phase.SAVE):
         return 1
     if beat.phase == Phase.UPDATE and _is_between_steps(beat):
@@ -135,29 +140,29 @@ def _is_between_steps(beat: Beat) -> bool:
 
 
 def _may_wait_for(waiting: Beat, other: Beat) -> bool:
-    """True if `other` can still bring what a rank waits for that stands at `waiting`."""
+    """True if `other` can still do what the rank at `waiting` waits for."""
     if other.phase in _OUTSIDE:
-        # Before its training, or between two; one that is behind its last step comes to no other.
+        # It is before its training, or between two. A rank past its last step joins no other collective.
         return waiting.phase == Phase.SETUP or other.step < 0
     return not _is_before(waiting, other)
 
 
 def _is_before(one: Beat, other: Beat) -> bool:
-    """True if `one` has yet to do what `other` has done."""
+    """True if `one` has not yet done what `other` has done."""
     if one.collective != other.collective:
         return one.collective < other.collective
     return _place(one) < _place(other)
 
 
 def _place(beat: Beat) -> tuple[int, int, int]:
-    """Grows while a rank trains. UPDATE stands before a step's micro-batches and behind each of them."""
+    """Grows while a rank trains. UPDATE comes before a step's micro-batches and after each of them."""
     order = {Phase.SETUP: -1, Phase.DATA: 1, Phase.FILL: 1}
     order |= dict.fromkeys((Phase.COMPUTE, Phase.WARM_UP, Phase.COMPILE, Phase.GENERATE), 2)
     return beat.step, beat.micro_batch, order.get(beat.phase, 0)
 
 
 def _find_left(beats: Mapping[int, Beat], hung: Collection[int]) -> Hang | None:
-    """A rank that is behind its last step, while another waits for it in one more."""
+    """A rank that is past its last step, while another one waits for it in one more step."""
     is_known = any(b.operation for b in beats.values())
     for rank in sorted(hung):
         beat = beats[rank]
@@ -176,11 +181,13 @@ def _find_last(beats: Mapping[int, Beat], hung: Collection[int]) -> list[int]:
 
 
 def _waits_for_others(beats: Mapping[int, Beat], hung: Collection[int], own: Collection[int]) -> bool:
-    """True if ranks of nodes that are not heard can be to blame, because none that is known is busy or behind."""
+    """True if a rank of a node without news can be to blame, because no known rank is busy or behind."""
     last = _find_last(beats, hung)
-    if any(b.operation for b in beats.values()):
-        return all(beats[r].operation for r in last)
-    return set(own) <= set(last)
+    # Ranks at one place wait for the same, although the pulse of one may not have named its collective yet.
+    if set(own) <= set(last):
+        return True
+    # A rank in AGREE waits for the store, which another node may serve.
+    return all(beats[r].operation or beats[r].phase == Phase.AGREE for r in last)
 
 
 def _blame_nodes(
@@ -191,9 +198,13 @@ def _blame_nodes(
     doing = f"wait in {name} for {still_s[rank]:.0f} s" if name else f"make no progress for {still_s[rank]:.0f} s"
     why = "the connection between ranks is gone, or a device has stopped computing"
     if lost:
-        each = [f"node {n.index}{_ranks_of(n)} has not been heard for {lost_s[n.index]:.0f} s" for n in lost]
-        why = f"{', '.join(each)}: the connection is gone, or that machine"
+        why = _lost_nodes(lost, lost_s)
     return Hang(None, f"all ranks of this node {doing} ({where(beat)}); {why}", beat.step)
+
+
+def _lost_nodes(lost: Sequence[Node], lost_s: Mapping[int, float]) -> str:
+    each = [f"node {n.index}{_ranks_of(n)} has not been heard for {lost_s[n.index]:.0f} s" for n in lost]
+    return f"{', '.join(each)}: the connection is gone, or that machine"
 
 
 def _ranks_of(node: Node) -> str:
@@ -209,7 +220,7 @@ def _name_node(hang: Hang, heard: Sequence[Node], own: Collection[int]) -> Hang:
 
 
 def _blame(beats: Mapping[int, Beat], hung: Collection[int], still_s: Mapping[int, float]) -> Hang:
-    # Those that stand furthest back, and among them those that wait in no collective.
+    # The ranks that are furthest behind, and among these the ones that do not wait in a collective.
     last = _find_last(beats, hung)
     busy = [r for r in last if not beats[r].operation]
     silent_s = min(still_s[r] for r in last)

@@ -72,7 +72,7 @@ class SerialTrainer(Part):
 
     Attributes:
         moved_bytes: Gradients to the CPU and back, and weights to the replicas.
-        num_steps: Optimizer steps of this training, without those before a checkpoint that it goes on from.
+        num_steps: Optimizer steps of this training, without those before a checkpoint that it resumes from.
         report: Figures of the training, once it is over; None where one device had nothing to cut.
     """
 

@@ -1,4 +1,4 @@
-"""Cells as text: where the line stands, what only rank 0 runs, and what a worker runs again. Pure."""
+"""Cells as text: where `enable_multi_gpu()` is called, what only rank 0 runs, and what a worker runs again. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
         kind: "line" or "cell".
         name: Without its per cent signs.
         line: What follows it.
-        module: Where its function is defined; None = this shell does not know it.
+        module: Where its function is defined; None = the shell does not have it.
     """
     if module is None or f"{module}.".startswith((*FRONT_ENDS, _ALIASES)):
         return True
@@ -76,7 +76,7 @@ def parse_ranks(text: str, num_ranks: int) -> frozenset[int]:
     """Reads "0", "0,2" or "all".
 
     Raises:
-        ValueError: Another text, or a rank that there is not.
+        ValueError: Another text, or a rank that does not exist.
     """
     if text.strip() == "all":
         return frozenset(range(num_ranks))
@@ -140,11 +140,11 @@ def replay_sources(sources: Iterable[str], values: Mapping[str, Any]) -> list[st
     """The code that gives a worker what rank 0 has from these cells. Values that only rank 0 has are written into it.
 
     Args:
-        sources: Transformed cells, in order. One that is no Python did nothing and becomes "".
+        sources: Transformed cells, in order. A source that is not Python did nothing and becomes "".
         values: The variables of rank 0, as they are after the cells.
 
     Raises:
-        SetupError: A value is no plain data, or its variable was changed later.
+        SetupError: A value is not plain data, or its variable was changed later.
     """
     trees = [_parse(source) for source in sources]
     replay = _Replay(values, _changes(trees))
@@ -170,7 +170,7 @@ class _Replay(ast.NodeTransformer):
             raise _unknown(node, "and which was changed or lost since")
         literal = as_literal(self._values[name])
         if literal is None:
-            raise _unknown(node, f"and which is no plain data but {type(self._values[name]).__name__}")
+            raise _unknown(node, f"and which is not plain data but {type(self._values[name]).__name__}")
         node.value = ast.parse(literal, mode="eval").body
         return node
 
@@ -247,7 +247,7 @@ def as_literal(value: Any) -> str | None:
         if None in parts:
             return None
         plain = f"[{', '.join(map(str, parts))}]"
-        if type(value).__name__ == "SList":  # What `x = !cmd` gives: a list that can also be asked for `x.s`.
+        if type(value).__name__ == "SList":  # The type of `x = !cmd`: a list that also has `x.s`.
             return f"__import__('IPython.utils.text', fromlist=['SList']).SList({plain})"
         return plain if type(value) is list else f"tuple({plain})" if type(value) is tuple else None
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Where commands of a cell look up their variables, although functions of ours are between them and the cell."""
+"""The frame in which commands of a cell find their variables, although functions of this package are in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Puts an attribute on one object for a time."""
+    """Sets an attribute of one object temporarily."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     object.__setattr__(owner, name, value)
@@ -26,7 +26,7 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class UserFrame:
-    """The frame of the user's code that runs a command. IPython counts frames up to it, and ours are in between.
+    """The frame of the user's code that runs a command. IPython counts frames up to it, and this package adds frames.
 
     Each thread has its own: subshells run commands as well.
     """
@@ -36,7 +36,7 @@ class UserFrame:
 
     @contextmanager
     def at(self, frame: FrameType) -> Iterator[None]:
-        """Meanwhile `{name}` and `$name` of commands are looked up in this frame."""
+        """Inside, `{name}` and `$name` of commands are looked up in this frame."""
         token = self._frame.set(frame)
         try:
             yield
@@ -44,7 +44,7 @@ class UserFrame:
             self._frame.reset(token)
 
     def depth(self, depth: int) -> int:
-        """The `depth` for `var_expand` of IPython, for the function that stands in for it and calls this.
+        """The `depth` for `var_expand` of IPython, for the function that replaces it and calls this.
 
         Args:
             depth: What that function was given.

@@ -22,7 +22,7 @@ from torch.distributed import FileStore, Store
 
 from unsloth_multigpu.errors import RankTimeoutError
 
-# All ranks begin to make a group at the same time, so this is long.
+# All ranks begin to make a group at the same time, so this limit is long enough.
 _MEET_LIMIT_S = 60.0
 _POLL_S = 0.002
 
@@ -36,7 +36,7 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
 
     Args:
         run_dir: The run's private folder.
-        generation: Grows by one each time.
+        generation: Number of this group; it grows by one with each group.
         backend: "gloo", "nccl", "xccl".
         timeout_s: Limit of one collective, in seconds.
     """
@@ -44,7 +44,7 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
     if backend != "gloo":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     path = run_dir / f"store_{generation}"
-    # The store's own way to make it lets others read it.
+    # The store itself would make a file that others can read.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     store = FileStore(str(path), world_size)
     _meet(store, rank, world_size, min(timeout_s, _MEET_LIMIT_S))
@@ -99,7 +99,7 @@ def abort_group(pids: Sequence[int]) -> None:
 
 
 def _shut(descriptor: int, here: Address, there: Address) -> None:
-    """Shuts one connection, unless gloo has closed it by now: its descriptor may belong to something else then."""
+    """Shuts one connection, unless gloo has closed it: its descriptor may belong to something else by then."""
     try:
         own = os.dup(descriptor)
     except OSError:
@@ -109,7 +109,7 @@ def _shut(descriptor: int, here: Address, there: Address) -> None:
     except OSError:  # It is not a socket any more.
         os.close(own)
         return
-    with end, suppress(OSError):  # The other side may have been quicker.
+    with end, suppress(OSError):  # The other side may have shut it first.
         if (_address(end.getsockname()), _address(end.getpeername())) == (here, there):
             end.shutdown(socket.SHUT_RDWR)
 
@@ -134,7 +134,7 @@ def _connections(pid: int) -> list[tuple[int, Address, Address]]:
     """Descriptor, own address and the other side's of each TCP connection of a process; none if it has ended."""
     try:
         process = psutil.Process(pid)
-        # Kernels of older images hold psutil 5 from their start, where it has this name.
+        # Kernels of older images have imported psutil 5 already, which has this name.
         found = getattr(process, "net_connections", None) or process.connections
         connections = found(kind="tcp")
     except psutil.NoSuchProcess:

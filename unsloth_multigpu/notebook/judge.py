@@ -22,7 +22,7 @@ _CANCEL_AFTER_S = 0.2
 # raise that error, they leave by themselves meanwhile.
 _ASK_AFTER_S = 0.3
 _ASK_ABORT_AFTER_S = 0.8
-# The same after Stop, which has interrupted them already: a second interrupt would disturb the first one's clean-up.
+# The same after Stop, which has already interrupted them: a second interrupt would disturb the first one's clean-up.
 _ASK_AFTER_STOP_S = 0.5
 _ASK_ABORT_AFTER_STOP_S = 0.5
 _KILL_AFTER_S = 10.0
@@ -110,7 +110,7 @@ def _bring_workers_home(view: View) -> dict[Action, float]:
     if is_well or not view.pending:
         return {}
     if view.failure == "died" and view.main == "left":
-        return {Action.KILL: view.now_s}  # The kernel goes on alone in any case.
+        return {Action.KILL: view.now_s}  # The kernel continues alone in any case.
     if view.failure == "diverged":
         due_s = {Action.ASK: view.now_s}
         abort_after_s = _ABORT_AFTER_S["diverged"]
@@ -139,7 +139,7 @@ def find_divergence(
         main: What the kernel's main thread does.
         own: Number of the last collective that the kernel began.
         ended: Of each worker that has ended its part well or waits for rank 0, the number of its last collective.
-        running: The same of the others, as they said last.
+        running: The same of the other workers, as last reported.
         num_workers: Ranks above 0.
     """
     if main == "runs" and len(ended) == num_workers and ended and own > max(ended.values()) >= 0:

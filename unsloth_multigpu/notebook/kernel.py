@@ -59,7 +59,7 @@ class Cell:
         self.main = main
 
     def fail(self, kind: Kind, error: MultiGPUError) -> None:
-        """Notes the first fault of another rank."""
+        """Records the first fault of another rank."""
         if self.failure is None:
             self.failure_error, self.failure_s = error, time.monotonic()
             self.failure = kind
@@ -82,7 +82,7 @@ class Kernel:
         last_collective: Number of the last collective that this process has begun.
 
     Attributes:
-        changed: Notified by the monitor when a worker has said something or has ended.
+        changed: Notified by the monitor when a worker has sent something or has ended.
         attend: Set by the monitor: makes it look at once, because a cell begins or ends.
         is_undisturbed: No error may be raised in the main thread now.
         is_broken: After the last cell the state of the process group, or of some ranks, is unknown.
@@ -118,7 +118,7 @@ class Kernel:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Lets neither Stop nor the monitor raise in the main thread meanwhile. The monitor still sees Stop."""
+        """Inside, neither Stop nor the monitor raises in the main thread. The monitor still sees Stop."""
         if threading.get_ident() != self._main_thread or self.is_undisturbed:
             yield
             return
@@ -136,7 +136,7 @@ class Kernel:
             self.cell.is_stop_missed = True
 
     def wait_until_ready(self, limit_s: float) -> None:
-        """Waits until every worker takes orders.
+        """Waits until every worker is ready for messages.
 
         Raises:
             DistributedError: A worker has ended.
@@ -194,7 +194,7 @@ class Kernel:
 
         Args:
             source: As the user wrote it.
-            random_state: What the workers' generators begin with.
+            random_state: The state that the workers' generators get.
             task: Of a cell that awaits.
             execution_count: The cell's number in the notebook.
         """

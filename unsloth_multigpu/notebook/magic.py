@@ -34,7 +34,7 @@ class RankMagics:
     Args:
         shell: `get_ipython()`.
         kernel: Knows the workers.
-        publisher: Sends nothing in a cell that not all ranks run.
+        publisher: Sends nothing in a cell that only some ranks run.
         run_dir: The run's private folder, with the pages of all ranks.
         device_of: Names the device of a rank.
     """
@@ -78,7 +78,7 @@ class RankMagics:
                     sys.stdout.write(prefix_output(text, log_header(cell_number, self._source), worker.rank))
 
     def rank(self, line: str, cell: str) -> None:
-        """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others pass it over."""
+        """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others skip it."""
         ranks = read_ranks(line, len(self._kernel.workers) + 1)
         self._shown |= ranks - {0}
         if 0 in ranks:
@@ -91,11 +91,11 @@ class RankMagics:
             result.raise_error()
 
     def rank0(self, _line: str, cell: str) -> None:
-        """%%rank0: runs the cell on rank 0; the others pass it over."""
+        """%%rank0: runs the cell on rank 0; the others skip it."""
         self.rank("0", cell)
 
     def ranks(self, line: str) -> None:
-        """%ranks: who lives, where, and how busy; see `%ranks help`."""
+        """%ranks: which ranks are alive, on which device, and how busy; see `%ranks help`."""
         words = line.split()
         if words in (["on"], ["off"]):
             self._shows_all = words == ["on"]
@@ -110,7 +110,7 @@ class RankMagics:
 
     def _table(self) -> str:
         with self._kernel.changed:
-            # The workers run this cell too. One that has come to this line says that it waits.
+            # The workers run this cell too. A worker that has reached this line reports that it waits.
             self._kernel.changed.wait_for(lambda: all(map(self._is_idle, self._kernel.workers)), _IDLE_LIMIT_S)
         beats, now_s = read_beats(self._run_dir), time.monotonic()
         rows = [("rank", "pid", "device", "state", "step", "phase", "since", "RSS", "device memory", "log")]
@@ -139,7 +139,7 @@ class RankMagics:
 
 
 def _size_of(log: Path) -> int:
-    """0 where a cell has removed the folder of logs: no later cell may fail by that."""
+    """0 where a cell has removed the folder of logs: later cells must not fail because of that."""
     try:
         return log.stat().st_size
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def prefix_output(text: str, header: str, rank: int) -> str:
     Args:
         text: Its log from the begin of the cell on.
         header: See `log_header`; not shown.
-        rank: Which rank.
+        rank: The worker's rank.
     """
     before, _, after = text.rpartition(header)
     # A progress bar writes its line many times; the last one is what a terminal shows.
@@ -174,7 +174,7 @@ def _rss(pid: int) -> str:
 
 
 def _device_memory() -> list[str]:
-    """Memory in use on each visible NVIDIA card, by all processes. To ask CUDA would open each card here."""
+    """Memory in use on each visible NVIDIA card, by all processes. Asking CUDA would open each card in this process."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -1,4 +1,4 @@
-"""Watches the workers of a notebook from a thread of the kernel, and does what is due while a cell runs."""
+"""Watches the workers of a notebook from a thread of the kernel, and acts while a cell runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Monitor:
 
     Args:
         kernel: Workers and the cell that runs.
-        run_dir: The run's private folder, where ranks say how far they are.
+        run_dir: The run's private folder, where ranks write their progress.
         hang_timeout_s: See `MultiGPUConfig`.
         abort_own_group: Lets a collective of the main thread raise.
     """
@@ -78,7 +78,7 @@ class Monitor:
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 
     def close(self) -> None:
-        """Ends the thread and gives the signals back."""
+        """Ends the thread and restores the signals."""
         self._kernel.attend = lambda: None
         self._stack.close()
 
@@ -103,7 +103,7 @@ class Monitor:
 
     def _give_signals_back(self) -> None:
         now = signal.set_wakeup_fd(-1)
-        # A descriptor that other code has set since stays; the one from before may be closed by now.
+        # A descriptor that other code has set since is kept; the earlier one may be closed by now.
         with suppress(OSError, ValueError):
             signal.set_wakeup_fd(self._wakeup_before if now == self._write_end else now)
 
@@ -134,7 +134,7 @@ class Monitor:
         try:
             self._watch()
         except BaseException as error:
-            # Without this thread no cell would end: the kernel goes on alone.
+            # Without this thread no cell would end: the kernel continues alone.
             for worker in self._kernel.workers:
                 worker.kill(f"the kernel's monitor has failed ({type(error).__name__}: {error})")
                 worker.collect()
@@ -169,7 +169,7 @@ class Monitor:
             cell.stop_s = time.monotonic()
 
     def _is_heard(self, worker: WorkerProcess, descriptor: int) -> bool:
-        """Takes what has come from a worker; False if nothing more will come from this descriptor."""
+        """Reads what a worker has sent; False if nothing more will come from this descriptor."""
         kernel = self._kernel
         messages = worker.channel.receive() if descriptor == worker.channel.fileno() else None
         if messages is None and worker.exit_code is None:
@@ -241,7 +241,7 @@ class Monitor:
             self._pending_error = cell.failure_error or KeyboardInterrupt()
 
     def _look(self, cell: Cell) -> None:
-        """Looks for divergence and hangs, which no message tells."""
+        """Looks for divergence and hangs, which no message reports."""
         if cell.failure is not None or cell.stop_s is not None or time.monotonic() - self._looked_s < _LOOK_S:
             return
         self._looked_s = time.monotonic()
@@ -279,7 +279,7 @@ class Monitor:
         cell.fail("hung", error)
 
     def _place_of(self, rank: int) -> str:
-        """The user's line that a rank is in."""
+        """The line of the user's code that a rank executes."""
         path = stack_path(self._run_dir, rank)
         send_to_main_thread(self._kernel.pids[rank], signal.SIGUSR2)
         time.sleep(_STACK_S)  # The process writes its stacks meanwhile; a stopped one writes nothing.

@@ -1,4 +1,4 @@
-"""What a user does once in a notebook: log in, answer, mount, upload. Rank 0 does it, and the others take its value."""
+"""Actions for the user that run once in a notebook: log in, answer, mount, upload. All ranks get rank 0's result."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from unsloth_multigpu.patching import Patch
 
-# Called with what is done and how rank 0 does it; gives every rank what rank 0 got, as plain data.
+# Called with a description and what rank 0 runs. Every rank gets the result of rank 0, as plain data.
 Share = Callable[[str, Callable[[], Any]], Any]
-# What they begin with. Ranks above 0 go on with their value.
+# How the descriptions begin of calls whose result the ranks above 0 use.
 VALUE_KINDS = ("userdata.get(", "files.upload(")
 
 _ASKS = "It asks the user, who is asked once; the other ranks read the token from its file."
@@ -53,7 +53,7 @@ def _once(share: Share, target: str, original: Callable[..., Any]) -> Callable[.
 
     def once(*args: Any, **kwargs: Any) -> Any:
         results = []
-        # A token that is given to `login` is written nowhere.
+        # A token that is given to `login` is not written to a file.
         share(
             _call(name, args, kwargs) if module.startswith("google.") else f"{name}()",
             lambda: results.append(original(*args, **kwargs)),
@@ -79,5 +79,5 @@ def _files(share: Share, name: str, original: Callable[..., Any]) -> Callable[..
 
 
 def _call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """With what of its arguments is text, by which ranks know the call."""
+    """The name of a call with those arguments that are text. Ranks identify the call by it."""
     return f"{name}({', '.join(repr(text) for text in (*args, *kwargs.values()) if isinstance(text, str))})"

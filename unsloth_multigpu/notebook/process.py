@@ -1,4 +1,4 @@
-"""One worker process, as the kernel sees it, and the channel between the two."""
+"""One worker process, as the kernel sees it, and the channel between both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.wire.child import Child
 from unsloth_multigpu.wire.frames import Frames
 
-# A worker that reads no message for so long is killed. Its thread reads, unless native code holds Python's lock.
+# A worker that reads no message for this long is killed. Its thread reads, unless native code holds Python's lock.
 _SEND_LIMIT_S = 30.0
 _PROGRAM = "from unsloth_multigpu.notebook.worker import main; main()"
 
 
 class WorkerProcess(Child):
-    """Starts the process of a rank above 0, and keeps what it has told.
+    """Starts the process of a rank above 0, and keeps its messages.
 
     Args:
         rank: Which rank.
@@ -73,7 +73,7 @@ def died(worker: WorkerProcess) -> DistributedError:
     """The error that tells the user that a worker has ended."""
     return DistributedError(
         worker.describe_death(),
-        hint="This kernel goes on alone and keeps its model: save it. Restart the kernel to train on all ranks.",
+        hint="This kernel continues alone and keeps its model: save it. Restart the kernel to train on all ranks.",
     )
 
 
@@ -84,7 +84,7 @@ class Channel:
 
     Args:
         end: A connected stream socket, owned from now on.
-        send_limit_s: How long a message may wait for a reader that does not read; None = without limit.
+        send_limit_s: How long a message may wait for a reader that does not read; None = no limit.
     """
 
     def __init__(self, end: socket.socket, send_limit_s: float | None = None) -> None:
@@ -107,7 +107,7 @@ class Channel:
         messages = self._frames.receive()
         if messages is None:
             return None
-        # All of them, so that what the other side said last is known before its end is.
+        # All messages, so that the last one is known before the end of the other side.
         while self._frames.has_more() and (more := self._frames.receive()) is not None:
             messages += more
         return [json.loads(message) for message in messages]

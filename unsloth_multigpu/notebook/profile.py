@@ -21,7 +21,7 @@ from typing import Any
 from unsloth_multigpu.notebook.cell import FRONT_ENDS, as_literal, error_text
 from unsloth_multigpu.notebook.expand import attribute
 
-# Names of IPython, which each shell has, and a name that the debugger leaves.
+# Names of IPython, which each shell has, and a name that the debugger leaves behind.
 _NOT_SENT = re.compile(r"_i*\d*|_+|_[iod]h|In|Out|debugpy")
 # All of it goes into one environment variable, which may have 128 KiB on Linux.
 _NAME_CHARACTERS = 2_000
@@ -41,7 +41,7 @@ def describe_shell(shell: Any, bound: Collection[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if isinstance(app, InteractiveShellApp):
         options = {name: getattr(app, name) for name in InteractiveShellApp.class_trait_names(config=True)}
-    # Only what rank 0 has loaded. Extensions that speak to a front end need a kernel, which a worker has not.
+    # Only what rank 0 has loaded. Extensions that speak to a front end need a kernel, which a worker does not have.
     loaded = sorted(name for name in shell.extension_manager.loaded if not f"{name}.".startswith(FRONT_ENDS))
     return {
         "ipython_dir": shell.ipython_dir,
@@ -127,9 +127,9 @@ def shell_options(told: Mapping[str, Any]) -> dict[str, Any]:
 
     settings = Config(told["config"])
     settings.HistoryManager.enabled = False
-    # IPython keeps each traceback as text; other modes take seconds for one.
+    # IPython keeps each traceback as text; other modes take seconds for one traceback.
     settings.InteractiveShell.xmode = "Minimal"
-    # Its log file is rank 0's, and nobody can use a debugger in a worker.
+    # Its log file is rank 0's, and a worker has no prompt for a debugger.
     settings.InteractiveShell.update(logstart=False, logfile="", logappend="", pdb=False)
     return {
         "config": settings,
@@ -147,7 +147,7 @@ def start_alike(shell: Any, told: Mapping[str, Any]) -> list[str]:
         told: What `describe_shell` gave.
 
     Returns:
-        What has failed, an entry for each. As in a kernel, the rest is done nevertheless.
+        One entry for each failure. As in a kernel, the other steps are done in any case.
     """
     from IPython.core.shellapp import InteractiveShellApp
 
@@ -167,7 +167,7 @@ def start_alike(shell: Any, told: Mapping[str, Any]) -> list[str]:
         start_up.init_gui_pylab()
         start_up.init_extensions()
         start_up.init_code()
-        # A name that a startup file or an extension has bound stays as it is.
+        # A name that a startup file or an extension has bound is kept.
         lines = [line for name, line in told["names"].items() if name not in shell.user_ns]
         for line in [*told["magics"], *lines]:
             notes.log.info(line)

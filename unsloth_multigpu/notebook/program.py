@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ReplayedLineError(SetupError, ConfigError):
-    """Raised by the line in a cell that is run again, where rank 0's call has failed or was stopped."""
+    """Raised by `enable_multi_gpu()` in a cell that is run again, where rank 0's call has failed or was stopped."""
 
 
 class CellProgram:
@@ -101,7 +101,7 @@ class CellProgram:
         session.on_close.callback(end_pulse)
 
     def prepare(self, manager: DDPManager) -> None:
-        """The ranks meet by the store of their group, which a new group brings anew."""
+        """The ranks exchange values by the store of their group. A new group has a new store."""
         from unsloth_multigpu.notebook.group import store_of_group
 
         manager.connect_store = store_of_group
@@ -116,7 +116,7 @@ class CellProgram:
         return dist.is_initialized()
 
     def begin_training(self) -> int:
-        """Trainings are counted as they end: one that was cut off is the same training when its cell is run again."""
+        """Trainings are counted when they end: one that was cut off is the same training when its cell is run again."""
         self._num_begun += 1
         return self._num_finished
 
@@ -125,12 +125,12 @@ class CellProgram:
         self._num_finished += 1
 
     def note_training(self, loop: Loop) -> None:
-        """Keeps in mind a trainer that may have to be made equal on all ranks."""
+        """Remembers a trainer that may have to be made equal on all ranks."""
         if self._trainings is not None:
             self._trainings.note(self._num_begun - 1, loop)
 
     def note_wrapper(self, model: nn.Module) -> None:
-        """Keeps in mind a wrapper that holds the process group."""
+        """Remembers a wrapper that holds the process group."""
         if self._trainings is not None:
             self._trainings.note_wrapper(model)
 
@@ -145,7 +145,7 @@ class CellProgram:
             order: What `Notebook.open_group` sends.
 
         Raises:
-            DivergenceError: A trainer is another one on another rank. The group is there.
+            DivergenceError: A trainer differs between ranks. The group exists.
         """
         from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
 
@@ -153,7 +153,8 @@ class CellProgram:
         session, trainings = self.session, self.trainings
         if trainings is not None:
             trainings.unwrap()
-        abort_group(order["pids"])  # Collectives that nobody has waited for would keep it from ending.
+        # Collectives for which no rank has waited would keep the old group from ending.
+        abort_group(order["pids"])
         close_group()
         run_dir = RunContext.read(os.environ).run_dir
         assert run_dir is not None
@@ -205,13 +206,13 @@ class WorkerProgram(CellProgram):
         self._receiver = receiver
 
     def refuse_replay(self) -> None:
-        """Refuses a call of the line in a cell from before the one in which rank 0's call succeeded.
+        """Refuses a call of `enable_multi_gpu()` in a cell before the one in which rank 0's call succeeded.
 
         Raises:
             ReplayedLineError: Rank 0 has called it again since, in a later cell.
         """
         if self._receiver.is_replay:
-            raise ReplayedLineError("This call was made again since.", hint="Go on there.")
+            raise ReplayedLineError("This call was repeated in a later cell.", hint="Go on there.")
 
     def open_session(
         self,
@@ -221,7 +222,7 @@ class WorkerProgram(CellProgram):
         console: Console,
         context: RunContext,
     ) -> Session:
-        """As above. `disable_multi_gpu()` waits here for rank 0's, which ends this process: it runs nothing alone."""
+        """As above. `disable_multi_gpu()` waits here for rank 0's, which ends this process. It runs nothing alone."""
         session = super().open_session(opener, config, identity, console, context)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
         return session

@@ -42,8 +42,8 @@ class _Noted:
 class Trainings:
     """The trainers that this session has trained, by the number of their last training.
 
-    A number is noted once all ranks have agreed on the training, so it means the same trainer on all of them, also
-    where some have let go of theirs.
+    A number is recorded once all ranks have agreed on the training, so it means the same trainer on all of them, also
+    where some ranks have released theirs.
     """
 
     def __init__(self) -> None:
@@ -59,26 +59,26 @@ class Trainings:
         return any(trainer.is_in_train for noted in self._noted.values() if (trainer := noted.trainer()) is not None)
 
     def note(self, number: int, loop: Loop) -> None:
-        """Keeps in mind a trainer that is about to be steered.
+        """Remembers a trainer that is about to be steered.
 
         Args:
             number: Which training of this session it is.
-            loop: What steers it. It does not hold the Trainer any more once it has let go of it.
+            loop: The parts that steer it. It does not refer to the Trainer after `let_go`.
         """
         trainer = loop.trainer
         self._noted = {n: noted for n, noted in self._noted.items() if noted.trainer() not in (None, trainer)}
         self._noted[number] = _Noted(weakref.ref(trainer), loop)
 
     def note_wrapper(self, model: nn.Module) -> None:
-        """Keeps in mind the wrapper that a plain loop trains, which holds the process group."""
+        """Remembers the wrapper that a plain loop trains, which holds the process group."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._wrappers.add(model)
 
     def unwrap(self) -> None:
-        """Takes what belongs to a process group, and to a training that was cut off, from all trainers."""
+        """Removes from all trainers what belongs to a process group or to a training that was cut off."""
         for noted in self._noted.values():
             if (trainer := noted.trainer()) is not None:
-                noted.loop.let_go()  # An exception may have struck while it was just letting go.
+                noted.loop.let_go()  # An exception may have interrupted an earlier `let_go`.
                 trainer.is_in_train = False
                 _take_ddp_off(trainer)
         for wrapper in self._wrappers:
@@ -86,7 +86,7 @@ class Trainings:
         self._wrappers.clear()
 
     def end(self, *, keeps_global_batch: bool) -> None:
-        """Leaves each trainer to this process alone.
+        """Makes each trainer usable by this process alone.
 
         Args:
             keeps_global_batch: Trainers that make their own samples were given a rank's part of the batch.
@@ -109,13 +109,13 @@ class Trainings:
             How many rank 0 has finished.
 
         Raises:
-            DivergenceError: On all ranks: a trainer is another one on another rank, or cannot be sent.
+            DivergenceError: On all ranks: a trainer differs between ranks, or cannot be sent.
         """
         live = {n: trainer for n, noted in self._noted.items() if (trainer := noted.trainer()) is not None}
         facts = {number: _facts_of(trainer) for number, trainer in live.items()}
         texts = [json.loads(text) for text in manager.gather_texts(json.dumps([facts, num_finished]))]
         ranks = [text[0] for text in texts]
-        # A trainer that one rank does not have any more cannot be trained again.
+        # A trainer that is gone on one rank cannot be trained again.
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
             _check_same_facts(number, [rank[str(number)] for rank in ranks])
             _send_trainer(manager, live[number])
@@ -128,8 +128,8 @@ def become_one_process() -> None:
     if state is None or not state.PartialState._shared_state:
         return
     kept = dict(state.AcceleratorState._shared_state)
-    # As transformers does for every TrainingArguments. All objects of these classes share one state, so this changes
-    # those that trainers hold as well. Settings such as the precision stay.
+    # transformers does the same for every TrainingArguments. All objects of these classes share one state, so this
+    # changes those that trainers hold as well. Settings such as the precision are kept.
     is_cpu = state.PartialState._shared_state["_cpu"]
     state.AcceleratorState._reset_state(reset_partial_state=True)
     alone = vars(state.PartialState(cpu=is_cpu))
@@ -152,7 +152,7 @@ def _take_ddp_off(trainer: TrainerLike) -> None:
             ddp._remove_autograd_hooks()
     accelerator._models = [model for model in accelerator._models if _ddp_in(model) is None]
     trainer.model_wrapped = trainer.model
-    # The gradients lie in the buckets.
+    # The gradients are views into the buckets.
     trainer.model.zero_grad(set_to_none=True)
     if getattr(trainer, "_buffered_inputs", None) is not None:
         # TRL's generated samples. Ranks may have used different numbers of them.
@@ -160,7 +160,7 @@ def _take_ddp_off(trainer: TrainerLike) -> None:
 
 
 def _retire(wrapper: Any) -> None:
-    """Makes a plain loop's wrapper raise: its optimizer may be a step apart from other ranks', and is not known."""
+    """Makes a plain loop's wrapper raise: its optimizer is not known, and may be one step apart from other ranks'."""
 
     def forward(*_args: Any, **_kwargs: Any) -> Any:
         raise DistributedError(
@@ -205,7 +205,7 @@ def _check_same_facts(number: int, ranks: list[dict[str, Any]]) -> None:
             values = [f"{n}: rank 0 has {ranks[0][n]}, rank {rank} has {facts[n]}" for n in different]
             raise DivergenceError(
                 f"Training number {number + 1} of this notebook cannot be made equal: {'; '.join(values)}.",
-                hint="Load the model anew and make a new Trainer.",
+                hint="Load the model again and make a new Trainer.",
             )
 
 

@@ -29,7 +29,7 @@ class KernelState:
         has_accelerator: A Trainer, TrainingArguments or an Accelerator were made.
         has_model: A model of transformers was loaded.
         num_devices: Accelerators that torch has opened in this kernel; None = none yet.
-        is_one_device: Unsloth was imported while it saw one device, and keeps accelerate to one process since.
+        is_one_device: Unsloth was imported while it saw one device, and has limited accelerate to one process.
     """
 
     is_main_thread: bool = True
@@ -124,10 +124,10 @@ def _is_accelerates(function: Any) -> bool:
 
 
 def line_of_cell(shell: Any) -> int:
-    """The line of the running cell that is being executed.
+    """The line of the running cell that is executed at present.
 
     Raises:
-        SetupError: The call does not come from a cell, which the workers could go on with.
+        SetupError: The call does not come from a cell, which the workers could run from there.
     """
     found = []
     frame: FrameType | None = sys._getframe()
@@ -137,7 +137,7 @@ def line_of_cell(shell: Any) -> int:
             found.append(frame)
         frame = frame.f_back
     cell = shell.history_manager.input_hist_parsed[-1].rstrip("\n")
-    # The innermost one stands in the body of a cell magic; the outermost one is the cell itself.
+    # The innermost one is in the body of a cell magic; the outermost one is the cell itself.
     if not found or "".join(linecache.getlines(found[-1].f_code.co_filename)).rstrip("\n") != cell:
         raise SetupError(
             "enable_multi_gpu() was called outside a cell: from a widget's callback, a timer or a silent request.",

@@ -1,6 +1,6 @@
 """What rank 0 does for all ranks: programs, magics that act on the machine, questions. The other side: `worker_shell`.
 
-On the kernel, functions stand on the one shell object in place of public methods of IPython, while the ranks live.
+On the kernel, attributes of the one shell object replace public methods of IPython while the ranks live.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from unsloth_multigpu.notebook.variables import RankVariables
 
 @contextmanager
 def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -> Iterator[None]:
-    """On the kernel: does these things, and sends their results to the other ranks.
+    """On the kernel: does these things and sends their results to the other ranks.
 
     Args:
         shell: `get_ipython()`.
         publisher: Sends the results.
-        variables: Kept from the programs that are started.
+        variables: Hidden from the programs that are started.
     """
     make, user = publisher.make, UserFrame()
     expand, system, getoutput = type(shell).var_expand, shell.system, shell.getoutput
@@ -47,7 +47,7 @@ def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -
         if not is_rank_0_magic("line", name, line, module_of(shell.find_line_magic(name))):
             return line_magic(name, line, _stack_depth=_stack_depth + 1)
         with user.at(sys._getframe(_stack_depth)), _environment(name, variables):
-            # The magic looks for the user's variables as many frames up.
+            # The magic looks for the user's variables this many frames up.
             return make(
                 magic_text("%", name, line), lambda: line_magic(name, line, _stack_depth=_stack_depth + 4), plain_output
             )
@@ -89,23 +89,23 @@ class SharedInput:
             builtins.input, getpass.getpass = self.input, self.getpass
 
     def close(self) -> None:
-        """At its end: leaves both as they were."""
+        """At its end: restores both."""
         if self._is_open:
             self._is_open = False
             builtins.input, getpass.getpass = self._before
 
-    # `from getpass import getpass` keeps these for later cells: they ask the function that was found last.
+    # `from getpass import getpass` keeps these for later cells: they call the original that was found last.
     def input(self, *args: Any) -> Any:
-        """Stands in for `input`."""
+        """Replaces `input`."""
         return self._publisher.make(question_text("input", args), lambda: self._before[0](*args))
 
     def getpass(self, *args: Any, **kwargs: Any) -> Any:
-        """Stands in for `getpass.getpass`."""
+        """Replaces `getpass.getpass`."""
         return self._publisher.make(question_text("getpass", args), lambda: self._before[1](*args, **kwargs))
 
 
 def read_ranks(line: str, num_ranks: int) -> frozenset[int]:
-    """`parse_ranks` for what a user wrote behind %%rank."""
+    """`parse_ranks` for what a user wrote after %%rank."""
     from IPython.core.error import UsageError
 
     try:
@@ -123,12 +123,12 @@ def refuse_history(name: str) -> None:
 
 
 def question_text(name: str, args: tuple[Any, ...]) -> str:
-    """By which ranks know a question."""
+    """The text by which ranks identify a question."""
     return f"{name}({str(args[0])!r})" if args else f"{name}()"
 
 
 def magic_text(signs: str, name: str, line: str) -> str:
-    """By which ranks know a magic."""
+    """The text by which ranks identify a magic."""
     return f"{signs}{name} {line}".rstrip()
 
 

@@ -33,7 +33,7 @@ class KernelShell:
         shell: `get_ipython()`.
         kernel: Runs the cells on the other ranks.
         after_cell: Called between two cells, with the error of the cell that has just ended.
-        variables: Kept from programs that cells start.
+        variables: Hidden from programs that cells start.
         run_dir: The run's private folder.
         device_of: Names the device of a rank.
     """
@@ -89,7 +89,7 @@ class KernelShell:
         self._magics.open(self._stack)
 
     def close(self) -> None:
-        """Leaves the shell as it was."""
+        """Restores the shell."""
         self._stack.close()
 
     def _restore_handler(self) -> None:
@@ -101,7 +101,7 @@ class KernelShell:
         return self._magics.is_apart
 
     def begin(self, source: str) -> None:
-        """Begins a cell on the other ranks. On this rank it runs already, if it is the one with the line."""
+        """Begins a cell on the other ranks. On this rank the cell with `enable_multi_gpu()` runs already."""
         self._depth, self._inner_error = 1, None
         self._magics.begin(source)
         execution_count = self._shell.execution_count - self._num_counted_early
@@ -192,7 +192,7 @@ class KernelShell:
             if error is not self._inner_error:
                 self._show(cell, error, tb, tb_offset)
         if self._num_inner:
-            # It is the error of a cell within the cell, which may go on.
+            # It is the error of a cell within the cell, which may continue.
             self._inner_error, cell.error = error, None
             cell.enter("runs")
 
@@ -234,7 +234,7 @@ class KernelShell:
 
 
 def _random_state() -> dict[str, Any]:
-    """Also the device's, unless an error has made it unusable: a cell that saves the model must still begin."""
+    """The device's as well, unless an error made the device unusable: cells that save the model must still begin."""
     from unsloth_multigpu.group.random_state import device_in_use, read_random_state
 
     try:

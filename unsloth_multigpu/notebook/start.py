@@ -59,11 +59,11 @@ def find_program() -> WorkerProgram | None:
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """What the line hands to the notebook that it opens.
+    """What `enable_multi_gpu()` hands to the notebook that it opens.
 
     Args:
         open_session: `unsloth_multigpu.session.open_session`.
-        disable: `disable_multi_gpu`, for a kernel that goes on alone.
+        disable: `disable_multi_gpu`, for a kernel that continues alone.
         replay: The workers run the earlier cells too, although a model was loaded in them.
         had_workers: This kernel was rank 0 before.
     """
@@ -82,7 +82,7 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
         num_ranks: Ranks, with this one.
         console: Where logs go.
         shell: `get_ipython()`.
-        opening: What the line hands over.
+        opening: What `enable_multi_gpu()` hands over.
 
     Raises:
         SetupError: The kernel holds something that was made for one process.
@@ -111,8 +111,8 @@ class Notebook:
         config: The run's options.
         num_ranks: Ranks, with this one.
         shell: `get_ipython()`.
-        line: The line of the running cell that enables, counted from 1.
-        disable: Called where a worker has died: this kernel goes on alone.
+        line: The line of the running cell with `enable_multi_gpu()`, counted from 1.
+        disable: Called when a worker has died: this kernel continues alone.
         stack: Closed at the end; what is opened here is added to it.
     """
 
@@ -164,11 +164,11 @@ class Notebook:
         stack.callback(atexit.unregister, self._leave)
 
     def replay(self) -> None:
-        """Lets the workers run what this kernel ran before the line, without a group: rank 0 would not take part."""
+        """Lets the workers run the earlier cells of this kernel, without a group: rank 0 would not take part."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
         for worker in self.kernel.workers:
             for failure in worker.start_failures:
-                # Such a failure stops nothing in a kernel either, where it may have failed as well.
+                # Such a failure does not stop a kernel either. The kernel's own start may have had the same one.
                 logger.warning("before the first cell rank %d failed in: %s (see %s)", worker.rank, failure, worker.log)
         cells = self._shell.history_manager.input_hist_parsed
         before, self._rest = split_at(cells[-1], self._line, self._shell.transform_cell)
@@ -179,12 +179,12 @@ class Notebook:
     def open_session(self, opener: Callable[..., Session], console: Console) -> Session:
         """Opens the group, and the session of rank 0 by `opener`."""
         self._open_group()
-        # Read again: this kernel has become a rank since the line was reached.
+        # Read again, because this kernel has become a rank in the meantime.
         context = RunContext.read(os.environ)
         return self.program.open_session(opener, self._config, self._identity, console, context)
 
     def begin_rest_of_cell(self) -> None:
-        """From the line on, this cell runs on all ranks."""
+        """From here on, this cell runs on all ranks."""
         self._kernel_shell.open()
         self._kernel_shell.begin(self._rest)
 
@@ -210,7 +210,7 @@ class Notebook:
             except (RuntimeError, OSError, MultiGPUError, KeyboardInterrupt) as failed:
                 told = self._give_up(failed)
         if self._dead():
-            logger.warning("this kernel goes on alone: %s", self._dead()[0].describe_end())
+            logger.warning("this kernel continues alone: %s", self._dead()[0].describe_end())
             self._disable()
         if told is not None:
             raise told
@@ -224,7 +224,7 @@ class Notebook:
         self.kernel.wait_until_gone(_END_LIMIT_S)
         error = DistributedError(
             f"The ranks could not be brought together again after the cell ({type(failed).__name__}: {failed}).",
-            hint="This kernel goes on alone and keeps its model: save it. Restart the kernel to train on all ranks.",
+            hint="This kernel continues alone and keeps its model: save it. Restart the kernel to train on all ranks.",
         )
         error.__cause__ = failed
         return error

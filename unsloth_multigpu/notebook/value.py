@@ -69,7 +69,7 @@ class Publisher:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Sends nothing meanwhile: the other ranks do not run this code."""
+        """Inside, sends nothing, because the other ranks do not run this code."""
         if self._kernel.current is not None:
             self._know(self._kernel.current)
         self._depth += 1
@@ -80,7 +80,7 @@ class Publisher:
 
     def _know(self, cell: Cell) -> None:
         if cell.number != self._cell_number:
-            # The depth may not be 0: the last cell was left by force, or one of its threads still runs.
+            # The depth may be above 0: the last cell was left by force, or one of its threads still runs.
             self._cell_number, self._counts, self._depth = cell.number, Counter(), 0
 
 
@@ -131,7 +131,7 @@ class Receiver:
 
     @contextmanager
     def detached(self, *, is_apart: bool) -> Iterator[None]:
-        """Meanwhile this rank does by itself what it would otherwise wait for.
+        """Inside, this rank does itself what it would otherwise wait for.
 
         Args:
             is_apart: Rank 0 does not run this code.
@@ -157,7 +157,7 @@ class Receiver:
         if self.is_replay:
             if is_value:
                 raise LeftAloneError(
-                    f"{_shortened(kind)} was run before enable_multi_gpu(), and its value is not known any more.",
+                    f"{_shortened(kind)} was run before enable_multi_gpu(), and its value is no longer known.",
                     hint="Restart the kernel, and call enable_multi_gpu() in the first cell.",
                 )
             return None
@@ -197,7 +197,7 @@ class Receiver:
 
 
 def _stoppable(cell: Cell, make: Callable[[], Any]) -> Any:
-    """On Stop, IPython ends the program and goes on with the cell. That would be on rank 0 only, so it raises."""
+    """On Stop, IPython ends the program and continues the cell. Only rank 0 would do that, so this raises."""
     stop_s = cell.stop_s
     value = make()
     if cell.stop_s != stop_s:

@@ -18,7 +18,7 @@ DEVICE_VARIABLES = (
 class RankVariables:
     """Environment variables that only this process is to see.
 
-    A program that a cell starts with `!python other.py` would take itself for a rank and wait for the others.
+    A program that a cell starts with `!python other.py` would treat itself as a rank and wait for the others.
 
     Args:
         values: What the variables are while the ranks live.
@@ -31,7 +31,7 @@ class RankVariables:
 
     @contextmanager
     def in_effect(self) -> Iterator[None]:
-        """Sets the variables, and at the end puts back what they were."""
+        """Sets the variables, and restores them at the end."""
         _write(self._values)
         try:
             yield
@@ -40,11 +40,11 @@ class RankVariables:
 
     @contextmanager
     def without(self) -> Iterator[str]:
-        """Removes the variables for a time.
+        """Removes the variables temporarily.
 
         Yields:
-            What a command begins with instead in other threads, those of subshells: the cell that the main thread runs
-            needs the variables meanwhile.
+            A prefix for the command. It is needed in the threads of subshells, where the variables stay set because
+            the cell in the main thread uses them; else it is empty.
         """
         if threading.current_thread() is not threading.main_thread():
             yield "".join(

@@ -65,7 +65,7 @@ class Worker:
         self._task: asyncio.Task[Any] | None = None
 
     def run(self, start_failures: list[str]) -> None:
-        """Takes orders until the kernel is gone.
+        """Executes messages of the kernel until the kernel is gone.
 
         Args:
             start_failures: What `start_alike` could not do.
@@ -84,7 +84,7 @@ class Worker:
         try:
             self._take_messages()
         finally:
-            # Only an error comes here. A worker that does not listen would hold up every cell.
+            # Reached only by an error. A worker that does not listen would block every cell.
             traceback.print_exc()
             os._exit(1)
 
@@ -120,7 +120,7 @@ class Worker:
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         pending, self._pending = self._pending, None
-        # The main thread may be in the next cell by now, or in the making of a new group.
+        # The main thread may be in the next cell by now, or be making a new group.
         if pending is None or pending[0] != self.receiver.cell_number:
             return
         error = pending[1]
@@ -130,7 +130,7 @@ class Worker:
             raise error from None
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a cell that awaits. Tasks that it has started go on in the next cell that awaits."""
+        """Runs a cell that awaits. Tasks that it has started continue in the next cell that awaits."""
         self._task = self._loop.create_task(coroutine)
         try:
             return self._loop.run_until_complete(self._task)
@@ -147,7 +147,7 @@ class Worker:
                 error = self._run_cell(order) if order["kind"] == "cell" else self._open_group(order)
             finally:
                 self.receiver.cell_number = 0
-        except (KeyboardInterrupt, LeftCell) as asked:  # It struck while IPython was beginning or ending the cell.
+        except (KeyboardInterrupt, LeftCell) as asked:  # It came while IPython was beginning or ending the cell.
             error = asked
         self.receiver.cell_number = 0
         for stream in (sys.stdout, sys.stderr):
@@ -179,7 +179,7 @@ class Worker:
         self._shell.execution_count = order["execution_count"]
         result = self._shell.run_cell(order["source"], store_history=True)
         error: BaseException | None = result.error_in_exec or result.error_before_exec or self._shell.shown_error
-        # Rank 0 has left the cell at that place as well.
+        # Rank 0 has left the cell at the same place.
         return None if is_replay and isinstance(error, ReplayedLineError) else error
 
     def _open_group(self, order: Mapping[str, Any]) -> BaseException | None:
@@ -191,7 +191,7 @@ class Worker:
 
 
 def _claim_device() -> None:
-    """In cells from before the line, "cuda" means this rank's card, as it does in later cells."""
+    """In cells before `enable_multi_gpu()`, "cuda" means this rank's card, as it does in later cells."""
     import torch
 
     if torch.accelerator.is_available():
@@ -222,7 +222,7 @@ def main() -> None:
         # The log is read as UTF-8, and the kernel's own output takes any text, whatever the locale is.
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     told = json.loads(os.environ[ENV_NOTEBOOK])
-    os.environ[ENV_NOTEBOOK] = "read"  # It holds values of the user's, which programs need not see.
+    os.environ[ENV_NOTEBOOK] = "read"  # Its values are the user's, and programs of the cells do not need them.
     # Plots are drawn and shown by rank 0, and one run has one log there.
     os.environ.update(MPLBACKEND="agg", WANDB_MODE="disabled")
     sys.path[:] = told["path"]

@@ -1,4 +1,4 @@
-"""The IPython shell of a worker: it waits for what rank 0 does for all ranks, and shows nothing to anyone."""
+"""The IPython shell of a worker: it waits for what rank 0 does for all ranks, and its output goes to the log."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _IPythonShell: Any = object
 
 
 class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
-    """IPython's shell with other methods. `make_worker_shell` adds IPython's class behind this one.
+    """IPython's shell with other methods. `make_worker_shell` adds IPython's class as the next base.
 
-    It is a class of ours, so nothing has to be put on a shell that belongs to somebody else.
+    It is a class of this package, so no attribute has to be set on a shell of another library.
 
     Args:
         receiver: Waits for rank 0.
-        variables: Kept from the programs that a cell of `%%rank N` starts here.
+        variables: Hidden from the programs that a cell of `%%rank N` starts here.
         program: What the session of this process is told; `find_program` reads it.
         options: Arguments of IPython's class.
 
@@ -59,7 +59,7 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
         self.user_ns.update(exit=_stay, quit=_stay)
 
     def var_expand(self, cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
-        """Looks up variables in the code of the user: functions of ours are in between."""
+        """Looks up variables in the code of the user: functions of this package are in between."""
         return super().var_expand(cmd, self._user.depth(depth), *args, **kwargs)
 
     def system(self, command: str) -> None:
@@ -102,7 +102,7 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
                 self.run_cell(cell)  # `showtraceback` notes what it raises.
 
     def showtraceback(self, exc_tuple: Any = None, *_args: Any, **_kwargs: Any) -> None:
-        """Writes an error into the log, and notes one that IPython keeps to itself."""
+        """Writes an error into the log, and records one that IPython does not return."""
         # IPython does not return the error of a cell that runs inside a magic (%%capture, %%time) or another cell. What
         # is shown elsewhere has ended nothing: a `_repr_html_` that failed, an error that the cell has caught.
         of_ipython = super()
@@ -142,7 +142,7 @@ def make_worker_shell(
     from IPython.core.interactiveshell import InteractiveShell
 
     class Shell(WorkerShell, InteractiveShell):  # type: ignore[misc, unused-ignore]
-        """Named by no section of a configuration file."""
+        """Has its own name, so that no section of a configuration file applies to it."""
 
     shell: WorkerShell = Shell.instance(receiver, variables, program, **shell_options(told))
     return shell
@@ -193,4 +193,4 @@ def _close_figures() -> None:
 
 
 def _stay(keep_kernel: bool = False) -> None:
-    """Stands for `exit` and `quit`."""
+    """Replaces `exit` and `quit`."""

@@ -27,7 +27,7 @@ def wrap_model_multi_gpu(
     """Makes a model train on every device that this script runs on, and moves it there.
 
     In a rank it becomes a DistributedDataParallel, which gives all ranks rank 0's weights and averages their gradients;
-    all ranks must make the call, and the process group is opened where nobody has. In one process that sees several
+    all ranks must make the call, and the process group is opened if it is not open. In one process that sees several
     GPUs it becomes a DataParallel, unless it is quantised, placed by a device map, compiled or Unsloth's. With one
     device it stays the module that it is. A model that is wrapped already is returned as it is.
 
@@ -64,8 +64,8 @@ def wrap_model_multi_gpu(
 def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the weights of a model, wrapped or not, by the names that it has without wrappers. Rank 0 writes.
 
-    The other ranks that make the call wait until the file is there. The file is whole at any time: it is written beside
-    `path`, and renamed. Folders are made. `load_state_dict` reads it, and `model.load_state_dict(torch.load(path))`.
+    The other ranks that make the call wait until the file is there. The file is whole at any time: it is written next
+    to `path`, and renamed. Folders are made. `load_state_dict` reads it, and `model.load_state_dict(torch.load(path))`.
 
     Save to one path either on all ranks or on rank 0 alone, not now so and now so: the others would take an earlier
     save of rank 0's for the one that they wait for.
@@ -101,7 +101,7 @@ def distributed_loader(
     the same seed: `batch_size` samples, which the ranks share in order. All ranks make equally many steps. Samples that
     are left at the end of an epoch make a shorter step; if they are fewer than the ranks, they join the step before.
 
-    Every iteration shuffles anew and must be made on all ranks; `loader.set_epoch(n)` goes on from another epoch.
+    Every iteration shuffles again and must be made on all ranks; `loader.set_epoch(n)` continues with another epoch.
 
     DDP averages over ranks, so the mean loss of a rank counts as much as that of any other. Where a step does not
     divide by the ranks, parts differ by one sample; `(loss * loader.loss_weight).backward()` has the gradient of one
@@ -112,7 +112,7 @@ def distributed_loader(
         batch_size: That of the one-process script.
         shuffle: A new order for each epoch.
         seed: Of that order.
-        global_batch: "keep" = a step sees `batch_size` samples over all ranks, "scale" = each rank takes so many [the
+        global_batch: "keep" = a step sees `batch_size` samples over all ranks, "scale" = each rank takes this many [the
             option of `enable_multi_gpu`, else "keep"; with `batch_size_per_gpu` each rank takes these].
         num_workers: That of the one-process script. Each rank has as many, as long as there are cores for all.
         drop_last: Leave out the samples that do not fill a step.
@@ -120,7 +120,7 @@ def distributed_loader(
 
     Raises:
         ConfigError: A step or the data set has fewer samples than ranks, an argument that cannot be used, or "keep"
-            beside `batch_size_per_gpu`.
+            together with `batch_size_per_gpu`.
     """
     from unsloth_multigpu.plain.loader import distributed_loader as make_loader
 

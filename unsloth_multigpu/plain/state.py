@@ -91,7 +91,7 @@ def bare_name(model: nn.Module, name: str) -> str:
 
 
 def _write(model: nn.Module, path: Path) -> None:
-    """Writes beside the file and renames: at no time is there half a file under the name."""
+    """Writes a file next to it and renames that: there is never half a file under the name."""
     state = {bare_name(model, name): value for name, value in model.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")

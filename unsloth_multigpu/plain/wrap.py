@@ -33,7 +33,7 @@ _QUANTISED_FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
 
 
 class GroupManager(DDPManager):
-    """The manager of a rank in which nobody has called `enable_multi_gpu`.
+    """The manager of a rank in which `enable_multi_gpu` was not called.
 
     Its store is the one of the process group, which the script may have opened by means that no variable tells of.
     """
@@ -63,7 +63,7 @@ def current_identity(environment: Mapping[str, str]) -> RankIdentity:
         return identity
     if not dist.is_initialized():
         return SINGLE_PROCESS
-    # Without a launcher (torch.multiprocessing.spawn, say) nobody tells the local rank; ranks of one machine differ.
+    # Without a launcher (torch.multiprocessing.spawn, say) the local rank is not known; ranks of one machine differ.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return RankIdentity(rank, rank, world_size, world_size, launcher="group")
 
@@ -185,10 +185,10 @@ def _is_wrapped(model: nn.Module, asked: str) -> bool:
 
 
 def _refuse_options_of_trainers(config: MultiGPUConfig) -> None:
-    """Options of enable_multi_gpu that nobody would hold in a plain loop."""
+    """Refuses options of enable_multi_gpu that nothing follows in a plain loop."""
     if asked := config.asked(Scope.TRAINER):
         raise SetupError(
-            f"{asked[0]} steers transformers.Trainer; a plain loop has DDP or DataParallel.",
+            f"{asked[0]} needs a transformers.Trainer, and nothing follows it in a plain loop.",
             hint=f"Leave {asked[0].partition('=')[0]} out.",
         )
 

@@ -100,7 +100,7 @@ class _Walk(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if obj is str:
-            return NotImplemented  # Below, it stands for "something of this name and these contents".
+            return NotImplemented  # Below, it means "something of this name and these contents".
         describe = _DESCRIBE.get(kind)
         if describe is not None:
             return describe(obj)

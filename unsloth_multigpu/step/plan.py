@@ -68,7 +68,7 @@ def plan_step(lengths: Sequence[int], speeds: Sequence[float], cost: CostModel, 
         lengths: Tokens of each sample without padding; position = index in the step.
         speeds: Relative speed of each rank.
         cost: What a micro-batch costs.
-        max_tokens: Upper limit of the tokens of one micro-batch, padding included. A longer sample stands alone.
+        max_tokens: Upper limit of the tokens of one micro-batch, padding included. A longer sample is alone.
 
     Returns:
         `plan[rank][micro_batch]` = indices into `lengths`, the costliest micro-batch of a rank last, since its backward

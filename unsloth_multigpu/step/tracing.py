@@ -98,7 +98,7 @@ class Trace:
 
 
 def _place() -> str:
-    """Where in the program a call stands: the same on all ranks, whatever else each of them did."""
+    """The place of a call in the program: the same on all ranks, whatever else each of them did."""
     names: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     # A function that several metrics share is told apart by who calls it.

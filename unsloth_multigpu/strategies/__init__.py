@@ -1,1 +1,1 @@
-"""Gradient strategies in DDP's place. They attach as a part; nothing imports them."""
+"""Gradient strategies that replace DDP. They attach as a part; nothing imports them."""

@@ -1,4 +1,4 @@
-"""Gradients averaged by hand when the backward has ended, where DDP does it while it runs."""
+"""Gradients averaged after the backward has ended. DDP averages them while the backward runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AllReduceSync(GradientSync):
     Args:
         model: See `GradientSync`.
         optimizer: See `GradientSync`.
-        bucket_mb: MiB of one message. 0 = a message for each gradient, sent from where it lies; else gradients are
+        bucket_mb: MiB of one message. 0 = a message for each gradient, sent without a copy; else gradients are
             copied together and back.
     """
 

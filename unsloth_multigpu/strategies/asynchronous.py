@@ -1,4 +1,4 @@
-"""Parameter server that waits for no one: each rank's gradient is an update of its own, applied when it arrives."""
+"""A parameter server without waiting: each rank's gradient is one update, which is applied when it arrives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class AsyncParameterServerSync(GradientSync):
-    """Rank 0 keeps the weights and the optimizer, and trains as well; no step is a meeting.
+    """Rank 0 keeps the weights and the optimizer, and trains as well. Ranks do not meet in a step.
 
     A rank's `optimizer.step()` sends its clipped gradients to rank 0, whose optimizer makes one update of them, and
     returns with the newest weights: `world_size` updates for each step of the loop. Learning rate and optimizer state
@@ -35,12 +35,12 @@ class AsyncParameterServerSync(GradientSync):
     Args:
         model: See `GradientSync`.
         optimizer: One that finds its parameters in `param_groups` alone and calls step hooks, as torch's do.
-        max_staleness_steps: 0 = nobody begins a step before all have finished the last one.
+        max_staleness_steps: 0 = no rank begins a step before all have finished the last one.
         timeout_s: Limit of one wait for another rank.
 
     Raises:
         RankTimeoutError: From `optimizer.step()`, `meet` and `end`: another rank did not arrive.
-        DistributedError: From the same: another rank is gone, or its update failed on rank 0.
+        DistributedError: From these: another rank is gone, or its update failed on rank 0.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AsyncParameterServerSync(GradientSync):
     ) -> None:
         super().__init__(model, optimizer)
         if type(optimizer).__module__.startswith("bitsandbytes"):
-            # It knows parameters with options of their own by their address, and masters have another.
+            # It finds the options of single parameters by address, and masters have another address.
             raise SetupError(
                 f"max_staleness_steps={max_staleness_steps} cannot work with bitsandbytes' {type(optimizer).__name__}.",
                 hint="Set optim='adamw_torch', or leave max_staleness_steps out.",
@@ -92,9 +92,9 @@ class AsyncParameterServerSync(GradientSync):
         ]
 
     def meet(self) -> None:
-        """Makes all ranks' weights and buffers rank 0's. Updates rest until rank 0's next step, so it may save.
+        """Makes all ranks' weights and buffers rank 0's. Updates wait until rank 0's next step, so that it can save.
 
-        Where no step was made since the last meeting nothing is done: the script may have loaded other weights.
+        If no step was made since the last meeting, nothing is done: the script may have loaded other weights.
         """
         if self._is_met:
             return
@@ -131,7 +131,7 @@ class AsyncParameterServerSync(GradientSync):
 
     def _close(self) -> None:
         if self._group is None:
-            return  # Without one the default group would be destroyed.
+            return  # Without a group, this call would destroy the default group.
         for hook in self._hooks:
             hook.remove()
         if self._server is not None:

@@ -1,4 +1,4 @@
-"""From the strategy that the user named to the object that does it."""
+"""Makes the object that carries out the strategy which the user named."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServ
 def make_sync(
     config: MultiGPUConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *, is_loss_scaled: bool
 ) -> GradientSync:
-    """What makes ranks meet as `config.sync` says.
+    """The exchange that `config.sync` names.
 
     Args:
-        config: `sync` is not DDP, which is torch's own and needs nothing of ours.
+        config: `sync` is not DDP, which torch implements.
         model: On this rank's device, without a wrapper.
         optimizer: torch's, not accelerate's wrapper.
         is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
@@ -39,7 +39,7 @@ def make_sync(
     assert isinstance(asked, ParameterServer)
     if asked.max_staleness_steps is None:
         return ParameterServerSync(model, optimizer, asked.bucket_mb, is_loss_scaled=is_loss_scaled)
-    # Each rank's scale would be its own, and the server could not tell whose gradient has which.
+    # Each rank would have its own scale, and the server could not tell which scale a gradient has.
     if is_loss_scaled:
         raise SetupError(
             f"max_staleness_steps={asked.max_staleness_steps} cannot work with fp16=True, whose gradients are scaled.",

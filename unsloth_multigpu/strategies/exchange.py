@@ -1,4 +1,4 @@
-"""Puts a gradient strategy around Hugging Face's loop, in DDP's place."""
+"""Puts a gradient strategy around Hugging Face's loop, in place of DDP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateL
 
 logger = get_logger(__name__)
 
-# Beside the Trainer's own files in a checkpoint.
+# In a checkpoint, next to the Trainer's own files.
 STATE_FILE = "unsloth_multigpu_sync.pt"
 
 
@@ -49,9 +49,9 @@ class Exchange(GradientExchange):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Ends a strategy that an error leaves behind."""
+        """Ends a strategy that is left over after an error."""
         if not self._config.meets_every_step:
-            # A count over all ranks is a meeting in every step.
+            # Counting over all ranks would be a collective in every step.
             self._trainer.args.average_tokens_across_devices = False
         try:
             yield
@@ -65,9 +65,9 @@ class Exchange(GradientExchange):
         return {
             "prepare_model": self._prepare_alone,
             "training_step": self._training_step,
-            # The one place that tells which checkpoint a training goes on from.
+            # The one place that tells which checkpoint a training resumes from.
             "_load_optimizer_and_scheduler": self._load_optimizer,
-            # Whatever has asked for it, and when: a training may also end without a last step that says so.
+            # For every reason and time of a stop: a training may also end without a last step that says so.
             "_save_checkpoint": self._meet_before,
             "_load_best_model": self._meet_before,
         }
@@ -119,7 +119,7 @@ class Exchange(GradientExchange):
 
     @property
     def may_stop(self) -> bool:
-        """Ranks that meet now and then stop where they meet."""
+        """Ranks that do not meet in every step stop at a meeting."""
         return not isinstance(self._config.sync, LocalSGD) or self.are_replicas_equal
 
     @property
@@ -128,7 +128,7 @@ class Exchange(GradientExchange):
         return None if self.sync is None else self.sync.sent_bytes
 
     def save_state(self, folder: Path) -> None:
-        """Adds the strategy's state to a checkpoint; nothing for a strategy that has none."""
+        """Adds the strategy's state to a checkpoint; nothing if the strategy has no state."""
         state = {} if self.sync is None else self.sync.state_dict()
         if state:
             torch.save(state, folder / STATE_FILE)
@@ -151,7 +151,8 @@ class Exchange(GradientExchange):
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
         if is_trained and getattr(model, "_orig_mod", model) is not self._trainer.model:
             raise SetupError(
-                f"A {type(model).__name__} is trained beside the Trainer's model, and its gradients would not meet.",
+                f"A {type(model).__name__} is trained in addition to the Trainer's model, and its gradients would not "
+                "be exchanged.",
                 hint="Set sync='ddp'.",
             )
         placement = args[0] if args else kwargs.get("device_placement")
@@ -164,7 +165,7 @@ class Exchange(GradientExchange):
         return original(*args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.training_step`: after the backward that ends an optimizer step the gradients meet."""
+        """`Trainer.training_step`: exchanges the gradients after the backward that ends an optimizer step."""
         loss = original(*args, **kwargs)
         if self._trainer.accelerator.sync_gradients:
             assert self.sync is not None

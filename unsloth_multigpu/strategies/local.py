@@ -1,4 +1,4 @@
-"""Ranks that step by themselves and meet now and then: little to send, other mathematics than DDP's."""
+"""Ranks that step independently and meet from time to time: less is sent, but the result is not that of DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LocalSGDSync(GradientSync):
     Args:
         model: See `GradientSync`.
         optimizer: See `GradientSync`.
-        every_steps: Optimizer steps between two meetings. `meet` in between is one more, and the count begins anew.
+        every_steps: Optimizer steps between two meetings. `meet` in between is an extra one and restarts the count.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, every_steps: int = 16) -> None:
@@ -38,14 +38,14 @@ class LocalSGDSync(GradientSync):
         return self._num_local_steps == 0
 
     def after_step(self) -> None:
-        """Meets where it is time. A collective then."""
+        """Meets if `every_steps` steps are done. Collective in that case."""
         super().after_step()
         self._num_local_steps += 1
         if self._num_local_steps == self.every_steps:
             self.meet()
 
     def meet(self) -> None:
-        """Makes weights and buffers of all ranks equal, where steps were made since the last meeting."""
+        """Makes weights and buffers of all ranks equal, if steps were made since the last meeting."""
         if self._num_local_steps:
             self._combine_weights()
             # In 64 bits, where the mean of equal numbers is that number: constants stay as they are.
@@ -134,17 +134,17 @@ class DiLoCoSync(LocalSGDSync):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict()`, whose window begins here.
+        """Resumes from a `state_dict()`, at the begin of its window.
 
         Raises:
-            SetupError: It is not of this model.
+            SetupError: It belongs to another model.
         """
         self._read_start()
         shapes = [s.shape for s in self._start]
         for name in ("momentum", "start"):
             if state.get(name) and [t.shape for t in state[name]] != shapes:
                 raise SetupError(
-                    f"The checkpoint's {name} of sync='diloco' is not of this model's trainable parameters.",
+                    f"The checkpoint's {name} of sync='diloco' does not fit this model's trainable parameters.",
                     hint="Resume with the model and the trainable parameters of the checkpoint.",
                 )
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tensors from rank to rank, by gloo's point-to-point operations. Whatever fails is named."""
+"""Tensors from rank to rank, by gloo's point-to-point operations. Errors name the rank and the cause."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.group.bucket import buckets, flatten, unflatten_into
 
-# What a worker's header begins with.
+# First number of a worker's header.
 DONE, GRADIENTS = 0, 1
-HINT = "Read the first error of the other ranks; raise timeout_s where a step only takes long."
+HINT = "Read the first error of the other ranks; raise timeout_s if a step only takes long."
 
 _BUCKET_BYTES = 25 * 2**20
-_SILENT_TAG = 1  # Nobody sends with it.
+_SILENT_TAG = 1  # No message has this tag.
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def receive(message: torch.Tensor, peer: int, group: dist.ProcessGroup, limit: t
 
 
 def receive_into(tensors: Sequence[torch.Tensor], peer: int, group: dist.ProcessGroup) -> None:
-    """Fills tensors, on any device, with what the peer sends of `pack` of its own. Raises as `send` does."""
+    """Fills tensors, on any device, with what the peer sends by its `pack`. Raises as `send` does."""
     for bucket in buckets(tensors, _BUCKET_BYTES):
         message = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype)
         receive(message, peer, group)
@@ -60,9 +60,9 @@ def receive_into(tensors: Sequence[torch.Tensor], peer: int, group: dist.Process
 
 
 def break_off(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
-    """Ends what any thread waits for in this group, here at once and at the peers as a closed connection.
+    """Ends all waits of this group: at once in this process, and at the peers as a closed connection.
 
-    gloo has no other way: a wait that runs out closes all connections of its group, and only of that.
+    gloo has no other way: a wait that times out closes all connections of its group, and only of its group.
     """
     for peer in peers:
         with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""A parameter server that waits for all: the optimizer steps on rank 0 only."""
+"""A parameter server that waits for all ranks: the optimizer steps on rank 0 only."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ParameterServerSync(GradientSync):
         self._is_loss_scaled = is_loss_scaled
 
     def begin(self) -> None:
-        """Gives every rank rank 0's weights and buffers; workers drop what a checkpoint held for their optimizer."""
+        """Gives every rank rank 0's weights and buffers; workers drop optimizer state that a checkpoint gave them."""
         super().begin()
         if self.rank != SERVER_RANK:
             self.optimizer.state.clear()
 
     def after_backward(self) -> None:
-        """Averages the gradients on rank 0 and takes them from the others. Collective."""
+        """Averages the gradients on rank 0 and removes them on the others. Collective."""
         gradients = self.shared_gradients()
         self.average_on_server(gradients, bucket_mb=self._bucket_mb)
         if self.rank != SERVER_RANK:

@@ -1,4 +1,4 @@
-"""The serving end of the asynchronous parameter server: masters of the weights, and a thread for each worker."""
+"""The server side of the asynchronous parameter server: masters of the weights, and a thread for each worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unsloth_multigpu.strategies.message import DONE, HINT, break_off, pack, rec
 
 logger = get_logger(__name__)
 
-# The server listens while a worker evaluates or saves; one that is stuck is found by those who wait for its steps.
+# Long, because a worker may evaluate or save. A stuck worker is noticed by the ranks that wait for its steps.
 _LISTEN_LIMIT = timedelta(days=30)
 
 
@@ -36,7 +36,7 @@ class StepClock:
         self._num_updates_read = [0] * world_size
 
     def finish(self, rank: int) -> None:
-        """The gradients of `rank` have become an update."""
+        """Counts an update with the gradients of `rank`."""
         self.max_missed_updates = max(self.max_missed_updates, sum(self.num_steps) - self._num_updates_read[rank])
         self.num_steps[rank] += 1
 
@@ -44,11 +44,11 @@ class StepClock:
         return self.num_steps[rank] - min(self.num_steps)
 
     def may_begin(self, rank: int) -> bool:
-        """May `rank` begin its next step?"""
+        """True if `rank` may begin its next step."""
         return self.lead(rank) <= self._max_staleness_steps
 
     def begin(self, rank: int) -> None:
-        """`rank` reads the weights of now and begins its next step."""
+        """Notes that `rank` reads the current weights and begins its next step."""
         self.max_lead_steps = max(self.max_lead_steps, self.lead(rank))
         self._num_updates_read[rank] = sum(self.num_steps)
 
@@ -56,9 +56,9 @@ class StepClock:
 class WeightServer:
     """Rank 0's masters of the weights, and a thread for each worker that updates them.
 
-    The optimizer works on masters, so that an update never changes the model in the middle of a backward. Who holds
-    `_turn` may use masters, optimizer and clock. On an accelerator all of that is in a stream of its own: the loop's
-    stream may stand still in a collective, waiting for a rank that waits for the server.
+    The optimizer works on masters, so that an update never changes the model in the middle of a backward. Only the
+    holder of `_turn` may use masters, optimizer and clock. On an accelerator all of that runs in its own stream: the
+    loop's stream may be blocked in a collective, waiting for a rank that waits for the server.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class WeightServer:
         return None if self._failure is None else self._failure[1]
 
     def begin_step(self) -> None:
-        """Rank 0's own gradients are about to be used: nobody else's are, until `finish_step`."""
+        """Rank 0's own gradients are about to be used. No other gradients are used until `finish_step`."""
         self._check()
         self._sync_streams()
         if not self._turn.acquire(timeout=self._timeout_s):
@@ -108,18 +108,18 @@ class WeightServer:
         self._own_step.enter_context(self._in_stream())
         self._is_resting = False
         for master, parameter in zip(self._masters, self._parameters, strict=True):
-            # Taken, as on the workers: `optimizer.zero_grad()` clears the masters, and would leave the model's.
+            # Removed as on the workers, because `optimizer.zero_grad()` clears only the gradients of the masters.
             master.grad, parameter.grad = parameter.grad, None
 
     def finish_step(self) -> None:
-        """Waits until rank 0 may begin its next step, and gives its model the weights of then."""
+        """Waits until rank 0 may begin its next step, and gives its model the newest weights."""
         with self._own_step:
             self._finish(0)
             self._write_model()
         self._sync_streams()
 
     def catch_up(self) -> None:
-        """Waits for the ranks that have finished less steps than rank 0, gives its model their work, and rests."""
+        """Waits for ranks that are behind rank 0, gives its model their updates, and then holds updates back."""
         self._check()
         with self._turn, self._in_stream():
             self._wait_for(lambda: self._clock.lead(0) == 0, "the slowest rank")
@@ -136,14 +136,14 @@ class WeightServer:
         return sent
 
     def join(self) -> None:
-        """Waits until all workers have said that they are done."""
+        """Waits until all workers have reported that they are done."""
         wait(self._serving, timeout=self._timeout_s)
         self._check()
         if not all(future.done() for future in self._serving):
             raise self._late("the last word of the other ranks")
 
     def stop(self) -> None:
-        """Ends the threads, whose connections are closed by now, and gives the optimizer the model's parameters."""
+        """Ends the threads, whose connections are already closed, and gives the optimizer the model's parameters."""
         self.is_stopping = True
         self._own_step.close()
         with self._turn:
@@ -226,13 +226,13 @@ class WeightServer:
     def _on_done(self, future: Future[None]) -> None:
         error, worker = future.exception(), self._serving[future]
         with self._turn:
-            # The first one: others may fail of it.
+            # Keep the first error: others may be its consequences.
             is_first = error is not None and self._failure is None
             if error is not None and is_first:
                 self._failure = worker, error
             self._turn.notify_all()
         if is_first and not self.is_stopping:
-            # Now: rank 0 may stand in a collective for long, waiting for ranks that wait for this server.
+            # Logged at once: rank 0 may wait long in a collective for ranks that wait for this server.
             logger.error("the parameter server has lost rank %d", worker, exc_info=error)
             break_off(self._group, range(1, len(self._clock.num_steps)))
 
@@ -240,14 +240,14 @@ class WeightServer:
         return nullcontext() if self._stream is None else self._streams.stream(self._stream)
 
     def _sync_streams(self) -> None:
-        # By the host: a stream that waited for the loop's would wait for its collectives too.
+        # The host waits. If a stream waited for the loop's stream, it would wait for its collectives too.
         if self._stream is not None:
             self._streams.current_stream(self._stream.device).synchronize()
             self._stream.synchronize()
 
 
 def _point_at(optimizer: torch.optim.Optimizer, targets: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Makes the optimizer work on other tensors with the state that it has. Checkpoints number tensors by place."""
+    """Makes the optimizer work on other tensors and keeps its state. Checkpoints identify tensors by position."""
     for group in optimizer.param_groups:
         group["params"] = [targets.get(p, p) for p in group["params"]]
     state = {targets.get(key, key): value for key, value in optimizer.state.items()}

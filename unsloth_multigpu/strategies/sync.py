@@ -1,4 +1,4 @@
-"""How the ranks' gradients meet where DDP does not do it: the contract that each strategy keeps."""
+"""How ranks exchange gradients where DDP does not: the contract that each strategy implements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GradientSync:
         optimizer: This rank's torch optimizer, on those parameters.
 
     Attributes:
-        sent_bytes: What this rank has sent so far: elements of tensors, in the algorithms that are usual.
+        sent_bytes: What this rank has sent so far: elements of tensors, assuming the usual algorithms.
         num_steps: Finished optimizer steps of this rank.
     """
 
@@ -47,8 +47,8 @@ class GradientSync:
         self.world_size = dist.get_world_size()
         self.sent_bytes = 0
         self.num_steps = 0
-        # A thread of gloo lets go of a message a moment after it is done. Were that the last reference, the thread
-        # would need Python's lock to free the tensor, and a process that is just ending aborts then.
+        # A thread of gloo drops its reference a moment after a message is done. If it were the last one, the thread
+        # would need Python's lock to free the tensor, and a process that is exiting aborts then.
         self._last_works: deque[Any] = deque(maxlen=2)
 
     def begin(self) -> None:
@@ -56,10 +56,10 @@ class GradientSync:
         self.broadcast([*self.model.parameters(), *self.buffers])
 
     def after_backward(self) -> None:
-        """The gradients of this rank's part of the step are whole."""
+        """Called when the gradients of this rank's part of the step are complete."""
 
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """Called when the optimizer has stepped."""
         self.num_steps += 1
         # They hold gradients, whose memory the next forward needs.
         self._last_works.clear()
@@ -73,28 +73,28 @@ class GradientSync:
         """Makes weights and buffers of all ranks equal."""
 
     def end(self) -> None:
-        """Meets for the last time, and leaves model and optimizer as ordinary ones."""
+        """Meets for the last time, and makes model and optimizer ordinary ones again."""
         self.meet()
 
     def abort(self) -> BaseException | None:
-        """Lets go of threads and hooks after an error, without another rank. `end` needs no `abort`.
+        """Ends threads and hooks after an error, without other ranks. Not needed after `end`.
 
         Returns:
-            An error in a thread of the strategy, which may be the cause of the one that ends the training.
+            The error of a thread of the strategy, which may be the cause of the one that ends the training.
         """
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of rank 0 beside weights and optimizer: tensors, numbers, texts. After `meet`."""
+        """What a checkpoint keeps of rank 0 besides weights and optimizer: tensors, numbers, texts. After `meet`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict()`. Called after `begin`, when the weights are those of the checkpoint."""
+        """Resumes from a `state_dict()`. Called after `begin`, when the weights are those of the checkpoint."""
 
     def shared_gradients(self) -> list[torch.Tensor]:
         """The gradients that at least one rank has, in the order of `parameters`; zeros where this rank has none.
 
-        What no rank has stays None, so that no optimizer decays a weight that was not used. Collective: one byte for
+        A gradient that no rank has stays None, so that no optimizer decays an unused weight. Collective: one byte for
         each parameter.
 
         Raises:
@@ -127,7 +127,7 @@ class GradientSync:
         self.exchange(tensors, lambda flat: self._all_reduce(flat.div_(self.world_size)), bucket_mb, dtype)
 
     def average_on_server(self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB) -> None:
-        """Makes rank 0's tensors the mean over ranks. What the others' hold then is of no use. Collective."""
+        """Makes rank 0's tensors the mean over ranks. The tensors of the other ranks are undefined then. Collective."""
         self.exchange(tensors, lambda flat: self._reduce(flat.div_(self.world_size)), bucket_mb)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, bucket_mb: float = DEFAULT_BUCKET_MB) -> None:
@@ -147,7 +147,7 @@ class GradientSync:
         Args:
             tensors: The same shapes in the same order on all ranks.
             start: Starts a collective on a flat tensor, in place, and returns its handle.
-            bucket_mb: MiB of one message at most. A tensor that is one by itself is sent from where it lies.
+            bucket_mb: MiB of one message at most. A tensor that fills a message alone is sent without a copy.
             dtype: Of the messages; None = as the tensors are.
         """
         flying: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from torch.distributed import Store
@@ -26,11 +27,11 @@ class Agreement(Protocol):
     that one was counted. Hence all ranks stop at the same point.
     """
 
-    def is_reached(self, point: int, signal_number: int) -> int:
-        """Says that this rank has come to `point`, where signal `signal_number` (0 = none) asks it to stop.
+    def is_reached(self, point: int) -> int:
+        """Says that this rank has come to `point`, and looks whether a signal asks for a stop.
 
         Returns:
-            The signal for which all ranks stop here, 0 = go on.
+            The signal for which all ranks stop here, 0 = continue.
         """
 
     def leave(self, deadline_s: float) -> bool:
@@ -41,7 +42,7 @@ class PageAgreement:
     """The ranks of one machine, by a page of shared memory. About 6 microseconds for each point.
 
     Args:
-        page: The run's page.
+        page: The run's page, which holds the signal that asks for a stop.
         local_rank: This rank.
     """
 
@@ -51,7 +52,7 @@ class PageAgreement:
         trained = page.points()[local_rank] >> _TRAINING_BITS
         self._base = (trained + 1) << _TRAINING_BITS
 
-    def is_reached(self, point: int, signal_number: int) -> int:
+    def is_reached(self, point: int) -> int:
         page, point = self._page, self._base + point
         # Without a lock this rank might read the page before another rank's write becomes visible.
         with page.lock():
@@ -78,19 +79,21 @@ class StoreAgreement:
         store: The ranks' store. Its server does one thing after the other.
         rank: This rank.
         world_size: Number of ranks.
+        asked: The signal that asks this rank to stop, 0 = none.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, asked: Callable[[], int]) -> None:
         training = store.add(f"preempt/trainings/{rank}", 1)
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._asked = asked
         self._prefix = f"preempt/{training}"
 
-    def is_reached(self, point: int, signal_number: int) -> int:
+    def is_reached(self, point: int) -> int:
         store = self._store
         store.set(f"{self._prefix}/point/{self._rank}", str(point))
-        if signal_number:
+        if signal_number := self._asked():
             store.compare_set(f"{self._prefix}/signal", "", str(signal_number))
         elif not store.check([f"{self._prefix}/signal"]):
             return 0
@@ -109,10 +112,17 @@ class StoreAgreement:
 
 
 class AloneAgreement:
-    """One rank."""
+    """One rank.
 
-    def is_reached(self, point: int, signal_number: int) -> int:
-        return signal_number
+    Args:
+        asked: The signal that asks it to stop, 0 = none.
+    """
+
+    def __init__(self, asked: Callable[[], int]) -> None:
+        self._asked = asked
+
+    def is_reached(self, point: int) -> int:
+        return self._asked()
 
     def leave(self, deadline_s: float) -> bool:
         return True

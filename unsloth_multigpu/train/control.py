@@ -195,7 +195,7 @@ class OneDecision(Part):
             if time.monotonic() > deadline_s:
                 raise RankTimeoutError(
                     f"rank {self._rank} waited {timeout_s:g} seconds for {what}.",
-                    hint="Let no callback work for so long on rank 0 alone, or raise timeout_s.",
+                    hint="Let no callback work this long on rank 0 alone, or raise timeout_s.",
                 )
 
         with self._beat.within(Phase.AGREE):

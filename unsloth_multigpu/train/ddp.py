@@ -102,7 +102,7 @@ class DDPWrapping(Part):
         inner = getattr(wrapped, "_orig_mod", wrapped)
         is_trained = not kwargs.get("evaluation_mode") and any(p.requires_grad for p in model.parameters())
         if is_trained and not isinstance(inner, nn.parallel.DistributedDataParallel):
-            raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model anew.")
+            raise SetupError("accelerate did not wrap the model in DDP.", hint="Load the model again.")
         if is_trained:
             make_readable(inner, model, handler.find_unused_parameters)
         return wrapped
@@ -111,7 +111,7 @@ class DDPWrapping(Part):
         """Looks for the first forward pass by DDP."""
         wrapped = self._trainer.model_wrapped
         if not isinstance(wrapped, ReadableDDP):
-            return  # A compiler stands around it, which would trace the hook; or it is the script's own DDP.
+            return  # A compiler wraps it, which would trace the hook; or it is the script's own DDP.
 
         def see(*_: Any) -> None:
             self._is_forward_seen = True

@@ -50,7 +50,7 @@ class Board(Protocol):
         """Word `index`, None as long as it is not written."""
 
     def claim(self, index: int, word: int) -> int:
-        """Writes claim `index` unless another rank has. Returns what stands there then."""
+        """Writes claim `index` unless another rank has. Returns what is there then."""
 
     def settle(self, index: int, word: int) -> None:
         """Rank 0 replaces its own claim."""
@@ -84,7 +84,7 @@ class PageBoard:
         os.close(self._file)
 
     def next_training(self) -> int:
-        # 12 bits, and never 0, which a new page is full of. The rings hold nothing of a training so long ago.
+        # 12 bits, and never 0, which a new page is full of. The rings hold nothing of such an old training.
         self._memory[0] = self._memory[0] % ((1 << 12) - 1) + 1
         return self._memory[0]
 

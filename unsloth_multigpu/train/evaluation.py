@@ -78,7 +78,7 @@ class Evaluation:
                 alone = functools.partial(self._unless_in_step, name)
                 stack.enter_context(steered(trainer.accelerator, name, alone))
             yield
-        # The Trainer holds a reference to the method that stood there before.
+        # The Trainer holds a reference to the method that was there before.
         trainer.gather_function = trainer.accelerator.gather_for_metrics
         if any(hasattr(trainer, store) for store in STORES):
             self._merge()

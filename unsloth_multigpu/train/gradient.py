@@ -32,7 +32,7 @@ class SkippedSteps:
         if self.num_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteGradientError(
                 f"{fact}. The {MAX_SKIPPED_IN_A_ROW} steps before it were left out as well.",
-                hint="Lower the learning rate, or go on from an earlier checkpoint: the weights give no finite loss.",
+                hint="Lower the learning rate, or resume from an earlier checkpoint: the weights give no finite loss.",
             )
         self.num_steps += 1
         self.num_in_a_row += 1

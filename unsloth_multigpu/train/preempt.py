@@ -98,7 +98,7 @@ class Preemption(Part):
         self._page: ControlPage | None = None
         self._may_stop = may_stop
         self._caught = Caught()
-        self._agreement: Agreement = AloneAgreement()
+        self._agreement: Agreement = AloneAgreement(self._asked)
         self._batch = 0
         self._saved_step = -1
         self.signal_number = 0
@@ -122,7 +122,8 @@ class Preemption(Part):
             if self._page is not None and identity.world_size == identity.local_world_size:
                 self._agreement = PageAgreement(self._page, identity.local_rank)
             elif identity.world_size > 1:
-                self._agreement = StoreAgreement(self._manager.store, identity.rank, identity.world_size)
+                store = self._manager.store
+                self._agreement = StoreAgreement(store, identity.rank, identity.world_size, self._asked)
             yield
             # Asked after the last step: what the script does next must not be cut off in the middle.
             self._batch += 1
@@ -162,12 +163,14 @@ class Preemption(Part):
     def is_stopping(self) -> bool:
         """True at the point where all ranks stop. Asked once for each point."""
         if not self.signal_number and self._may_stop():
-            asked = self._caught.signal_number if self._page is None else self._page.signal
             point = (self._trainer.state.global_step << _BATCH_BITS) + self._batch
-            self.signal_number = self._agreement.is_reached(point, asked)
+            self.signal_number = self._agreement.is_reached(point)
             if self.signal_number and self._events is not None:
                 self._events.write("stopping", signal=signal.Signals(self.signal_number).name)
         return self.signal_number != 0
+
+    def _asked(self) -> int:
+        return self._caught.signal_number if self._page is None else self._page.signal
 
     @property
     def is_save_wanted(self) -> bool:
@@ -203,7 +206,7 @@ class Preemption(Part):
             if ":" in self._config.nnodes:
                 raise DistributedError(
                     f"A node leaves the run after step {step}, on {name}.",
-                    hint="Set max_restarts to go on with the nodes that stay.",
+                    hint="Set max_restarts to continue with the nodes that stay.",
                 )
             page.ask(self.signal_number, deadline_s)
         if self._events is not None:

@@ -166,9 +166,7 @@ class DDPTrainer:
         """
         name = others[0]
         if asked := self.config.asked(Scope.TRAINER):
-            raise SetupError(
-                f"{asked[0]} steers DDP, but {name} is on.", hint=f"Leave it out, or train without {name}."
-            )
+            raise SetupError(f"{asked[0]} needs DDP, but {name} is on.", hint=f"Leave it out, or train without {name}.")
         one = int(self.trainer._train_batch_size) * self.steps.num_accumulated
         parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
         apart = max(1, int(getattr(parallelism, "non_data_parallel_size", 1)))
@@ -214,7 +212,7 @@ class DDPTrainer:
             )
         if args.auto_find_batch_size:
             raise SetupError(
-                "auto_find_batch_size=True lets one rank shrink its batch while the others go on.",
+                "auto_find_batch_size=True lets one rank shrink its batch while the others do not.",
                 hint="Set auto_find_batch_size=False and a batch size that fits.",
             )
         if str(getattr(args, "train_sampling_strategy", "")) == "batch_rebalance" and self.config.keeps_global_batch:
@@ -241,7 +239,7 @@ class DDPTrainer:
             return False
         # Unsloth rewrites TRL's trainers, in modules of their names.
         if owner.__module__.startswith(("trl.", "unsloth", "Unsloth")):
-            if self.manager.identity.world_size == 1 and not self.config.asked(Scope.TRAINER):
+            if self.manager.identity.world_size == 1 and not self.config.asked(Scope.PLANNER):
                 return False  # Its own batches are those of one process.
             raise SetupError(
                 f"{owner.__name__} builds batches of its own; its global batch cannot be kept.",

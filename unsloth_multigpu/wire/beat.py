@@ -29,7 +29,7 @@ class Phase(enum.IntEnum):
     EVALUATE = 5
     SAVE = 6
     COMPILE = 7  # torch.compile at work.
-    ENDED = 8  # No more batches, or behind the last step.
+    ENDED = 8  # No more batches, or after the last step.
     GENERATE = 9  # Making samples to train on, as GRPO does.
     WARM_UP = 10  # Computing in the first step: kernels are compiled and memory is laid out.
     FILL = 11  # DATA at the start of an epoch of a stream, which fills its buffer.
@@ -88,7 +88,7 @@ _NAME_BYTES = 112
 _MAX_TEXT_BYTES = 2**20
 # In these the main thread launches work, or waits for what the device has to do.
 _WORKING = (Phase.COMPUTE, Phase.WARM_UP, Phase.UPDATE)
-# Of the first step, in which kernels are compiled, the time is forgotten after so many more.
+# Of the first step, in which kernels are compiled, the time is forgotten after this many more.
 _NUM_STEPS_TO_FORGET = 4
 
 
@@ -96,7 +96,7 @@ class BeatPage:
     """The writing side, in a rank.
 
     Args:
-        run_dir: The run's private folder. None = nobody reads, and the page is this process's own.
+        run_dir: The run's private folder. None = there is no reader, and the page is this process's own.
         rank: This rank.
     """
 
@@ -121,7 +121,7 @@ class BeatPage:
         micro_batch: int | None = None,
         is_done: bool = False,
     ) -> None:
-        """Says that the main thread goes on, and where it is now. What is left out stays. Takes a microsecond.
+        """Says that the main thread makes progress, and where it is. What is left out stays. Takes a microsecond.
 
         Args:
             phase: What it does from here on.
@@ -141,7 +141,7 @@ class BeatPage:
             self._num_steps += 1
             self._is_working = False
         elif phase is not None:
-            # Before the first micro-batch of a step UPDATE stands for what lies between two steps.
+            # Before the first micro-batch of a step UPDATE means what is between two steps.
             self._is_working = phase in _WORKING and not (phase == Phase.UPDATE and self.micro_batch == 0)
         self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, self.longest_s))
 
@@ -168,7 +168,7 @@ class BeatPage:
         self._put(_PULSE_OFFSET, _PULSE.pack(time.monotonic(), collective, name))
 
     def _put(self, offset: int, data: bytes) -> None:
-        # `pack_into` would first write zeros: a reader in between would see a rank that stands still since ever.
+        # `pack_into` would first write zeros: a reader in between would see a rank that never made progress.
         self._memory[offset : offset + len(data)] = data
 
 

@@ -48,7 +48,7 @@ class Child:
         self.connection, theirs = socket.socketpair()
         with ExitStack() as stack:
             stack.callback(self.connection.close)
-            if not log.exists():  # Somebody has removed the folder while processes were running.
+            if not log.exists():  # The folder was removed while processes were running.
                 make_log(log)
             with log.open("ab") as output, theirs:
                 self._process = subprocess.Popen(
@@ -84,7 +84,7 @@ class Child:
 
     def collect(self) -> None:
         """Takes the exit code of a process that has ended, and ends what it leaves behind."""
-        # Before it is collected: until then nobody else can have its number.
+        # Before it is collected: until then no other process can have its number.
         kill_rank(self.pid)
         try:
             self.exit_code = self._process.wait(KILL_LIMIT_S)

@@ -89,6 +89,6 @@ class ControlPage:
         self._words[_FIRST_RANK + 1 + 2 * local_rank] = pid
 
     def reset(self) -> None:
-        """Forgets all: the ranks are about to be started anew."""
+        """Forgets all: the ranks are about to be started again."""
         for i in range(len(self._words)):
             self._words[i] = 0

@@ -18,7 +18,7 @@ class Event:
     exiting.
 
     Args:
-        time_s: When, on the clock of `time.monotonic`, which all processes of a machine share and nobody sets.
+        time_s: When, on the clock of `time.monotonic`, which all processes of a machine share and which is never set.
         step: Last finished optimizer step, -1 before the first training.
         facts: What else belongs to the kind: pid, exit_code, error, traceback.
     """

@@ -1,4 +1,4 @@
-"""Whole messages over one end of a pair of sockets. No name, no port: nobody else can connect."""
+"""Whole messages over one end of a pair of sockets. No name, no port: no other process can connect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Frames:
 
     Args:
         end: A connected stream socket, owned from now on.
-        limit_s: How long a message may wait for a reader that does not read; None = for ever, 0 = it does not wait.
+        limit_s: How long a message may wait for a reader that does not read; None = no limit, 0 = it does not wait.
     """
 
     def __init__(self, end: socket.socket, limit_s: float | None = None) -> None:

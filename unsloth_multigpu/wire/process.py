@@ -1,7 +1,7 @@
 """Processes: do they live, who ends them, and has the machine run out of memory? Linux.
 
 psutil tells of processes. What it has no words for is read or called here: a signal to the main thread alone, the exit
-code of a child that somebody else collects, and how often the kernel has killed for lack of memory.
+code of a child that another thread collects, and how often the kernel has killed for lack of memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def send_signal(pid: int, signal_number: signal.Signals) -> None:
 
 
 def send_to_main_thread(pid: int, signal_number: signal.Signals) -> None:
-    """Sends a signal that no other thread may take: a stopped process then handles it before it goes on."""
+    """Sends a signal that no other thread may take: a stopped process then handles it before it continues."""
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc has it since 2.30.
     if tgkill is None:
         send_signal(pid, signal_number)
@@ -92,7 +92,7 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
 
     Args:
         process: Leads a session of its own.
-        marker: Text that stands in the variables of this command alone. Its group is not enough: torch elastic gives
+        marker: Text that is in the variables of this command alone. Its group is not enough: torch elastic gives
             each rank a session of its own, and forgets the ranks that it was starting when its signal came.
         limit_s: What it has to end by itself, in seconds.
     """
@@ -101,7 +101,7 @@ def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
-    with suppress(ProcessLookupError):  # The usual case: nobody is left in the group.
+    with suppress(ProcessLookupError):  # The usual case: no process is left in the group.
         os.killpg(process.pid, signal.SIGKILL)
     wait_after_kill(process)
     if left := kill_marked(marker):
@@ -156,7 +156,7 @@ def _kill_counters() -> Iterator[Path]:
         return
     for line in groups:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # Version 2; beside version 1 it is mounted one level deeper, without memory.
+        if controllers == "":  # Version 2; together with version 1 it is mounted one level deeper, without memory.
             yield Path(f"/sys/fs/cgroup{path}") / "memory.events"
         elif "memory" in controllers.split(","):
             yield Path(f"/sys/fs/cgroup/memory{path}") / "memory.oom_control"

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 
 def collate_masked(rows):
     batch = collate(rows)
-    # What is asked for is drawn anew each time.
+    # What is asked for is drawn again each time.
     is_asked = torch.rand(batch["labels"].shape) < 0.7
     return {**batch, "labels": batch["labels"].masked_fill(~is_asked, -100)}
 

@@ -20,7 +20,7 @@ CONFIG = {"lr": 0.1, "steps": 3}
 
 
 class Centred(nn.Module):
-    """Assigns its running mean anew, where BatchNorm writes into it."""
+    """Assigns its running mean again, where BatchNorm writes into it."""
 
     def __init__(self):
         super().__init__()

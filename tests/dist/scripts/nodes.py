@@ -1,7 +1,7 @@
 """A user's script on several nodes: trains as often as asked, and says by files in the folder $HERE where it is.
 
 Usage: nodes.py --folder $HERE NAME... : one training for each name. Before each it waits for the file go_NAME.
-"wide" and "slow" send more, "cut" goes on for ever, "elastic" keeps a checkpoint of every step and waits on rank 1 in
+"wide" and "slow" send more, "cut" never ends, "elastic" keeps a checkpoint of every step and waits on rank 1 in
 step 4.
 """
 

@@ -2,7 +2,7 @@
 
 Usage: strategies.py NUM_GPUS NAME=JSON ... ; JSON holds options of enable_multi_gpu, and under "args" some of
 TrainingArguments. "begin" tells what the strategy begins with: "nothing" leaves every rank its own weights. "resume"
-goes on from a checkpoint.
+resumes from a checkpoint.
 """
 
 import json

@@ -150,7 +150,7 @@ def diloco_by_hand(num_windows: int, every_steps: int, learning_rate: float, mom
     for window in range(num_windows):
         replicas = [copy.deepcopy(shared) for _ in range(WORLD_SIZE)]
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
-            # The state of each inner optimizer goes on from window to window.
+            # The state of each inner optimizer resumes from window to window.
             mine = adamw(replica)
             mine.load_state_dict(optimizer.state_dict())
             optimizers[rank] = mine
@@ -172,7 +172,7 @@ def diloco_by_hand(num_windows: int, every_steps: int, learning_rate: float, mom
 
 
 def diloco_resumed(num_steps: int, at: int) -> dict:
-    """Saves after `at` steps, and goes on from the file with new objects."""
+    """Saves after `at` steps, and resumes from the file with new objects."""
     file = Path(f"diloco_{RANK}.pt")
     saved = {}
 

@@ -1,4 +1,4 @@
-"""The samples of a benchmark: rows of tokens that every rank of every arm makes anew from the seed."""
+"""The samples of a benchmark: rows of tokens that every rank of every arm generates from the seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.tools.bench.option import MAX_TEST_ROWS, TEXT_KINDS, BenchOptions
 
-# So many standard deviations lie between median and maximum. With lognormal:150:1024, 60 % of what random batches of
+# This many standard deviations are between median and maximum. With lognormal:150:1024, 60 % of what random batches of
 # 8 compute is padding, as in instruction data.
 _MAX_AT = 2.1
 NUM_ID_TOKENS = 2

@@ -41,7 +41,7 @@ class ArmRecord:
 
 
 def main(settings_file: str) -> None:
-    """Trains as the file of settings says, and leaves a record and the trained weights beside it."""
+    """Trains as the file of settings says, and leaves a record and the trained weights next to it."""
     from safetensors.torch import save_file
 
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))

@@ -124,7 +124,7 @@ class Meter:
         self._steps[-1] = (self._steps[-1][0], self._mark())
 
     def steps(self) -> list[dict[str, Any]]:
-        """One record per step, see `result.StepRecord`."""
+        """One record per step, see `result.MeasuredStep`."""
         spans_s = self._clock.spans_s()
         return [self._step(begin, end, spans_s) for begin, end in self._steps]
 

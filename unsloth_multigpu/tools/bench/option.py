@@ -58,7 +58,7 @@ class BenchOptions:
         has_checkpointing: Activations are computed again in the backward pass.
         batch_size: Samples of a micro-batch per device.
         accumulation: Micro-batches of a step per rank.
-        num_epochs: The model learns for so many epochs of `num_steps` steps, the first `num_warmup` of which are not
+        num_epochs: The model learns for this many epochs of `num_steps` steps, the first `num_warmup` of which are not
             timed, and is tested after each. None = one epoch of speed alone.
         num_steps, num_warmup: Optimizer steps that are measured, and those before them.
         num_repeats: Rounds; each runs every arm once.

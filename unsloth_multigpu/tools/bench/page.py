@@ -1,4 +1,4 @@
-"""The page of a benchmark: report.html, which holds its plots and needs nothing beside it."""
+"""The page of a benchmark: report.html, which holds its plots and needs no other file."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE, UNGUARDED
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class MeasuredStep:
     """One optimizer step of one rank.
 
     Args:
@@ -57,7 +57,7 @@ class RankRecord:
     """
 
     rank: int
-    steps: tuple[StepRecord, ...]
+    steps: tuple[MeasuredStep, ...]
     gradient_norms: tuple[float, ...]
     peak_bytes: int
     device: str
@@ -74,7 +74,7 @@ class RankRecord:
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
         """Reads what the worker left."""
         steps = tuple(
-            StepRecord(
+            MeasuredStep(
                 step["wall_s"],
                 step["cpu_s"],
                 step["compute_s"],
@@ -223,7 +223,7 @@ def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None, *, m
     """One result per arm, in the order of `runs`.
 
     Args:
-        num_compared: So many steps' gradient norms are compared. None = of all steps.
+        num_compared: The gradient norms of this many steps are compared. None = of all steps.
         meets: See `measure_run`.
     """
     measures = {

@@ -134,7 +134,7 @@ def run_worker(
     hint: str,
     look: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """Runs a command that takes a file of settings and leaves results beside it as JSON; returns these.
+    """Runs a command that takes a file of settings and leaves results next to it as JSON; returns these.
 
     Args:
         what: Its name in errors.

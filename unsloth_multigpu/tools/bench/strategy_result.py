@@ -69,7 +69,7 @@ def epoch_records(history: Sequence[Mapping[str, Any]]) -> list[dict[str, float]
 
 @dataclass(frozen=True)
 class StrategyResult:
-    """A strategy over all rounds, beside its `ArmResult`.
+    """A strategy over all rounds, in addition to its `ArmResult`.
 
     Args:
         times_ddp: Its tokens per second divided by those of DDP in the same round; None where DDP was not run.

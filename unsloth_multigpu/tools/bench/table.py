@@ -115,7 +115,7 @@ def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads
     if options.interleave == "steps":
         lines.append(
             "turns: all arms of a round are in memory at once, and one trains at a time, a step; launchers that watch "
-            "waiting ranks go on"
+            "waiting ranks continue"
         )
     if options.num_epochs is not None:
         lines.append(

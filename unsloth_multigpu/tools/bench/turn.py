@@ -1,7 +1,7 @@
 """Arms that take turns step by step: what disturbs the machine for a while then disturbs all of them alike.
 
 All arms of a round are started, and only one computes at a time. Each rank says that its step is done in a pipe that
-all share, and goes on when it gets a byte in a pipe of its own. Only their owner may open them.
+all share, and continues when it gets a byte in a pipe of its own. Only their owner may open them.
 """
 
 from __future__ import annotations

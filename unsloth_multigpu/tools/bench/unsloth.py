@@ -1,7 +1,7 @@
 """Unsloth in a benchmark: `--library unsloth` trains with FastLanguageModel and SFTTrainer, as its users do.
 
 Unsloth loads models from a folder. The benchmark makes one before the arms run, in a process of its own:
-`python -m unsloth_multigpu.tools.bench.unsloth settings.json` writes the model beside the file of settings.
+`python -m unsloth_multigpu.tools.bench.unsloth settings.json` writes the model next to the file of settings.
 """
 
 from __future__ import annotations

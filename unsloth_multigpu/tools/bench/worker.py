@@ -33,7 +33,7 @@ _LORA: dict[str, Any] = {
 
 
 def main(settings_file: str) -> None:
-    """Trains as the file of settings says, and leaves `rank_R.json` beside it."""
+    """Trains as the file of settings says, and leaves `rank_R.json` next to it."""
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
     arm, options = find_arm(settings["arm"]), BenchOptions.from_json(settings["options"])
     if arm.line is not None:

@@ -13,7 +13,7 @@ class ChaosCommand(Command):
     """`unsloth-multigpu chaos`."""
 
     name = "chaos"
-    help = "kill, stop and starve ranks of a script, and see whether its training ends or goes on as it should"
+    help = "kill, stop and starve ranks of a script, and see whether its training ends or continues as it should"
     description = (
         "Runs the script once without faults and then with each, in a new folder, and compares what it says, how soon "
         "it ends, what it leaves behind, samples and weights. Exit code 0 = every run ended or went on as it should."

@@ -20,8 +20,8 @@ from unsloth_multigpu.tools.chaos.fault import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import (
     ROUNDING,
-    Row,
-    Trace,
+    FaultRow,
+    RunTrace,
     compare_samples,
     compare_weights,
     markdown,
@@ -38,7 +38,7 @@ OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
     "faults": (str, '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank. [all]'),
     "random": (int, "Instead of --faults, this many random faults over one run, which is started again after each."),
     "seed": (int, "Of the random faults. [0]"),
-    "resume": (bool, "Start the command again after each fault, to see whether it goes on. [on]"),
+    "resume": (bool, "Start the command again after each fault, to see whether it resumes. [on]"),
     "json": (str, "File of the results."),
     "markdown": (str, "File of the table."),
     "cwd": (str, "Folder in which the script runs; its output then belongs into {run} in its arguments. [a new one]"),
@@ -50,7 +50,7 @@ DEFAULTS = {"num_gpus": 2, "max_restarts": 0, "hang_timeout_s": 10.0, "balance":
 
 
 @dataclass(frozen=True)
-class Chaos:
+class Judge:
     """The command: what it compares with, and what it lets a run do.
 
     Args:
@@ -64,20 +64,20 @@ class Chaos:
 
     folder: Path
     scene: Scene
-    whole: Trace
+    whole: RunTrace
     cold_s: float
     options: Mapping[str, object]
     resumes: bool
 
-    def try_out(self, trial: Trial) -> Row:
+    def try_out(self, trial: Trial) -> FaultRow:
         """Runs the script with the faults of one row, and again without, and judges what came of it."""
         max_restarts = max(trial.num_restarts, int(str(self.options["max_restarts"])))
         scene = replace(self.scene, folder=self.folder / "fault", limit_s=self.scene.limit_s * (1 + max_restarts))
         shutil.rmtree(scene.folder, ignore_errors=True)
         options = {**self.options, "max_restarts": max_restarts, "resume": "auto" if self.resumes else None}
         ended = scene.run(trial.faults, options)
-        trace = Trace.read(scene.records)
-        row = Row(trial.name, ended.told[-1] if ended.told else "", None, ended.code, ended.num_orphans)
+        trace = RunTrace.read(scene.records)
+        row = FaultRow(trial.name, ended.told[-1] if ended.told else "", None, ended.code, ended.num_orphans)
         planted = trace.of("planted")
         if not planted and ended.code == 0:
             row.note = "not met: the training has no such phase behind that step"
@@ -88,7 +88,7 @@ class Chaos:
         self._judge_end(row, trial, ended, trace)
         if self.resumes and ended.code != 0:
             again = scene.run((), options)
-            trace = Trace.read(scene.records)
+            trace = RunTrace.read(scene.records)
             first_s = trace.first_step_s(again.start_s)
             row.num_orphans += again.num_orphans
             if again.code != 0:
@@ -102,7 +102,7 @@ class Chaos:
             self._judge_work(row, trace, scene.records)
         return row
 
-    def _judge_end(self, row: Row, trial: Trial, ended: Ended, trace: Trace) -> None:
+    def _judge_end(self, row: FaultRow, trial: Trial, ended: Ended, trace: RunTrace) -> None:
         planted = trace.of("planted")
         if ended.code is None:
             row.reasons.append(f"did not end within {self.scene.limit_s:g} s for each start\n{_tail(ended)}")
@@ -129,13 +129,13 @@ class Chaos:
                 if bound_s is not None and row.ended_s > bound_s:
                     row.reasons.append(f"ended after {row.ended_s:.1f} s; at most {bound_s:g} s were expected")
 
-    def _judge_start(self, row: Row, took_s: float, bound_s: float) -> None:
+    def _judge_start(self, row: FaultRow, took_s: float, bound_s: float) -> None:
         row.new_step_s = max(took_s, row.new_step_s or 0.0)
         expected_s = bound_s + 2 * self.cold_s
         if took_s > expected_s:
             row.reasons.append(f"first new step after {took_s:.1f} s; at most {expected_s:.1f} s were expected")
 
-    def _judge_work(self, row: Row, trace: Trace, records: Path) -> None:
+    def _judge_work(self, row: FaultRow, trace: RunTrace, records: Path) -> None:
         row.lost, row.repeated = compare_samples(self.whole, trace)
         row.difference = compare_weights(self.scene.records, records)
         if row.lost or row.repeated:
@@ -183,9 +183,9 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         if ended.code != 0:
             print(f"{_tail(ended)}\nchaos: without a fault the run ended with {ended.code}.", file=sys.stderr)
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
-        chaos = _prepare(folder, scene, ended, run_options, resumes=options.resume is not False)
-        num_steps, num_ranks = chaos.whole.num_steps, config.num_gpus or 0
-        files = _checkpoint_files(chaos.whole)
+        judge = _prepare(folder, scene, ended, run_options, resumes=options.resume is not False)
+        num_steps, num_ranks = judge.whole.num_steps, config.num_gpus or 0
+        files = _checkpoint_files(judge.whole)
         if options.random is not None:
             trials = [random_trial(options.random, options.seed or 0, num_steps, num_ranks)]
         elif named is None:
@@ -195,14 +195,14 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         rows = []
         for number, trial in enumerate(trials, 1):
             _say(f"{number} of {len(trials)}: {trial.name}")
-            rows.append(chaos.try_out(trial))
+            rows.append(judge.try_out(trial))
             for reason in rows[-1].reasons:
                 _say(f"NOT AS EXPECTED: {reason}")
-    return _report(rows, chaos, options)
+    return _report(rows, judge, options)
 
 
-def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, object], *, resumes: bool) -> Chaos:
-    whole = Trace.read(scene.records)
+def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, object], *, resumes: bool) -> Judge:
+    whole = RunTrace.read(scene.records)
     first_s = whole.first_step_s(ended.start_s)
     if first_s is None:
         raise SetupError(
@@ -221,10 +221,10 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
             f"The script saves in {begun['output_dir']}, where runs would find each other's checkpoints.",
             hint="Let it save in a relative folder, or write {run} for it in its arguments.",
         )
-    return Chaos(folder, scene, whole, first_s - ended.start_s, run_options, resumes)
+    return Judge(folder, scene, whole, first_s - ended.start_s, run_options, resumes)
 
 
-def _checkpoint_files(whole: Trace) -> list[str]:
+def _checkpoint_files(whole: RunTrace) -> list[str]:
     """Names of a checkpoint's files."""
     from unsloth_multigpu.tools.chaos.actions import newest_checkpoint
 
@@ -232,16 +232,16 @@ def _checkpoint_files(whole: Trace) -> list[str]:
     return [] if newest is None else sorted(str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file())
 
 
-def _report(rows: Sequence[Row], chaos: Chaos, options: argparse.Namespace) -> int:
+def _report(rows: Sequence[FaultRow], judge: Judge, options: argparse.Namespace) -> int:
     is_good = not any(row.reasons for row in rows)
     if options.markdown:
         Path(options.markdown).write_text(markdown(rows), encoding="utf-8")
     if options.json:
-        facts = {"schema_version": 1, "command": list(chaos.scene.program), "cold_start_s": chaos.cold_s}
-        result = {**facts, "options": dict(chaos.options), "good": is_good, "rows": [asdict(row) for row in rows]}
+        facts = {"schema_version": 1, "command": list(judge.scene.program), "cold_start_s": judge.cold_s}
+        result = {**facts, "options": dict(judge.options), "good": is_good, "rows": [asdict(row) for row in rows]}
         Path(options.json).write_text(json_text(result), encoding="utf-8")
     print(text_table(rows))
-    print(f"cold start to the first step: {chaos.cold_s:.1f} s")
+    print(f"cold start to the first step: {judge.cold_s:.1f} s")
     bad = [row.fault for row in rows if row.reasons]
     print(f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or went on as it should.")
     return 0 if is_good else 1

@@ -22,7 +22,7 @@ class End(enum.Enum):
     ERROR = "a rank says why it ends"
     HANG = "a rank does nothing any more"
     STOP = "the run is asked to stop"
-    NONE = "the run goes on, or meets it later"
+    NONE = "the run continues, or meets it later"
 
 
 KINDS: dict[str, End] = {

@@ -19,7 +19,7 @@ _COLUMNS = (
     "ended after s",
     "exit code",
     "orphans",
-    "goes on from step",
+    "resumed from step",
     "new step after s",
     "samples lost / repeated",
     "weights",
@@ -27,7 +27,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Trace:
+class RunTrace:
     """What all ranks of a row wrote down, over all starts.
 
     Args:
@@ -37,7 +37,7 @@ class Trace:
     records: Sequence[dict[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path) -> Trace:
+    def read(cls, folder: Path) -> RunTrace:
         """Reads the files of all ranks."""
         from unsloth_multigpu.tools.chaos.inject import read_records
 
@@ -72,7 +72,7 @@ class Trace:
         return steps
 
 
-def compare_samples(whole: Trace, other: Trace) -> tuple[int, int]:
+def compare_samples(whole: RunTrace, other: RunTrace) -> tuple[int, int]:
     """Number of samples that are missing and of samples that are repeated, compared step by step with the whole run."""
     expected, found = whole.samples(), other.samples()
     keys = expected.keys() | found.keys()
@@ -106,7 +106,7 @@ def compare_weights(whole: Path, other: Path) -> float | None:
 
 
 @dataclass
-class Row:
+class FaultRow:
     """One fault, or several over one run.
 
     Args:
@@ -117,9 +117,9 @@ class Row:
         num_orphans: Processes that were left behind.
         from_step: The finished step from which the training went on; None where it was not restarted.
         new_step_s: Seconds from the fault, or from the second start of the command, to the first new step.
-        lost: Samples that did not count, against the run without faults; None where the run did not go on.
+        lost: Samples that did not count, against the run without faults; None where the run did not resume.
         repeated: Samples that counted once too often.
-        difference: See `compare_weights`; None where the run did not go on.
+        difference: See `compare_weights`; None where the run did not resume.
         reasons: Why the row is not as it should be.
         note: Why the fault could not be planted.
     """
@@ -151,13 +151,13 @@ class Row:
         return [self.fault, told or "-", times[0], code, str(self.num_orphans), step, times[1], samples, weights]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[FaultRow]) -> str:
     """The table in Markdown."""
     return markdown_table(_COLUMNS, [row.cells() for row in rows])
 
 
-def text_table(rows: Sequence[Row]) -> str:
-    """The table for a terminal: what the user reads stands under its row."""
+def text_table(rows: Sequence[FaultRow]) -> str:
+    """The table for a terminal: what the user reads is under its row."""
     cells = [row.cells() for row in rows]
     head, *lines = aligned([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
     told = ["" if c[1] == "-" else f"    {c[1]}\n" for c in cells]

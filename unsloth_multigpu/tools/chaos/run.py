@@ -34,7 +34,7 @@ class Ended:
         start_s: When it was started, on the clock of `time.monotonic`.
         end_s: When its last process was gone.
         num_orphans: Processes that it left behind.
-        told: The lines in which it said why it ended, or began anew.
+        told: The lines in which it said why it ended, or began again.
         output: All that it printed.
     """
 
@@ -55,7 +55,7 @@ class Scene:
         program: The script and its arguments, or `-m`, a module and its arguments.
         environment: Variables of every run.
         cwd: The working folder of the command; None = a new one.
-        limit_s: A run is ended so many seconds after its start.
+        limit_s: A run is ended this many seconds after its start.
     """
 
     folder: Path
@@ -91,7 +91,7 @@ class Scene:
         variables = {variable(name): str(value) for name, value in options.items() if value is not None}
         environment = {**self.environment, **variables, **ChaosRequest(str(self.records), faults).variables()}
         start_s = time.monotonic()
-        # Pipes: a limit on the size of files, which stands for a full disk, must not meet what is printed.
+        # Pipes: a limit on the size of files, which imitates a full disk, must not meet what is printed.
         process = subprocess.Popen(
             self._command(),
             cwd=self.cwd or self.work,

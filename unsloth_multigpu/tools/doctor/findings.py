@@ -37,7 +37,7 @@ class CheckRow:
     """One line of the result.
 
     Args:
-        section: Heading under which it stands.
+        section: Heading under which it is listed.
         name: What was looked at.
         state: "ok", "FAIL", or "note" for what is worth knowing and stops no training.
         text: What was found, for people.
@@ -147,7 +147,7 @@ def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[
 
 
 def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
-    """Every patch, and the check that stands before each training."""
+    """Every patch, and the check before each training."""
     if "error" in landed:
         hint = landed.get("hint") or "See the lines below: a library cannot be imported."
         return [CheckRow("seams", "import", "FAIL", landed["error"], hint, log=tuple(landed.get("log", ())))]

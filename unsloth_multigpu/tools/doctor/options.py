@@ -13,7 +13,7 @@ _INTRODUCTION = """<!-- Generated: unsloth-multigpu doctor --options > docs/opti
 
 Every option of a run: an argument of `enable_multi_gpu()`, and a variable that is read where the argument is not given.
 Arguments win over variables, variables over defaults. Those with a flag are options of `unsloth-multigpu run`, too. An
-unknown argument or variable with our prefix is an error, and so is an option that nobody would follow. The last column
+unknown argument or variable with our prefix is an error, and so is an option that nothing would follow. The last column
 says who follows an option that not every run follows, or, in front of a colon, which of its values:
 
 """

@@ -29,7 +29,7 @@ class Probe:
     Args:
         module: A module whose main function is `leave_outcome`.
         folder: Where its outcome and its output go; it also works there, since libraries leave caches behind.
-        limit_s: It is ended so many seconds after its start.
+        limit_s: It is ended this many seconds after its start.
         environment: Variables in addition to this process's.
     """
 

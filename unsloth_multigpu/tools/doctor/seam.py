@@ -107,7 +107,7 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
 
     Returns:
         `imports` = library -> "" or its error; `seams` = one dictionary per patch with its `state`, `error` and
-        `hint`; `verify` = "" or the error of the check that stands before each training.
+        `hint`; `verify` = "" or the error of the check before each training.
     """
     refused = {patch.target: error for patch in patches if (error := _refusal(patch))}
     registry = PatchRegistry(patch for patch in patches if patch.target not in refused)

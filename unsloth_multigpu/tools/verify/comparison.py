@@ -24,7 +24,7 @@ _TOO_EARLY = "the first steps of fp16 overflow, and a warm-up may begin at 0: ra
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class TrainedStep:
     """One optimizer step of a run.
 
     Args:
@@ -50,7 +50,7 @@ class RunRecord:
         facts: Device, precision, versions and the like, see `tools.verify.recorder`.
     """
 
-    steps: tuple[StepRecord, ...]
+    steps: tuple[TrainedStep, ...]
     gradient_shares: dict[str, float]
     facts: dict[str, Any]
 
@@ -152,7 +152,7 @@ def read_run(folder: Path) -> RunRecord | None:
     for figures in first["steps"]:
         same_step = [s for record in records for s in record["steps"] if s["step"] == figures["step"]]
         samples = sum((Counter(s["samples"]) for s in same_step), Counter[str]())
-        steps.append(StepRecord(figures["step"], figures["loss"], figures["grad_norm"], samples))
+        steps.append(TrainedStep(figures["step"], figures["loss"], figures["grad_norm"], samples))
     return RunRecord(tuple(steps), first["gradient_shares"], first["facts"])
 
 
@@ -209,7 +209,7 @@ def compare(one: RunRecord, many: RunRecord, weights: Sequence[WeightDifference]
     return Comparison(steps, tuple(weights), bounds, tuple(reasons))
 
 
-def _compare_step(one: StepRecord, many: StepRecord, bounds: Bounds) -> StepDifference:
+def _compare_step(one: TrainedStep, many: TrainedStep, bounds: Bounds) -> StepDifference:
     return StepDifference(
         step=one.step,
         num_samples=(one.samples.total(), many.samples.total()),

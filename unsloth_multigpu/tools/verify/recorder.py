@@ -201,7 +201,7 @@ class Recorder(Part):
 def leave_process() -> NoReturn:
     """Ends this process well, before the script's next line, which may save over the user's model.
 
-    No SystemExit: a `finally` or `except` around the training would go on with the script. Exit handlers run, as
+    No SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers run, as
     multiprocessing runs them at the end of its children: they close the process group and end data loading workers.
     """
     atexit._run_exitfuncs()
@@ -241,4 +241,4 @@ def _is_tracker(callback: Any) -> bool:
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for what saves or uploads."""
+    """Replaces what saves or uploads."""
