@@ -1,7 +1,7 @@
 """A rank of a launcher that serves no store. Usage: leaves.py WAY, in a folder for both ranks.
 
-"late": rank 1 saves when rank 0 has come to its end. "killed": rank 1 dies behind its line. "failed": rank 0 fails while
-rank 1 waits for it.
+"late": rank 1 saves when rank 0 has come to its end. "killed": rank 1 dies behind its line. "failed": rank 0 fails
+while rank 1 waits for it.
 """
 
 import os
