@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
+import platform
 import subprocess
 import sys
 import threading
@@ -51,7 +51,7 @@ def test_dead_process_of_this_machine_is_not_waited_for() -> None:
     store = dist.HashStore()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    store.set("farewell/process/1", json.dumps([socket.gethostname(), child.pid]))
+    store.set("farewell/process/1", json.dumps([platform.node(), child.pid]))
     assert seconds_to_leave(Farewell(store, 0, 2), 30.0) < 1.0
     # The same number on another machine says nothing.
     store.set("farewell/process/1", json.dumps(["elsewhere", child.pid]))
@@ -61,7 +61,7 @@ def test_dead_process_of_this_machine_is_not_waited_for() -> None:
 def test_stay_has_a_limit_and_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_QUIET_S", 0.05)
     store = dist.HashStore()
-    store.set("farewell/process/1", json.dumps([socket.gethostname(), os.getpid()]))
+    store.set("farewell/process/1", json.dumps([platform.node(), os.getpid()]))
     # Rank 2 has not come yet.
     with caplog.at_level(logging.INFO):
         assert 0.2 <= seconds_to_leave(Farewell(store, 0, 3), 0.2) < 2.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import platform
 import time
 
 from torch.distributed import Store
@@ -36,7 +36,7 @@ class Farewell:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        store.set(f"farewell/process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        store.set(f"farewell/process/{rank}", json.dumps([platform.node(), os.getpid()]))
 
     def leave(self, limit_s: float) -> None:
         """This rank needs the store no more. Rank 0 waits until that is true of all, or their processes are gone.
@@ -78,4 +78,4 @@ class Farewell:
         if not self._store.check([key]):
             return False
         host, pid = json.loads(self._store.get(key))
-        return host == socket.gethostname() and not is_alive(int(pid))
+        return host == platform.node() and not is_alive(int(pid))
