@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.injector import fail_at, records
-from tests.helpers.run import LIGHT, ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, finish, orphans, run_python, start
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,11 +26,13 @@ def test_workers_of_ray_train_as_one_process_also_after_one_was_killed(tmp_path:
     faults.mkdir()
     # A report of step 3 is taken only when Ray has kept the checkpoint of step 2: that one is there.
     killed = {**ENV, **fail_at("kill", 1, 4, folder=faults), "RAY_DEDUP_LOGS": "0"}
-    run = run_python([EXAMPLE, "--workers", "2", "--folder", "ray"], tmp_path, killed)
+    # Ray starts eight processes of its own before the first worker.
+    run = finish(start([EXAMPLE, "--workers", "2", "--folder", "ray"], tmp_path, killed), 700.0)
     said = f"{run.out[-4000:]}\n{run.err[-8000:]}"
     if "current node timed out during startup" in run.err:
         pytest.skip("Ray gives its own processes 30 s to start, and this machine did not let them")
     assert run.code == 0, said
+    assert not orphans(str(EXAMPLE))
     one = run_python([EXAMPLE, "--workers", "0", "--folder", "one"], tmp_path, ENV)
     assert one.code == 0, one.err
 
