@@ -77,9 +77,7 @@ class MultiGPUConfig(OptionTable):
         Raises:
             ConfigError: A value cannot be used, or a variable with our prefix names no option.
         """
-        given = {name: value for name, value in arguments.items() if value is not None}
-        from_environment = _read_environment(os.environ if environment is None else environment)
-        return cls(**{**from_environment, **given})
+        return cls(**given_options(arguments, environment))
 
     def plain_values(self) -> dict[str, Any]:
         """Name -> value that JSON can hold: the strategy is its text."""
@@ -108,6 +106,16 @@ class MultiGPUConfig(OptionTable):
     def meets_every_step(self) -> bool:
         """True if all ranks make one optimizer step together, so that their weights are equal after each."""
         return self.sync.meets_every_step
+
+
+def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The options that somebody has given, and not the defaults; see `MultiGPUConfig.resolve`.
+
+    Raises:
+        ConfigError: A variable with our prefix names no option, or has a text that means no value.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return {**_read_environment(os.environ if environment is None else environment), **given}
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, tuple[type[Any], str]]:
@@ -218,8 +226,14 @@ def _check_nodes(config: MultiGPUConfig) -> None:
         if given := config.asked(Scope.NODES):
             raise ConfigError(f"{given[0]} is for several nodes.", hint="Leave it out, or set nnodes.")
         return
-    for name, row in rows(config).items():
-        if Scope.NODES in row.scopes and getattr(config, name) is None:
+    most = num_nodes(config.nnodes)[1]
+    if config.node_rank is not None and config.node_rank >= most:
+        raise ConfigError(
+            f"node_rank={config.node_rank}, but nnodes={config.nnodes!r}; expected 0 .. {most - 1}.",
+            hint="Count the nodes from 0.",
+        )
+    for name in ("rdzv_endpoint", "rdzv_id"):
+        if getattr(config, name) is None:
             raise ConfigError(
                 f"{name}=None, but nnodes={config.nnodes!r}: nodes would not find each other.",
                 hint='Set rdzv_endpoint="HOST:29400", the address of one of the nodes, and rdzv_id="any-name" on all.',

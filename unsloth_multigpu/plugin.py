@@ -13,7 +13,13 @@ from unsloth_multigpu.options import MultiGPUConfig, from_keywords
 from unsloth_multigpu.patching import PatchRegistry, PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
-from unsloth_multigpu.start import needs_supervisor, ranks_to_start, start_this_command, this_command
+from unsloth_multigpu.start import (
+    config_on_cluster,
+    needs_supervisor,
+    ranks_to_start,
+    start_this_command,
+    this_command,
+)
 from unsloth_multigpu.strategy import Strategy
 from unsloth_multigpu.table import SeldomOptions
 from unsloth_multigpu.tool import Tool, tool_of
@@ -107,7 +113,8 @@ def enable_multi_gpu(
         "balance": balance,
         "resume": resume,
     }
-    config = tool.adjusted(MultiGPUConfig.resolve({**everyday, **from_keywords(seldom)}))
+    given = {**everyday, **from_keywords(seldom)}
+    config = tool.adjusted(MultiGPUConfig.resolve(given))
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return
@@ -121,7 +128,7 @@ def enable_multi_gpu(
     shell = find_shell()
     console = Console(debug=config.debug, is_notebook=shell is not None)
     try:
-        _session = _open_here(config, context, tool, console, shell, replay=replay)
+        _session = _open_here(config, context, tool, console, shell, replay=replay, given=given)
     except BaseException:
         console.close()
         raise
@@ -150,7 +157,14 @@ def _refuse_unsteered_training() -> None:
 
 
 def _open_here(
-    config: MultiGPUConfig, context: RunContext, tool: Tool, console: Console, shell: Any, *, replay: bool
+    config: MultiGPUConfig,
+    context: RunContext,
+    tool: Tool,
+    console: Console,
+    shell: Any,
+    *,
+    replay: bool,
+    given: dict[str, Any],
 ) -> Session:
     """Opens the session of this process: a rank, a notebook's kernel, or alone. A supervisor does not return."""
     from unsloth_multigpu.notebook.start import Opening, find_program, open_notebook
@@ -158,6 +172,8 @@ def _open_here(
     had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ)
     if identity is None:
+        if context.tool is None:  # A tool trains on this machine alone.
+            config = config_on_cluster(config, given, is_notebook=shell is not None)
         if shell is None and needs_supervisor(config, config.num_gpus or 1):
             this_command()  # A refusal comes before devices are counted and warned of.
         num_ranks = ranks_to_start(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class ScriptProgram:
             return
         from unsloth_multigpu.launch.rank import enter_rank
 
+        # Called after what `enter_rank` registers, which ends the process group: a rank that waits there goes on then.
+        atexit.register(session.leave)
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ logger = get_logger(__name__)
 
 # The older plugin's path.
 _SERIAL = "unsloth_multigpu.legacy.serial:SerialTrainer"
+# How long a rank that serves the store stays where it has failed: what the others wait for then does not come.
+_FAILED_STAY_S = 3.0
 _OTHER_PARALLELISM = ("UNSLOTH_TP_SIZE",)
 
 
@@ -59,6 +62,8 @@ class Session:
     is_closed: bool = False
     # Calls of `run_training` that have not returned.
     num_running: int = 0
+    # An error came out of the last training: the other ranks may still be in it.
+    has_failed: bool = False
     # Counts the sessions of this process.
     index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
@@ -89,6 +94,13 @@ class Session:
         self.on_close.close()
         self.console.close()
 
+    def leave(self) -> None:
+        """The process ends. Others may need its store, but not those that wait for what this rank does no more."""
+        # Python keeps the error that has ended the main thread.
+        has_failed = self.has_failed or hasattr(sys, "last_value")
+        if self._manager is not None:
+            self._manager.leave_store(_FAILED_STAY_S if has_failed else self.config.timeout_s)
+
     def run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Replaces `Trainer.train`; `original_train` reads `arguments` when it is called."""
         from unsloth_multigpu.train.search import trial_set_up
@@ -96,7 +108,12 @@ class Session:
         self.num_running += 1
         try:
             with trial_set_up(trainer, arguments.get("trial")):
-                return self._run_training(trainer, original_train, arguments)
+                result = self._run_training(trainer, original_train, arguments)
+            self.has_failed = False
+            return result
+        except BaseException:
+            self.has_failed = True
+            raise
         finally:
             self.num_running -= 1
 

@@ -6,11 +6,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.launch.cluster import read_cluster, take
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.options import MultiGPUConfig, given_options, num_nodes, variable
 
 logger = get_logger(__name__)
 
@@ -18,6 +20,40 @@ logger = get_logger(__name__)
 _EARLY_WORK_S = 10.0
 # More CPU ranks than this are almost certainly a typo, unless there are many cores: each loads a torch of its own.
 _MANY_CPU_RANKS = 64
+
+
+def config_on_cluster(config: MultiGPUConfig, arguments: Mapping[str, Any], *, is_notebook: bool) -> MultiGPUConfig:
+    """The options of a process that no launcher has started: what was given, and beneath it what a cluster says.
+
+    What is taken stands in the environment from here on, so that the ranks read the same.
+
+    Args:
+        config: What was given, with the defaults.
+        arguments: What the caller gave.
+        is_notebook: A notebook trains on its own machine, whatever the cluster says.
+
+    Raises:
+        ConfigError: The cluster's variables are incomplete or cannot be used, alone or beside what was given.
+    """
+    cluster = read_cluster(os.environ)
+    if cluster is None:
+        return config
+    given = given_options(arguments)
+    if is_notebook:
+        if num_nodes(cluster.values.get("nnodes", "1"))[1] > 1 and "nnodes" not in given:
+            logger.warning(
+                "%s says nnodes=%s: a notebook trains on this machine alone. Run a script on all nodes",
+                cluster.sources["nnodes"],
+                cluster.values["nnodes"],
+            )
+        return config
+    taken = take(cluster, given)
+    for line in taken.contradictions:
+        logger.warning("%s", line)
+    if taken.told:
+        logger.info("%s", taken.told)
+    os.environ.update({variable(name): str(value) for name, value in taken.values.items()})
+    return MultiGPUConfig.resolve(arguments)
 
 
 def ranks_to_start(config: MultiGPUConfig) -> int:
@@ -93,7 +129,13 @@ def supervise(
 ) -> None:
     """Runs `num_ranks` ranks of `command` and ends this process as they end. Does not return."""
     from unsloth_multigpu.launch.launcher import DDPLauncher, exit_like
+    from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
+    cluster = read_cluster(os.environ)
+    endpoint = None if cluster is None else cluster.values.get("rdzv_endpoint")
+    if endpoint is not None and endpoint == config.rdzv_endpoint:
+        # A cluster gives a name before its machine is there. One that a user gives may be misspelt.
+        await_name(*split_endpoint(config), config.timeout_s)
     exit_like(DDPLauncher(command, num_ranks, config, saves_when_stopped).run())
 
 

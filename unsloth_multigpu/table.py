@@ -282,6 +282,15 @@ class OptionTable:
     rdzv_id: str | None = option(
         None, Text(), "The run's name among those that meet there.", Scope.NODES, section=NODES
     )
+    node_rank: int | None = option(
+        None,
+        Count(0, none_means="by address"),
+        "Place of this node among the others, from 0. The first ranks run on node 0.",
+        Scope.NODES,
+        otherwise="by address",
+        section=NODES,
+        is_of_node=True,
+    )
     ddp_backend: str | None = option(
         None,
         Choice(("nccl", "gloo", "xccl")),
@@ -354,6 +363,7 @@ class SeldomOptions(TypedDict, total=False):
     nnodes: str | int | None
     rdzv_endpoint: str | None
     rdzv_id: str | None
+    node_rank: int | None
     # The older plugin's.
     ddp_backend: str | None
     find_unused_parameters: bool | None

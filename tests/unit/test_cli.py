@@ -113,6 +113,7 @@ HANDED_ON = (
         "nnodes": "1:2",
         "rdzv_endpoint": "node0:29400",
         "rdzv_id": "job7",
+        "node_rank": 1,
     },
     {"balance": "tokens", "max_tokens_per_micro_batch": 900},
     {"sync": "diloco:every_steps=8,outer_learning_rate=0.5,outer_momentum=0"},

@@ -47,6 +47,7 @@ DEFAULTS = {
     "nnodes": "1",
     "rdzv_endpoint": None,
     "rdzv_id": None,
+    "node_rank": None,
     "ddp_backend": None,
     "find_unused_parameters": None,
     "gradient_checkpointing": None,
@@ -82,6 +83,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "nnodes": ("2:4", "2:4"),
     "rdzv_endpoint": ("node0:29400", "node0:29400"),
     "rdzv_id": ("job7", "job7"),
+    "node_rank": ("1", 1),
     "ddp_backend": ("gloo", "gloo"),
     "find_unused_parameters": ("true", True),
     "gradient_checkpointing": ("off", False),
@@ -95,6 +97,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "nnodes": {"rdzv_endpoint": "node0:29400", "rdzv_id": "job7"},
     "rdzv_endpoint": {"nnodes": "2", "rdzv_id": "job7"},
     "rdzv_id": {"nnodes": "2", "rdzv_endpoint": "node0:29400"},
+    "node_rank": {"nnodes": "2", "rdzv_endpoint": "node0:29400", "rdzv_id": "job7"},
 }
 
 
@@ -280,6 +283,11 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
         ({"sync": "diloco", "on_nan": "skip"}, "on_nan='skip' needs one gradient that all ranks see", "on_nan='raise'"),
         ({"nnodes": "2", "rdzv_endpoint": "host", "rdzv_id": "job"}, "rdzv_endpoint='host'; expected HOST:PORT", "10."),
         ({"nnodes": "2", "rdzv_endpoint": "host:1"}, "rdzv_id=None, but nnodes='2'", 'rdzv_id="any-name"'),
+        (
+            {"nnodes": "2", "rdzv_endpoint": "host:1", "rdzv_id": "job", "node_rank": 2},
+            "node_rank=2, but nnodes='2'; expected 0 .. 1",
+            "from 0",
+        ),
         ({"enable_ddp": False, "balance": "tokens"}, "balance='tokens' is for several ranks", "one of them"),
     ],
 )

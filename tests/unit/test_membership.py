@@ -42,8 +42,11 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodesRendezv
         port = probe.getsockname()[1]
     made: list[NodesRendezvous] = []
 
-    def make(nnodes: str = "2", timeout_s: float = 30.0, hear: Hear = lambda others: {}) -> NodesRendezvous:
-        config = MultiGPUConfig(nnodes=nnodes, rdzv_endpoint=f"127.0.0.1:{port}", rdzv_id="job", timeout_s=timeout_s)
+    def make(
+        nnodes: str = "2", timeout_s: float = 30.0, hear: Hear = lambda others: {}, node_rank: int | None = None
+    ) -> NodesRendezvous:
+        given = {"nnodes": nnodes, "rdzv_endpoint": f"127.0.0.1:{port}", "rdzv_id": "job", "timeout_s": timeout_s}
+        config = MultiGPUConfig(**given, node_rank=node_rank)
         made.append(NodesRendezvous(config, "job", hear))
         return made[-1]
 
@@ -54,7 +57,14 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodesRendezv
 
 def in_thread(call: Callable[[], RendezvousInfo]) -> Future[RendezvousInfo]:
     outcome: Future[RendezvousInfo] = Future()
-    threading.Thread(target=lambda: outcome.set_result(call()), daemon=True).start()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except LaunchError as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
     return outcome
 
 
@@ -82,6 +92,23 @@ def test_each_round_has_a_store_of_its_own_and_one_number_for_all_nodes(node: Ca
     after = meet(first, second)
     assert os.environ[ENV_ROUND] == "1"
     assert not store_of_ranks(after).check(["address of a rank"])
+
+
+def test_each_node_has_the_place_that_it_was_given(node: Callable[..., NodesRendezvous]) -> None:
+    # By address and process alone their order would be the same in all rounds, whatever they were given.
+    nodes = [node(node_rank=1), node(node_rank=0)]
+    infos = meet(*nodes)
+    assert [info.rank for info in infos] == [1, 0]
+    assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.1"}
+
+
+def test_two_nodes_with_one_place_are_an_error(node: Callable[..., NodesRendezvous]) -> None:
+    nodes = [node(node_rank=0), node(node_rank=0)]
+    threads = [in_thread(one.next_rendezvous) for one in nodes]
+    errors = [outcome.exception(60) for outcome in threads]
+    (error,) = [e for e in errors if e is not None]
+    assert isinstance(error, LaunchError)
+    assert str(error).startswith("node_rank=0, but this is node 1 of the 2 that met: another node has the same")
 
 
 def test_nodes_hear_how_the_ranks_of_the_others_are(node: Callable[..., NodesRendezvous]) -> None:

@@ -54,6 +54,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "nnodes": {"nnodes": "1:2", "rdzv_endpoint": "host:1", "rdzv_id": "job"},
     "rdzv_endpoint": {"rdzv_endpoint": "host:1"},
     "rdzv_id": {"rdzv_id": "job"},
+    "node_rank": {"node_rank": 1},
     "find_unused_parameters": {"find_unused_parameters": True},
 }
 # Where nothing follows what was asked of a scope.
@@ -164,6 +165,7 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "grace_s": {"grace_s": 60},
         "rdzv_endpoint": ASKING["nnodes"],
         "rdzv_id": ASKING["nnodes"],
+        "node_rank": {**ASKING["nnodes"], "node_rank": 1},
         "ddp_backend": {"ddp_backend": "gloo"},
         "gradient_checkpointing": {"enable_gradient_checkpointing": True},
         "memory_optimization": {"enable_memory_optimization": True},

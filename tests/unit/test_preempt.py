@@ -221,6 +221,32 @@ def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize(("rank", "is_main", "said"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_training_that_hears_no_signal_says_so_once(caplog, rank, is_main, said):
+    # Ray and others call train() in a thread of their worker.
+    store = HashStore()
+    manager = SimpleNamespace(identity=RankIdentity(rank, rank, 2, 2, "torchrun"), config=MultiGPUConfig(), store=store)
+    handler = signal.getsignal(signal.SIGTERM)
+    during = []
+
+    def train():
+        trainer = FakeTrainer()
+        with Loop(trainer, [Preemption(trainer, manager, None, None, BeatPage(None, 0))]).steering():
+            during.append(signal.getsignal(signal.SIGTERM))
+            trainer.steps(2)
+
+    if is_main:
+        train()
+    else:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert (during[0] == handler) == (not is_main)
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("unsloth_multigpu")]
+    assert len(messages) == said
+    assert all("SIGTERM ends this process without a save. Save every few steps (save_steps)" in m for m in messages)
+
+
 class Saving(FakeTrainer):
     """Notes which steps it has saved."""
 

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
+from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.random_state import read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -56,6 +57,7 @@ class DDPManager:
         # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
         self.lengths_of: dict[str, list[int]] = {}
         self._last_works: deque[Any] = deque(maxlen=8)
+        self._farewell: Farewell | None = None
 
     @property
     def store(self) -> Store:
@@ -63,7 +65,15 @@ class DDPManager:
         if self._store is None:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
+            if is_served_by_rank_0(self.identity):
+                self._farewell = Farewell(self._store, self.identity.rank, self.identity.world_size)
         return self._store
+
+    def leave_store(self, limit_s: float) -> None:
+        """This rank is about to end. Where rank 0 serves the store, it stays for the others, `limit_s` at most."""
+        farewell, self._farewell = self._farewell, None
+        if farewell is not None:
+            farewell.leave(limit_s)
 
     @functools.cached_property
     def _store_of_run(self) -> Store:
@@ -319,6 +329,12 @@ def _wire_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def is_served_by_rank_0(identity: RankIdentity) -> bool:
+    """True where the ranks' store goes with the process of rank 0. Torch elastic serves one, and so does a notebook."""
+    is_elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return identity.world_size > 1 and identity.launcher != "notebook" and not is_elastic
 
 
 def _connect_store(identity: RankIdentity, timeout_s: float) -> Store:

@@ -102,8 +102,10 @@ class NodesRendezvous(RendezvousHandler):
         fewest, most = num_nodes(config.nnodes)
         backend = PlainStateBackend(C10dRendezvousBackend(self._store, run_id))
         timeouts = RendezvousTimeout(timedelta(seconds=config.timeout_s), timedelta(seconds=LAST_CALL_S))
+        # Torch's handler orders the nodes by this text, which nothing connects to.
+        place = self._address if config.node_rank is None else f"{config.node_rank:06d} {self._address}"
         self._handler = DynamicRendezvousHandler.from_backend(
-            run_id, self._store, backend, fewest, most, self._address, timeouts
+            run_id, self._store, backend, fewest, most, place, timeouts
         )
         # Torch's handler keeps one store for the ranks of all rounds otherwise.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -162,6 +164,7 @@ class NodesRendezvous(RendezvousHandler):
 
     def _serve_ranks(self, info: RendezvousInfo) -> RendezvousInfo:
         """A store for the ranks of this round alone, without addresses and keys of earlier ranks."""
+        self._check_place(info)
         key = "unsloth_multigpu/ranks"
         if info.rank == 0:
             listener = listen_at(self._address, 0)
@@ -183,6 +186,16 @@ class NodesRendezvous(RendezvousHandler):
         os.environ[ENV_ROUND] = str(self._round)
         logger.info("round=%d nodes=%d node=%d", self._round, info.world_size, info.rank)
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(str(address), int(port)))
+
+    def _check_place(self, info: RendezvousInfo) -> None:
+        """With a fixed number of nodes each has the place that it was given, unless two were given one."""
+        wanted, is_fixed = self._config.node_rank, ":" not in self._config.nnodes
+        if is_fixed and wanted is not None and wanted != info.rank:
+            raise LaunchError(
+                f"node_rank={wanted}, but this is node {info.rank} of the {info.world_size} that met: another node has "
+                "the same node_rank, or none.",
+                hint=f"Give each node its own, 0 .. {info.world_size - 1}, or leave node_rank out on all.",
+            )
 
     def num_nodes_waiting(self) -> int:
         """Nodes that want to join, as of the last second. Does not wait.

@@ -5,13 +5,21 @@ from __future__ import annotations
 import ipaddress
 import random
 import socket
+import time
 import zlib
 from typing import Any
 
 import psutil
 
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.wire.wait import wait_until
+
+logger = get_logger(__name__)
+
+# A name server may be asked once a second by every node.
+_NAME_POLL_S = 1.0
 
 
 def is_one_node(config: MultiGPUConfig) -> bool:
@@ -46,6 +54,30 @@ def split_endpoint(config: MultiGPUConfig) -> tuple[str, int]:
     """Host and port of `rdzv_endpoint`; "[fd00::1]:29400" -> ("fd00::1", 29400)."""
     host, _, port = str(config.rdzv_endpoint).rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def await_name(host: str, port: int, timeout_s: float) -> None:
+    """Waits until a name resolves: that of a machine that is about to start is not known yet.
+
+    Raises:
+        LaunchError: It is not known after `timeout_s`.
+    """
+
+    def is_known() -> bool:
+        try:
+            _resolve(host, port)
+        except socket.gaierror:
+            return False
+        return True
+
+    if is_known():
+        return
+    logger.info("the name %s is not known yet, waiting up to %g s for its machine to start", host, timeout_s)
+    if not wait_until(is_known, time.monotonic() + timeout_s, poll_s=_NAME_POLL_S):
+        raise LaunchError(
+            f"The name {host!r}, where the nodes meet, was not known after {timeout_s:g} s.",
+            hint="Check that node 0 has started, and that this machine asks the cluster's name server.",
+        )
 
 
 def address_towards(host: str, port: int) -> str:

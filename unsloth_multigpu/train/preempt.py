@@ -118,6 +118,11 @@ class Preemption(Part):
                 self._page = ControlPage(self._run_dir)
                 stack.callback(self._page.close)
             elif identity.world_size > 1 or self._config.resume == "auto":
+                if identity.rank == 0 and threading.current_thread() is not threading.main_thread():
+                    logger.warning(
+                        "train() does not run in the main thread, the only one that Python tells of signals: SIGTERM "
+                        "ends this process without a save. Save every few steps (save_steps)"
+                    )
                 stack.enter_context(self._caught.while_open())
             if self._page is not None and identity.world_size == identity.local_world_size:
                 self._agreement = PageAgreement(self._page, identity.local_rank)

@@ -54,7 +54,8 @@ class Verify(Tool):
                 hint="Leave enable_ddp out for this comparison.",
             )
         # Both runs train as without the tool, on this machine, from the start.
-        alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None}
+        alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1"}
+        alone |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
         return dataclasses.replace(config, num_gpus=self.request.num_gpus, verify_every=1, resume="off", **alone)
 
     def check_variables(self, others: list[str]) -> None:

@@ -1,0 +1,108 @@
+"""Two nodes train as one by the variables of a cluster alone: nobody gives an option of several nodes.
+
+And the ranks of a cluster's own launcher, whose store goes with rank 0.
+"""
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.run import BARE, finish, orphans, run_python, start, wait_until
+
+SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
+LEAVES = SCRIPT.with_name("leaves.py")
+# By the command, and by the line of the script: both read the variables.
+STARTS = (["-m", "unsloth_multigpu.cli.main", "run", SCRIPT], [SCRIPT])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two nodes' outcomes and files in "cluster", one process's in "alone"."""
+    folder = tmp_path_factory.mktemp("cluster")
+    for name in ("cluster", "alone"):
+        (folder / name).mkdir()
+        (folder / name / "go_plain").touch()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    said = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    here = {"HERE": str(folder / "cluster"), "UNSLOTH_MULTIGPU_BALANCE": "off", "UNSLOTH_MULTIGPU_TIMEOUT_S": "60"}
+    with ThreadPoolExecutor() as pool:
+        outcomes = []
+        for node, command in enumerate(STARTS):
+            (folder / f"node{node}").mkdir()
+            # Kubeflow counts the cores of a pod without a GPU: the first has two ranks here.
+            mine = {"PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": str(2 - node)}
+            arguments = [*command, "--folder", folder / "cluster", "plain"]
+            process = start(arguments, folder / f"node{node}", {**BARE, **said, **mine, **here})
+            outcomes.append(pool.submit(finish, process))
+        alone = {**BARE, "HERE": str(folder / "alone")}
+        run = run_python([SCRIPT, "--folder", folder / "alone", "plain"], folder / "alone", alone)
+        assert run.code == 0, run.err
+        for node, outcome in enumerate(outcomes):
+            (folder / f"node{node}.json").write_text(json.dumps(vars(outcome.result())))
+    return folder
+
+
+def test_two_nodes_train_as_one_process_by_variables_alone(folder):
+    runs = [json.loads((folder / f"node{node}.json").read_text()) for node in range(2)]
+    assert [run["code"] for run in runs] == [0, 0], [run["err"] for run in runs]
+    for node, run in enumerate(runs):
+        taken = [line for line in run["err"].splitlines() if "taken from the cluster" in line]
+        assert len(taken) == 1, run["err"]
+        assert f"num_gpus={2 - node} from PET_NPROC_PER_NODE, nnodes=2 from PET_NNODES" in taken[0]
+        assert "ranks 3 " in run["out"]
+    weights = [load_file(folder / name / "weights_plain") for name in ("cluster", "alone")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, tensor in weights[0].items():
+        assert (tensor - weights[1][name]).abs().max() < 2e-6, name
+
+
+def test_rank_0_is_on_the_node_that_the_cluster_calls_0(folder):
+    logs = [sorted(path.name for path in (folder / f"node{node}" / "logs").iterdir()) for node in range(2)]
+    # Rank 0 of a node keeps its terminal.
+    assert [[name for name in names if name.endswith(".log")] for names in logs] == [["rank_1.log"], []]
+    assert "samples per step: 4" in json.loads((folder / "node0.json").read_text())["err"]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """Way of tests/dist/scripts/leaves.py -> how its two ranks ended. All at once: they mostly wait."""
+    processes = {}
+    for way in ("late", "killed", "failed"):
+        here = tmp_path_factory.mktemp(way)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        processes[way] = [start([LEAVES, way], here, slurm(rank, port)) for rank in (0, 1)]
+    with ThreadPoolExecutor(6) as pool:
+        return {way: list(pool.map(finish, ranks)) for way, ranks in processes.items()}
+
+
+def slurm(rank, port):
+    number = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    return {**BARE, **number, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_rank_0_serves_the_store_until_the_others_have_left(left):
+    first, second = left["late"]
+    assert [first.code, second.code] == [0, 0], second.err
+    assert "saved on rank 1" in second.out
+
+
+def test_rank_0_does_not_stay_for_a_rank_that_is_dead(left):
+    first, second = left["killed"]
+    assert [first.code, second.code] == [0, -9], first.err
+
+
+def test_rank_that_waits_for_a_rank_0_that_failed_ends_with_it(left):
+    first, second = left["failed"]
+    assert [first.code, second.code] == [1, 1]
+    assert "ValueError: of rank 0" in first.err
+    assert "rank 0 leaves, and with it" not in first.err
+
+
+def test_nothing_is_left(folder):
+    wait_until(lambda: not orphans(str(folder)), 5.0, "end of all processes")

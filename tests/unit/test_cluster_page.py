@@ -1,0 +1,157 @@
+"""The recipes of docs/cluster.md: whole files that parse, use names that exist, and are quoted as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from unsloth_multigpu.cli.main import split_program
+from unsloth_multigpu.launch.cluster import read_cluster
+from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
+from unsloth_multigpu.row import flag, rows
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "examples" / "cluster").iterdir())
+PAGE = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+# Those that the scheduler sets and the script itself reads.
+OF_THE_SCRIPT = {"SLURM_CPUS_PER_TASK", "SLURM_JOB_ID"}
+SHELL = [path for path in RECIPES if path.suffix in (".sh", ".sbatch")]
+
+
+def test_all_recipes_are_seen() -> None:
+    assert [path.name for path in RECIPES] == [
+        "kubeflow.yaml",
+        "ray.sh",
+        "skypilot.yaml",
+        "slurm.sbatch",
+        "two_nodes.sh",
+    ]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_page_quotes_the_file(path: Path) -> None:
+    assert f"\n{path.read_text(encoding='utf-8').rstrip()}\n```" in PAGE
+    assert f"(../examples/cluster/{path.name})" in PAGE
+
+
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: path.name)
+def test_shell_script_is_sound(path: Path) -> None:
+    checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_names_in_a_recipe_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for name in re.findall(rf"{ENV_PREFIX}(\w+)", text):
+        assert name.lower() in rows(MultiGPUConfig)
+    # What is in a comment counts too: a reader believes it.
+    source = "".join(
+        (ROOT / "unsloth_multigpu" / file).read_text(encoding="utf-8")
+        for file in ("launch/cluster.py", "wire/identity.py")
+    )
+    for name in set(re.findall(r"\b(?:SLURM|PET|SKYPILOT)_[A-Z_]+", text)) - OF_THE_SCRIPT:
+        assert f'"{name}"' in source, name
+    for command in re.findall(r"unsloth-multigpu run ([^\n]*)", text):
+        assert_flags_exist(["run", *command.replace('"$@"', "train.py").split()])
+
+
+def assert_flags_exist(arguments: list[str]) -> None:
+    own, behind, program = split_program(arguments)
+    flags = [argument.partition("=")[0] for argument in own[1:] if argument.startswith("--")]
+    assert set(flags) <= {flag(name) for name in command_options("run")}
+    assert program == ["train.py"]
+    assert behind == []
+
+
+def load(name: str) -> dict[str, Any]:
+    value = yaml.safe_load((ROOT / "examples" / "cluster" / name).read_text(encoding="utf-8"))
+    assert isinstance(value, dict)
+    return value
+
+
+def test_trainjob_has_the_fields_of_kubeflow_and_starts_our_command() -> None:
+    job = load("kubeflow.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
+    trainer = job["spec"]["trainer"]
+    fields = {"image", "command", "args", "env", "numNodes", "resourcesPerNode", "numProcPerNode"}
+    assert set(trainer) <= fields
+    program, name, *arguments = trainer["command"]
+    assert (program, name) == ("unsloth-multigpu", "run")
+    assert_flags_exist(["run", *arguments[:-1], Path(arguments[-1]).name])
+    # Kubeflow refuses a job that sets those itself.
+    assert not [variable for variable in trainer["env"] if variable["name"].startswith("PET_")]
+    assert all(isinstance(variable["value"], str) for variable in trainer["env"])
+    quantities = [value for part in trainer["resourcesPerNode"].values() for value in part.values()]
+    assert all(isinstance(value, str) for value in quantities)
+
+
+def test_task_has_the_fields_of_skypilot() -> None:
+    task = load("skypilot.yaml")
+    assert set(task) == {"name", "num_nodes", "resources", "workdir", "envs", "file_mounts", "setup", "run"}
+    assert all(isinstance(value, str) for value in task["envs"].values())
+    for part in ("setup", "run"):
+        assert subprocess.run(["bash", "-n"], input=task[part], text=True, capture_output=True).stderr == ""
+    # What it sets for such a task is read.
+    accelerator, _, count = task["resources"]["accelerators"].partition(":")
+    assert accelerator
+    cluster = read_cluster(
+        {
+            "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+            "SKYPILOT_NODE_IPS": "\n".join(f"10.0.0.{i}" for i in range(task["num_nodes"])),
+            "SKYPILOT_NODE_RANK": "0",
+            "SKYPILOT_NUM_GPUS_PER_NODE": count,
+        }
+    )
+    assert cluster is not None
+    assert (cluster.values["nnodes"], cluster.values["num_gpus"]) == ("2", 8)
+
+
+def test_page_names_the_variables_that_are_read() -> None:
+    source = (ROOT / "unsloth_multigpu" / "launch" / "cluster.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'"((?:PET|SKYPILOT)_[A-Z_]+)"', source))
+    section = PAGE.partition("## What is read")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`((?:PET|SKYPILOT)_[A-Z_]+)`", section)) == read
+
+
+@pytest.fixture(scope="module")
+def traffic() -> ModuleType:
+    path = ROOT / "examples" / "experiments" / "cluster_traffic.py"
+    spec = importlib.util.spec_from_file_location("cluster_traffic", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "cluster_traffic", module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_of_the_page_are_those_of_the_formula(traffic: ModuleType) -> None:
+    shown = PAGE.partition("<!-- cluster_traffic.py -->\n")[2].partition("\n<!-- end -->")[0]
+    assert shown == traffic.page()
+
+
+def test_formula_gives_the_bytes_of_a_ring(traffic: ModuleType) -> None:
+    small, large = traffic.MODELS
+    # Known numbers of weights of rank 16 on all linear layers of Llama 3.1.
+    assert (small.num_lora_weights, large.num_lora_weights) == (41_943_040, 207_093_760)
+    assert traffic.step_bytes(small, "DDP", 8, lora=False) == 0
+    assert traffic.step_bytes(small, "DDP", 16, lora=False) == 2 * 15 / 16 * small.num_weights * 2
+    assert traffic.step_bytes(small, "DDP", 1024, lora=True) == 2 * 1023 / 1024 * 41_943_040 * 4
+    sharded = traffic.step_bytes(small, "sharded", 16, lora=False)
+    assert sharded == pytest.approx(15 / 16 * 3 * 2 * small.num_weights)
+    twice = traffic.step_bytes(small, "sharded", 16, lora=False, accumulation=2)
+    assert twice == pytest.approx(15 / 16 * 5 * 2 * small.num_weights)
+    meeting = 2 * 63 / 64 * 4 * large.num_weights
+    assert traffic.step_bytes(large, "DiLoCo / 16", 64, lora=False) == pytest.approx(meeting / 16)
+    # 1 GB on 8 Gbit/s.
+    assert traffic.step_seconds(1e9, 8) == 1.0

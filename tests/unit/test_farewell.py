@@ -1,0 +1,100 @@
+"""Rank 0, which serves the store, leaves last; but not for the dead, and not for ever."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from unsloth_multigpu.group import farewell as module
+from unsloth_multigpu.group import manager as manager_module
+from unsloth_multigpu.group.farewell import Farewell
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import RankIdentity
+
+
+def seconds_to_leave(farewell: Farewell, limit_s: float) -> float:
+    begin_s = time.monotonic()
+    farewell.leave(limit_s)
+    return time.monotonic() - begin_s
+
+
+def test_rank_0_stays_until_the_others_have_left(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    first, *others = (Farewell(store, rank, 3) for rank in range(3))
+    has_left = threading.Event()
+
+    def stay() -> None:
+        first.leave(30.0)
+        has_left.set()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    others[0].leave(30.0)
+    assert not has_left.wait(0.1)
+    others[1].leave(30.0)
+    thread.join(5.0)
+    assert has_left.is_set()
+    assert caplog.records == []
+
+
+def test_dead_process_of_this_machine_is_not_waited_for() -> None:
+    store = dist.HashStore()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    store.set("farewell/process/1", json.dumps([platform.node(), child.pid]))
+    assert seconds_to_leave(Farewell(store, 0, 2), 30.0) < 1.0
+    # The same number on another machine says nothing.
+    store.set("farewell/process/1", json.dumps(["elsewhere", child.pid]))
+    assert seconds_to_leave(Farewell(store, 0, 2), 0.2) >= 0.2
+
+
+def test_stay_has_a_limit_and_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "_QUIET_S", 0.05)
+    store = dist.HashStore()
+    store.set("farewell/process/1", json.dumps([platform.node(), os.getpid()]))
+    # Rank 2 has not come yet.
+    with caplog.at_level(logging.INFO):
+        assert 0.2 <= seconds_to_leave(Farewell(store, 0, 3), 0.2) < 2.0
+    stays, leaves = (record.getMessage() for record in caplog.records)
+    assert "stays until rank(s) 1, 2 have left, at most 0.2 s (timeout_s)" in stays
+    assert "rank(s) 1, 2 have not left within 0.2 s" in leaves
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world_size", "agent", "stays"),
+    [
+        ("slurm", 2, None, True),
+        ("torchrun", 2, None, True),  # Ray sets the variables of torchrun, and serves no store.
+        ("torchrun", 2, "True", False),
+        ("unsloth_multigpu", 2, "True", False),
+        ("notebook", 2, None, False),
+        ("none", 1, None, False),
+    ],
+)
+def test_only_a_store_that_goes_with_rank_0_is_left(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, world_size: int, agent: str | None, stays: bool
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(manager_module, "TCPStore", lambda *_, **__: store)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if agent is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    manager = DDPManager(RankIdentity(0, 0, world_size, world_size, launcher), MultiGPUConfig())
+    manager.leave_store(0.0)  # Nobody has met there.
+    manager.publish("key")
+    begin_s = time.monotonic()
+    manager.leave_store(0.1)
+    assert (time.monotonic() - begin_s >= 0.1) == stays
+    begin_s = time.monotonic()
+    manager.leave_store(0.1)  # Once.
+    assert time.monotonic() - begin_s < 0.1

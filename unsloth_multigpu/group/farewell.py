@@ -1,0 +1,81 @@
+"""A store that rank 0 serves goes with rank 0's process: rank 0 is the last to leave.
+
+Torch elastic serves the ranks' store from a process of its own. Under srun, mpirun and Ray rank 0 serves it, and a rank
+that still waits for a word of the others would lose its connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+
+from torch.distributed import Store
+
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.process import is_alive
+from unsloth_multigpu.wire.wait import wait_until
+
+logger = get_logger(__name__)
+
+# Ranks leave a script together, but never in the same instant.
+_QUIET_S = 5.0
+
+
+class Farewell:
+    """Says in the store which ranks have left it, and lets rank 0 stay for them.
+
+    Args:
+        store: Served by rank 0's process.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        store.set(f"farewell/process/{rank}", json.dumps([platform.node(), os.getpid()]))
+
+    def leave(self, limit_s: float) -> None:
+        """This rank needs the store no more. Rank 0 waits until that is true of all, or their processes are gone.
+
+        Args:
+            limit_s: How long rank 0 stays, in seconds.
+        """
+        if self._rank > 0:
+            try:
+                self._store.set(f"farewell/left/{self._rank}", "")
+            except RuntimeError as gone:
+                logger.debug("rank 0 has left before: %s", gone)
+            return
+        deadline_s = time.monotonic() + limit_s
+        if wait_until(lambda: not self._present(), min(deadline_s, time.monotonic() + _QUIET_S)):
+            return
+        if limit_s > _QUIET_S:
+            logger.info(
+                "rank 0 serves the store of the ranks and stays until rank(s) %s have left, at most %g s (timeout_s)",
+                ", ".join(map(str, self._present())),
+                limit_s,
+            )
+            if wait_until(lambda: not self._present(), deadline_s):
+                return
+        logger.warning(
+            "rank 0 leaves, and with it the store of the ranks; rank(s) %s have not left within %g s",
+            ", ".join(map(str, self._present())),
+            limit_s,
+        )
+
+    def _present(self) -> list[int]:
+        """Ranks that may need the store still, also those that have not come to it yet."""
+        return [rank for rank in range(1, self._world_size) if not self._is_gone(rank)]
+
+    def _is_gone(self, rank: int) -> bool:
+        if self._store.check([f"farewell/left/{rank}"]):
+            return True
+        key = f"farewell/process/{rank}"
+        if not self._store.check([key]):
+            return False
+        host, pid = json.loads(self._store.get(key))
+        return host == platform.node() and not is_alive(int(pid))
