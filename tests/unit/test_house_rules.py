@@ -48,6 +48,7 @@ LAYERS = {
     "group": 3,
     "step": 4,
     "checkpoint": 5,
+    "shard": 5,
     "train": 6,
     "hooks": 7,
     "notebook": 7,

@@ -1,0 +1,1 @@
+"""Does the training fit whole on each GPU, or in parts?"""
