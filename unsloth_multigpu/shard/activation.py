@@ -63,11 +63,13 @@ def activations(decoder: Decoder, training: Training, weights: Weights) -> Activ
     layer = layer_bytes(decoder, training, weights)
     # The inner gradients of an MLP and of the residual are there while the layer's own tensors are.
     backward = tokens * (2 * decoder.intermediate * compute + decoder.hidden * stream)
+    if decoder.adapters and ITEM_BYTES[decoder.adapter_dtype] != compute:
+        backward += tokens * decoder.intermediate * ITEM_BYTES[decoder.adapter_dtype]
     unpacked = 0
     if weights.packed:
         unpacked = compute * max(decoder.hidden * decoder.intermediate, decoder.hidden * decoder.query)
     angles = 2 * training.tokens * (decoder.query // decoder.num_heads) * stream
-    head = _norm_bytes(decoder, weights, tokens)
+    head = _norm_bytes(decoder, weights, tokens, is_cast=compute != stream)
     # A cast of the head's weight is saved for the backward.
     if training.autocast and stream != compute:
         head += compute * weights.head_numel
@@ -91,7 +93,7 @@ def layer_bytes(decoder: Decoder, training: Training, weights: Weights) -> int:
     compute = ITEM_BYTES[training.autocast] if training.autocast else stream
     hidden, inner = decoder.hidden, decoder.intermediate
     casts = compute != stream  # Weights in fp32 under autocast: each linear layer has a cast of its input.
-    saved = 2 * _norm_bytes(decoder, weights, tokens)
+    saved = 2 * _norm_bytes(decoder, weights, tokens, is_cast=casts)
     if casts:
         # Queries, keys and values; gate and up. Without a cast they share the norm's output.
         saved += tokens * compute * (5 * hidden if weights.trainable else 0)
@@ -105,11 +107,17 @@ def layer_bytes(decoder: Decoder, training: Training, weights: Weights) -> int:
     return saved
 
 
-def _norm_bytes(decoder: Decoder, weights: Weights, tokens: int) -> int:
-    """Of one RMSNorm: its input in fp32 and a number for each token; normalised and output where weights need them."""
-    stream = weights.item_bytes
-    needed = 2 * decoder.hidden * stream if weights.trainable else 0
-    return tokens * (_FP32 * decoder.hidden + _FP32 + needed)
+def _norm_bytes(decoder: Decoder, weights: Weights, tokens: int, *, is_cast: bool) -> int:
+    """Of one RMSNorm: its input in fp32 and a number for each token; normalised and output where weights need them.
+
+    Args:
+        decoder: Sizes of the model.
+        weights: Of the base model.
+        tokens: Of the micro-batch.
+        is_cast: The output is saved as its casts, which are counted elsewhere.
+    """
+    kept = (1 if is_cast else 2) * decoder.hidden * weights.item_bytes if weights.trainable else 0
+    return tokens * (_FP32 * decoder.hidden + _FP32 + kept)
 
 
 def _attention_bytes(decoder: Decoder, training: Training, compute: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -143,13 +144,7 @@ def describe_decoder(model: nn.Module) -> Decoder | None:
         adapter_dtype=_dtype(adapted[0].dtype) if adapted else "float32",
         adapter_dropout=drops,
     )
-    return decoder if _has_its_layers(model, decoder) else _inexact(decoder)
-
-
-def _inexact(decoder: Decoder) -> Decoder:
-    from dataclasses import replace
-
-    return replace(decoder, exact=False)
+    return decoder if _has_its_layers(model, decoder) else replace(decoder, exact=False)
 
 
 def _has_its_layers(model: nn.Module, decoder: Decoder) -> bool:
@@ -214,8 +209,8 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def _name(model: nn.Module) -> str:
-    base = model.get_base_model() if _is_peft(model) and hasattr(model, "get_base_model") else model
-    return type(base).__name__
+    base: Any = model
+    return type(base.get_base_model() if _is_peft(model) and hasattr(base, "get_base_model") else base).__name__
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -67,6 +67,8 @@ class Forecast:
 
 _CONTEXT, _NCCL, _GATHERED = "context", "NCCL", "gathered layers"
 _OUTSIDE = (_CONTEXT, _NCCL)
+# Units that are no layers.
+_OUTER = ("head", "embedding", "rest")
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ def forecast(description: Description, way: Way, num_ranks: int) -> Forecast:
         weights=weights,
         gradients=gradients,
         optimizer=states + (optimizer.table_bytes() if trained else 0),
-        activations=max(_on_top(kept, gradients, are_held=are_held), update),
+        activations=max(
+            _on_top(kept, gradients, 0 if are_held else _late_bytes(description), are_held=are_held), update
+        ),
         overhead=tuple(gathered + outside),
         # No engine loads packed weights in parts.
         loading=whole + CONTEXT_BYTES if is_sharded and is_packed else 0,
@@ -204,7 +208,20 @@ def gib(num_bytes: int) -> str:
     return f"{size:.0f}" if size >= 10 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
 
 
-def _on_top(kept: Activations, gradients: int, *, are_held: bool) -> int:
+def _late_bytes(description: Description) -> int:
+    """Gradients that are not there yet when the first layer, the last one to go backward, needs most.
+
+    These are its own, but for that of its last matrix, and those of the embedding.
+    """
+    decoder = _decoder(description)
+    layers = [t for t in description.trained() if t.unit not in _OUTER]
+    of_layer = sum(t.count * t.numel * t.item_bytes for t in layers) // decoder.num_layers
+    last = max((t.numel * t.item_bytes for t in layers), default=0)
+    of_embedding = sum(t.count * t.numel * t.item_bytes for t in description.trained() if t.unit == "embedding")
+    return of_layer - last + of_embedding
+
+
+def _on_top(kept: Activations, gradients: int, late: int, *, are_held: bool) -> int:
     """Most bytes above weights, gradients and optimizer states during forward and backward.
 
     A backward turns what was saved into gradients, layer by layer. Where gradients are not there before it, their place
@@ -212,7 +229,7 @@ def _on_top(kept: Activations, gradients: int, *, are_held: bool) -> int:
     """
     if are_held:
         return kept.saved + max(kept.loss, kept.layer)
-    return max(kept.saved + kept.loss - gradients, max(kept.saved, gradients) + kept.layer - gradients, 0)
+    return max(kept.saved + kept.loss - gradients, max(kept.saved, gradients - late) + kept.layer - gradients, 0)
 
 
 def _weight_bytes(tensors: Tensors, num_ranks: int, training: Training) -> int:
@@ -244,7 +261,7 @@ def _gathered_bytes(description: Description, training: Training) -> int:
         chosen = (t for t in groups.get(name, ()) if t.trainable or not trained_only)
         return sum(t.count * _gathered_size(t, training) for t in chosen) // counts.get(name, 1)
 
-    layers = [name for name in counts if name not in ("head", "embedding", "rest")]
+    layers = [name for name in counts if name not in _OUTER]
     layer = max((2 * whole(name) + 2 * whole(name, trained_only=True) for name in layers), default=0)
     always = whole("head") + whole("head", trained_only=True) + whole("rest") + whole("rest", trained_only=True)
     embedding = whole("embedding") + 2 * whole("embedding", trained_only=True)
@@ -273,7 +290,7 @@ def _decoder(description: Description) -> Decoder:
 
 def _base(description: Description) -> Weights:
     """What the activations depend on in the weights, without adapters."""
-    layers = [t for t in description.parameters() if t.unit not in ("head", "embedding", "rest")]
+    layers = [t for t in description.parameters() if t.unit not in _OUTER]
     matrices = [t for t in layers if len(t.shape) == 2 and not t.adapter]
     assert description.decoder is not None
     embeddings = [t for t in description.parameters() if t.embedding]

@@ -16,13 +16,52 @@ from unsloth_multigpu.patching import Patch
 _TRANSFORMERS, _PEFT = "transformers>=4.57,<6", "peft>=0.17"
 _WITHOUT = "shard='on' or shard='off' decides without a forecast."
 # Arguments of from_pretrained about files and devices, which a model that is made from its configuration has not.
-_OF_LOADING = (
-    "_commit_hash _fast_init _from_auto _from_pipeline adapter_kwargs adapter_name allow_all_kernels cache_dir code_revision "
-    "device_map device_mesh disable_mmap force_download from_flax from_tf fusion_config generation_config "
-    "ignore_mismatched_sizes kernel_config key_mapping local_files_only low_cpu_mem_usage max_memory mirror "
-    "offload_buffers offload_folder offload_state_dict proxies resume_download revision state_dict subfolder token "
-    "tp_plan tp_size tqdm_class trust_remote_code use_auth_token use_kernels use_safetensors variant weights_only"
-).split()
+_OF_LOADING = frozenset(
+    {
+        "_commit_hash",
+        "_fast_init",
+        "_from_auto",
+        "_from_pipeline",
+        "adapter_kwargs",
+        "adapter_name",
+        "allow_all_kernels",
+        "cache_dir",
+        "code_revision",
+        "device_map",
+        "device_mesh",
+        "disable_mmap",
+        "force_download",
+        "from_flax",
+        "from_tf",
+        "fusion_config",
+        "generation_config",
+        "ignore_mismatched_sizes",
+        "kernel_config",
+        "key_mapping",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "mirror",
+        "offload_buffers",
+        "offload_folder",
+        "offload_state_dict",
+        "proxies",
+        "resume_download",
+        "revision",
+        "state_dict",
+        "subfolder",
+        "token",
+        "tp_plan",
+        "tp_size",
+        "tqdm_class",
+        "trust_remote_code",
+        "use_auth_token",
+        "use_kernels",
+        "use_safetensors",
+        "variant",
+        "weights_only",
+    }
+)
 _OF_CONFIGURATION = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 

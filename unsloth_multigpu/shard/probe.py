@@ -152,7 +152,13 @@ class Probe(Tool):
         self._keeps_batch = config.global_batch == "keep" and config.batch_size_per_gpu is None
         if not self._is_entered:
             self._enter()
-        alone: dict[str, Any] = {"num_gpus": 1, "max_restarts": 0, "nnodes": "1", "rdzv_endpoint": None, "rdzv_id": None}
+        alone: dict[str, Any] = {
+            "num_gpus": 1,
+            "max_restarts": 0,
+            "nnodes": "1",
+            "rdzv_endpoint": None,
+            "rdzv_id": None,
+        }
         if hasattr(config, "shard"):
             alone["shard"] = "off"
         return dataclasses.replace(config, resume="off", enable_ddp=True, **alone)
@@ -174,6 +180,7 @@ class Probe(Tool):
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         from unsloth_multigpu.shard.describe import describe
 
+        values: dict[str, Any]
         try:
             description = describe(trainer, tokens=self._tokens, keeps_batch=self._keeps_batch)
             values = {"description": description.plain_values(), "num_gpus": self._num_gpus, "devices": _devices()}
