@@ -257,7 +257,7 @@ def test_decision_and_its_line() -> None:
     assert refused.value.hint.startswith(f"{number} GPUs of this size would do, sharded.")
     assert fits(forecast(lora, "sharded", number), 48 * GIB)
     assert not fits(forecast(lora, "sharded", number - 1), 48 * GIB)
-    with pytest.raises(SetupError, match="No number of such GPUs would do"):
+    with pytest.raises(SetupError, match="No number of GPUs of this size would do"):
         decide(lora, 2, 4 * GIB)
 
 
@@ -288,7 +288,7 @@ def test_packed_weights_have_to_be_loaded_whole() -> None:
     ],
 )
 def test_what_is_not_known_is_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(SetupError, match="not known|cannot be forecast") as refused:
+    with pytest.raises(SetupError, match=r"not known|cannot be forecast") as refused:
         forecast(replace(llama("full", **SMALL), **changed), "ddp", 1)
     assert "shard='on'" in refused.value.hint
 
@@ -351,3 +351,13 @@ def test_table_says_which_row_fits_and_what_to_set() -> None:
     assert lines[-2:] == ["68 of 80 GiB count: 15% stay free.", 'With 4 GPUs: enable_multi_gpu(shard="on")']
     assert "give --memory" in lines_of(llama("lora", **LLAMA_70B), [8], None)[-1]
     assert "No row fits." in lines_of(llama("full", **LLAMA_70B), [2], 80 * GIB)[-1]
+
+
+def test_more_ranks_than_samples_are_no_way_out() -> None:
+    lora = llama("lora", **LLAMA_70B, accumulation=4)
+
+    lines = lines_of(lora, [4, 8], 40 * GIB)
+    assert [line.split()[0] for line in lines if line.endswith("too few samples")] == ["8", "8"]
+    assert lines[-2] == "A step has 4 samples, too few for 8 ranks: raise the batch."
+    assert fewest_ranks(lora, "sharded", 40 * GIB) is None
+    assert fewest_ranks(replace(lora, training=replace(lora.training, keeps_batch=False)), "sharded", 40 * GIB)

@@ -1,4 +1,4 @@
-"""Finds the description of a training in its Trainer; the model may be on the meta device. Imported inside functions only."""
+"""Finds the description of a training in its Trainer, on any device. Imported inside functions only."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ def describe(trainer: Any, *, tokens: int | None = None, keeps_batch: bool = Tru
         )
     if decoder is not None and decoder.adapters == () and _is_peft(model):
         notes.append("what the adapter adds to the activations is not known, and left out")
+    if _has_unsloth():
+        notes.append(
+            "Unsloth's kernels and its checkpointing keep less than the formula counts, which is transformers'"
+        )
     training, of_training = _training(trainer, model, tokens, keeps_batch)
     if is_paged(training.optimizer):
         notes.append("paged states are counted in full; the driver may move them to the host's memory")
@@ -271,9 +275,13 @@ def _loss(trainer: Any) -> Loss:
         return "whole logits"
     modules = (sys.modules.get(c.__module__) for c in type(trainer).__mro__)
     is_fused = any(hasattr(module, "add_fused_lm_head") for module in modules)
-    has_unsloth = "unsloth" in sys.modules and "unsloth.models._utils" in sys.modules
     is_liger = getattr(trainer.args, "use_liger_kernel", False)
-    return "in chunks" if is_fused or has_unsloth or is_liger else "whole logits"
+    return "in chunks" if is_fused or _has_unsloth() or is_liger else "whole logits"
+
+
+def _has_unsloth() -> bool:
+    """True where its code for GPUs is loaded."""
+    return "unsloth.models._utils" in sys.modules
 
 
 def _lengths(trainer: Any) -> tuple[int, int, str]:

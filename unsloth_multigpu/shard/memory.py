@@ -5,7 +5,7 @@ docs/memory.md has the formulas and what they leave out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -150,9 +150,15 @@ def fewest_ranks(description: Description, way: Way, device_bytes: int) -> int |
         way: How they train.
         device_bytes: Memory of the smallest device.
     """
-    candidates: Iterable[int] = range(1, 65)
     more = (64 * 2**power for power in range(1, (_MOST_RANKS // 64).bit_length()))
-    return next((n for n in (*candidates, *more) if fits(forecast(description, way, n), device_bytes)), None)
+    candidates = (n for n in (*range(1, 65), *more) if has_samples(description, n))
+    return next((n for n in candidates if fits(forecast(description, way, n), device_bytes)), None)
+
+
+def has_samples(description: Description, num_ranks: int) -> bool:
+    """True if a step has a sample for each rank, without which the ranks refuse to train."""
+    training = description.training
+    return not training.keeps_batch or training.rows * training.accumulation >= num_ranks
 
 
 def decide(description: Description, num_ranks: int, device_bytes: int) -> Decision:
@@ -176,12 +182,19 @@ def decide(description: Description, num_ranks: int, device_bytes: int) -> Decis
         return Decision("sharded", f"{needs}: sharded")
     while_loading = f", and {gib(parts.loading)} while it is loaded" if parts.loading > parts.total else ""
     num_more = fewest_ranks(description, "sharded", device_bytes)
-    hint = f"{num_more} GPUs of this size would do, sharded." if num_more else "No number of such GPUs would do."
+    hint = would_do(num_more)
     raise SetupError(
         f"{needs}{while_loading}; of {of} GiB {gib(usable_bytes(device_bytes))} can be planned for.",
-        hint=f"{hint} Fewer samples or shorter ones in a micro-batch, gradient_checkpointing=True, load_in_4bit=True or "
-        "an 8-bit optimizer need less; shard='on' or 'off' trains without this check.",
+        hint=f"{hint} Fewer or shorter samples in a micro-batch, gradient_checkpointing=True, load_in_4bit=True or an "
+        "8-bit optimizer need less; shard='on' or 'off' trains without this check.",
     )
+
+
+def would_do(num_ranks: int | None) -> str:
+    """What `fewest_ranks` has found, as a sentence."""
+    if num_ranks is None:
+        return "No number of GPUs of this size would do that a step has samples for."
+    return "1 GPU of this size would do." if num_ranks == 1 else f"{num_ranks} GPUs of this size would do, sharded."
 
 
 def calibrate(wanted: Forecast, seen_bytes: int) -> str | None:
@@ -197,8 +210,8 @@ def calibrate(wanted: Forecast, seen_bytes: int) -> str | None:
         return None
     more = "more" if off > 0 else "less"
     return (
-        f"memory: {gib(seen_bytes)} GiB were allocated, {abs(off):.0%} {more} than the {gib(wanted.allocated)} GiB that "
-        f"were forecast for {wanted.num_ranks} ranks ({wanted.way})"
+        f"memory: {gib(seen_bytes)} GiB were allocated, {abs(off):.0%} {more} than the {gib(wanted.allocated)} GiB "
+        f"that were forecast for {wanted.num_ranks} ranks ({wanted.way})"
     )
 
 

@@ -87,6 +87,13 @@ def meta_patches() -> list[Patch]:
             "The training is planned for other devices than this process has.",
             optional=True,
         ),
+        Patch(
+            "unsloth_zoo.tokenizer_utils:fix_untrained_tokens",
+            "unsloth_zoo>=2026.10.7",
+            _does_nothing,
+            "It looks for rows of an embedding that were never trained, by their values.",
+            optional=True,
+        ),
         Patch("peft.peft_model:PeftModel.to", _PEFT, _unmoved, "There is nothing to move.", optional=True),
         Patch(
             "peft.peft_model:PeftModel.from_pretrained",
@@ -105,6 +112,7 @@ def _from_configuration(original: Callable[..., Any]) -> Callable[..., Any]:
             raise SetupError(f"{name}: a GGUF file cannot be forecast.", hint=_WITHOUT)
         wants_info = kwargs.pop("output_loading_info", False)
         config, kwargs = _configuration(cls, name, kwargs)
+        config.name_or_path = str(name)
         quantizer = _quantizer(config, kwargs.pop("quantization_config", None), kwargs)
         dtype = _dtype(config, kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None), quantizer)
         for argument in _OF_LOADING:

@@ -22,7 +22,9 @@ from unsloth_multigpu.shard.memory import (
     fits,
     forecast,
     gib,
+    has_samples,
     usable_bytes,
+    would_do,
 )
 from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Device, ask
 from unsloth_multigpu.text_table import aligned
@@ -73,8 +75,10 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
         print(json.dumps(_values(answer, rows, device_bytes)))
     else:
         print(render(answer.description, rows, answer.devices, device_bytes))
-    is_known = device_bytes is not None
-    return SetupError.exit_code if is_known and not any(fits(row, device_bytes or 0) for row in rows) else 0
+    if device_bytes is None:
+        return 0
+    is_possible = any(fits(row, device_bytes) and has_samples(answer.description, row.num_ranks) for row in rows)
+    return 0 if is_possible else SetupError.exit_code
 
 
 def parse_numbers(text: str) -> list[int]:
@@ -114,7 +118,7 @@ def render(
         device_bytes: Memory of one GPU; None = not known.
     """
     head = (*_COLUMNS, *(() if device_bytes is None else (f"of {gib(device_bytes)}",)))
-    table = aligned([head, *(_cells(row, device_bytes) for row in rows)], num_left=2)
+    table = aligned([head, *(_cells(description, row, device_bytes) for row in rows)], num_left=2)
     training = description.training
     facts = [
         f"{description.model}: {_trainable(description)}; {training.optimizer}, gradient checkpointing "
@@ -137,15 +141,20 @@ def render(
 def _advice(
     description: Description, rows: Sequence[Forecast], devices: Sequence[Device], device_bytes: int | None
 ) -> list[str]:
+    too_many = sorted({row.num_ranks for row in rows if not has_samples(description, row.num_ranks)})
+    if too_many:
+        training = description.training
+        num_samples = training.rows * training.accumulation
+        text = f"A step has {num_samples} samples, too few for {', '.join(map(str, too_many))} ranks: raise the batch."
+        rows = [row for row in rows if row.num_ranks not in too_many]
+        return [text, *(_advice(description, rows, devices, device_bytes) if rows else [])]
     if device_bytes is None:
         return ["This machine has no accelerator: give --memory, such as --memory 24GiB, to see which row fits."]
     of = f"{gib(usable_bytes(device_bytes))} of {gib(device_bytes)} GiB count: {RESERVE:.0%} stay free"
     here = len(devices)
     mine = [row for row in rows if row.num_ranks == here and fits(row, device_bytes)]
     if not any(fits(row, device_bytes) for row in rows):
-        number = fewest_ranks(description, "sharded", device_bytes)
-        last = f"{number} GPUs would do, sharded." if number else "No number of such GPUs would do."
-        return [f"{of}. No row fits. {last}"]
+        return [f"{of}. No row fits. {would_do(fewest_ranks(description, 'sharded', device_bytes))}"]
     best = mine[0] if mine else next(row for row in rows if fits(row, device_bytes))
     place = (
         f"On this machine ({here} GPUs)" if mine else f"With {best.num_ranks} GPU{'s' if best.num_ranks > 1 else ''}"
@@ -154,14 +163,21 @@ def _advice(
     return [f"{of}.", f"{place}: {setting}"]
 
 
-def _cells(row: Forecast, device_bytes: int | None) -> tuple[str, ...]:
+def _cells(description: Description, row: Forecast, device_bytes: int | None) -> tuple[str, ...]:
     sizes = (row.weights, row.gradients, row.optimizer, row.activations, row.overhead_bytes, row.total)
-    cells = (str(row.num_ranks), row.way, *(f"{size / GIB:.2f}" for size in sizes))
+    cells = (str(row.num_ranks), row.way, *map(_shown, sizes))
     if device_bytes is None:
         return cells
+    if not has_samples(description, row.num_ranks):
+        return (*cells, "too few samples")
     if fits(row, device_bytes):
         return (*cells, "fits")
     return (*cells, "while loading" if row.loading > row.total else "too large")
+
+
+def _shown(num_bytes: int) -> str:
+    size = num_bytes / GIB
+    return f"{size:.2f}" if size >= 0.01 or not num_bytes else f"{size:.5f}"
 
 
 def _trainable(description: Description) -> str:
@@ -181,6 +197,7 @@ def _values(answer: Answer, rows: Sequence[Forecast], device_bytes: int | None) 
             **asdict(row),
             "overhead": dict(row.overhead),
             "total": row.total,
+            "has_samples": has_samples(answer.description, row.num_ranks),
             "fits": None if device_bytes is None else fits(row, device_bytes),
         }
         for row in rows
