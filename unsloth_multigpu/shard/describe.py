@@ -68,7 +68,7 @@ def describe_tensors(model: nn.Module) -> tuple[tuple[Tensors, ...], tuple[tuple
     """Its parameters and buffers, alike ones together, and the units that FSDP2 gathers."""
     kinds: Counter[tuple[Any, ...]] = Counter()
     units: dict[str, set[str]] = {}
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings = {id(m.weight) for m in model.modules() if _is_a(m, "Embedding")}
     adapters = {id(p) for module in _adapted(model) for p in _adapter_parameters(module)}
     unit_of = _Units(model)
     for name, parameter in model.named_parameters():  # A shared one comes once.
@@ -131,7 +131,7 @@ def describe_decoder(model: nn.Module) -> Decoder | None:
     adapters = Counter(row for module in _adapted(model) for row in _ranks(module))
     adapted = [p for module in _adapted(model) for p in _adapter_parameters(module)]
     drops = any(
-        isinstance(drop, nn.Dropout) and drop.p > 0
+        _is_a(drop, "Dropout") and drop.p > 0
         for module in _adapted(model)
         for drop in getattr(module, "lora_dropout", {}).values()
     )
@@ -194,10 +194,8 @@ def _adapted(model: nn.Module) -> Iterator[nn.Module]:
 def _adapter_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     for name in getattr(module, "adapter_layer_names", ()):
         held = getattr(module, name, None)
-        if isinstance(held, nn.Module):
+        if isinstance(held, nn.Module):  # A dictionary of layers or of parameters.
             yield from held.parameters()
-        elif isinstance(held, nn.ParameterDict):
-            yield from held.values()
 
 
 def _ranks(module: nn.Module) -> Iterator[tuple[int, int, int]]:
@@ -210,6 +208,11 @@ def _ranks(module: nn.Module) -> Iterator[tuple[int, int, int]]:
 
 def _is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
+
+
+def _is_a(module: nn.Module, name: str) -> bool:
+    """True for a class of torch.nn of that name, and for what is made of it."""
+    return any(c.__name__ == name and c.__module__.startswith("torch.nn.") for c in type(module).__mro__)
 
 
 def _name(model: nn.Module) -> str:

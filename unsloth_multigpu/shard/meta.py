@@ -12,6 +12,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.versions import installed_version
 
 _TRANSFORMERS, _PEFT = "transformers>=4.57,<6", "peft>=0.17"
 _WITHOUT = "shard='on' or shard='off' decides without a forecast."
@@ -183,11 +184,9 @@ def _quantizer(config: Any, asked: Any, kwargs: dict[str, Any]) -> Any:
 def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
     """What from_pretrained would make of its arguments."""
     import torch
-    import transformers
-    from packaging.version import Version
 
     dtype = torch_dtype if dtype is None else dtype
-    is_automatic = Version(transformers.__version__).major >= 5
+    is_automatic = not (installed_version("transformers") or "").startswith("4.")
     if dtype == "auto" or (dtype is None and is_automatic):
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         if dtype is None:
@@ -197,7 +196,7 @@ def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
             )
     if dtype is None and quantizer is not None:
         dtype = quantizer.update_dtype(None)  # float16, where bitsandbytes packs the weights.
-    dtype = torch.get_default_dtype() if dtype is None else dtype
+    dtype = torch.empty(0).dtype if dtype is None else dtype  # torch's default.
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
 
 
