@@ -11,7 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from tests.helpers.allocated import Allocated, bytes_of
-from unsloth_multigpu.shard.describe import describe, describe_tensors
+from unsloth_multigpu.shard.activation import Weights, activations
+from unsloth_multigpu.shard.describe import describe, describe_decoder, describe_tensors
+from unsloth_multigpu.shard.description import Training
 from unsloth_multigpu.shard.memory import TOLERANCE, forecast
 from unsloth_multigpu.shard.meta import make_model
 
@@ -138,6 +140,26 @@ def test_forecast_is_that_of_a_real_step(kind: str, tmp_path: Path, record_prope
     record_property("peak", allocated.peak)
     record_property("off", forecast_bytes / allocated.peak - 1)
     assert forecast_bytes == pytest.approx(allocated.peak, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("attention", "is_padded"), [("sdpa", True), ("eager", False)])
+def test_masks_and_scores_are_those_of_a_real_step(attention: str, is_padded: bool) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation=attention)).to(BF16).train()
+    ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+    mask = torch.ones_like(ids)
+    mask[0, : 100 * is_padded] = 0
+    decoder = describe_decoder(model)
+    assert decoder is not None
+    training = Training("sgd", ROWS, TOKENS, padded=is_padded)
+    num_in_head = VOCABULARY * SIZES["hidden_size"]
+    kept = activations(decoder, training, Weights(2, trainable=True, numel=0, head_numel=num_in_head))
+
+    with Allocated([*weights_of(model), ids, mask]) as allocated:
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        loss.backward()
+
+    assert decoder.exact
+    assert kept.saved + kept.loss == pytest.approx(allocated.peak, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora double", "full tied"])
