@@ -21,7 +21,7 @@ from unsloth_multigpu.wire.identity import read_identity
 
 RANK_MODULE = "unsloth_multigpu.cli.script"
 # Their order in the list of commands; others that are found come behind.
-_TOOLS = ("verify", "doctor", "bench", "chaos")
+_TOOLS = ("verify", "plan", "doctor", "bench", "chaos")
 
 
 class RunCommand(Command):

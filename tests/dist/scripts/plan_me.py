@@ -1,0 +1,43 @@
+"""A user's script with the line, whose model has a configuration and no weights. The argument chooses what it does.
+
+Usage: plan_me.py MODEL lora|qlora|reads|own|no_training
+"""
+
+import sys
+
+import unsloth_multigpu as ump
+
+ump.enable_multi_gpu(num_gpus=2)
+
+import torch  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+path, what = sys.argv[1:]
+options = {}
+if what == "qlora":
+    options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+if what == "own":
+    model = LlamaForCausalLM(LlamaForCausalLM.config_class.from_pretrained(path))
+else:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options).to("cpu")
+if what == "reads":
+    print(float(model.lm_head.weight.sum()))
+if "lora" in what:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    if what == "qlora":
+        model = prepare_model_for_kbit_training(model)
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+rows = [{"input_ids": [1] * (20 + i), "labels": [1] * (20 + i)} for i in range(8)]
+arguments = TrainingArguments("out", per_device_train_batch_size=2, gradient_accumulation_steps=4, bf16=True)
+trainer = Trainer(model, arguments, train_dataset=rows)
+if what != "no_training":
+    trainer.train()
+print("the script has gone on")

@@ -1,0 +1,94 @@
+"""`unsloth-multigpu plan` on whole scripts, whose models have no weights on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.helpers.run import PLAIN, Finished, hide, orphans, run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "plan_me.py"
+PLAN = ["-m", "unsloth_multigpu.cli.main", "plan"]
+LAYERS, HIDDEN, INNER, VOCABULARY = 2, 64, 176, 1000
+# bitsandbytes is needed.
+QUANTISED = hide("datasets", "rich", "scipy", "sklearn", "torchao", "triton")
+
+
+def plan(folder: Path, what: str, *options: str, env: dict[str, str] = PLAIN) -> Finished:
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder / "model")
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    run = run_python([*PLAN, *options, SCRIPT, "model", what], folder, {**env, "TMPDIR": str(scratch)})
+    assert "the script has gone on" not in run.out
+    assert [path.name for path in scratch.iterdir() if path.name.startswith("unsloth_multigpu")] == []
+    assert orphans(str(scratch)) == []
+    return run
+
+
+def test_lora_is_forecast_without_weights(tmp_path: Path) -> None:
+    run = plan(tmp_path, "lora", "--json", "--gpus", "1,2", "--memory", "24GiB")
+    assert run.code == 0, run.err
+    found = json.loads(run.out)
+
+    rows = {(row["num_ranks"], row["way"]): row for row in found["forecasts"]}
+    assert list(rows) == [(1, "ddp"), (2, "ddp"), (2, "sharded")]
+    # What is trained of a linear layer: its features times 8, in float32.
+    features = [HIDDEN + HIDDEN] * 2 + [HIDDEN + HIDDEN // 2] * 2 + [HIDDEN + INNER] * 3
+    adapters = 4 * 8 * LAYERS * sum(features)
+    matrices = LAYERS * (2 * HIDDEN**2 + HIDDEN**2 + 3 * HIDDEN * INNER) + 2 * VOCABULARY * HIDDEN
+    norms = (2 * LAYERS + 1) * HIDDEN
+    angles = 2 * 4 * 8  # Two buffers of half a head, in float32.
+    assert rows[1, "ddp"]["weights"] == adapters + 2 * (matrices + norms) + angles
+    assert rows[1, "ddp"]["gradients"] == adapters
+    assert rows[2, "sharded"]["gradients"] == adapters // 2
+    assert found["training"]["rows"], found["training"]["accumulation"] == (2, 4)
+    assert (found["training"]["tokens"], found["training"]["autocast"]) == (27, "bfloat16")
+    assert all(row["fits"] for row in rows.values())
+
+
+def test_quantised_layers_are_counted_and_nothing_is_said_to_fit_that_does_not(tmp_path: Path) -> None:
+    run = plan(tmp_path, "qlora", "--gpus", "1,2", "--memory", "1.2GiB", env=QUANTISED)
+    packed = LAYERS * (3 * HIDDEN**2 + 3 * HIDDEN * INNER)
+
+    assert f"{packed:,} quantised" in run.out, run.out + run.err
+    assert [line.split()[:2] + line.split()[-2:] for line in run.out.splitlines() if line.endswith("large")] == [
+        ["2", "ddp", "too", "large"],
+        ["2", "sharded", "too", "large"],
+    ]
+    assert "With 1 GPU: enable_multi_gpu()" in run.out
+    assert run.code == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "facts"),
+    [
+        ("reads", ["plan_me.py line 30, `print(float(model.lm_head.weight.sum()))`", "shard='on'"]),
+        ("no_training", ["ended with exit code 0 before a train()"]),
+    ],
+)
+def test_script_that_cannot_be_asked_is_refused(what: str, facts: list[str], tmp_path: Path) -> None:
+    run = plan(tmp_path, what)
+
+    assert run.code == 69
+    assert all(fact in run.err for fact in facts), run.err
+
+
+def test_model_of_the_script_itself_is_counted_as_it_is_and_no_row_fits(tmp_path: Path) -> None:
+    run = plan(tmp_path, "own", "--gpus", "2", "--memory", "1GiB")
+
+    assert run.code == 69, run.err
+    assert "No row fits. 1 GPU of this size would do." in run.out
+    assert "0 quantised" in run.out

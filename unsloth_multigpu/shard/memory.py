@@ -1,0 +1,318 @@
+"""How much memory each rank of a training needs, whole or sharded, and which of the two fits. Pure.
+
+docs/memory.md has the formulas and what they leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.shard.activation import Activations, Weights, activations
+from unsloth_multigpu.shard.description import ITEM_BYTES, Decoder, Description, Tensors, Training
+from unsloth_multigpu.shard.optimizer import optimizer_of
+
+Way = Literal["ddp", "sharded"]
+GIB = 2**30
+# Of a device's memory, which a forecast has to leave free: for fragments, and since it may be wrong by as much.
+RESERVE = 0.15
+# A forecast that is further off from what the allocator saw is worth a word.
+TOLERANCE = 0.15
+# What a device holds beside torch's allocator: the context with its kernels, and NCCL's buffers among several ranks.
+CONTEXT_BYTES, NCCL_BYTES = GIB * 3 // 4, GIB // 2
+_MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes on the rank that needs most, at the peak of a step.
+
+    Args:
+        way: "ddp" = every rank has the whole model; "sharded" = FSDP2 divides it.
+        num_ranks: Ranks of the run.
+        weights: Parameters and buffers.
+        gradients: Of the trainable parameters.
+        optimizer: States that the optimizer keeps.
+        activations: What comes on top of these at the peak: what autograd keeps, or what the update needs.
+        overhead: Named: gathered layers, and what lies outside of torch's allocator.
+        loading: While the model is loaded, before it is divided.
+    """
+
+    way: Way
+    num_ranks: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    overhead: tuple[tuple[str, int], ...]
+    loading: int = 0
+
+    @property
+    def overhead_bytes(self) -> int:
+        """All that `overhead` names."""
+        return sum(num_bytes for _, num_bytes in self.overhead)
+
+    @property
+    def total(self) -> int:
+        """What the device must have."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.overhead_bytes
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator should report as its peak."""
+        return self.total - sum(num_bytes for name, num_bytes in self.overhead if name in _OUTSIDE)
+
+
+_CONTEXT, _NCCL, _GATHERED = "context", "NCCL", "gathered layers"
+_OUTSIDE = (_CONTEXT, _NCCL)
+# Units that are no layers.
+_OUTER = ("head", "embedding", "rest")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a run is to train.
+
+    Args:
+        way: What was chosen.
+        text: One line with the figures.
+    """
+
+    way: Way
+    text: str
+
+
+def forecast(description: Description, way: Way, num_ranks: int) -> Forecast:
+    """The memory of one rank.
+
+    Args:
+        description: Model and training, see `probe`.
+        way: How the ranks train.
+        num_ranks: How many there are. The samples of a step are those of one process, unless the description says
+            otherwise.
+
+    Raises:
+        SetupError: The optimizer or the model's activations are not known.
+    """
+    training = description.training.on_ranks(num_ranks)
+    is_sharded = way == "sharded" and num_ranks > 1
+    divide: Callable[[Tensors], Tensors] = (lambda t: _part(t, training, num_ranks)) if is_sharded else (lambda t: t)
+    weights = sum(t.count * _weight_bytes(t, num_ranks if is_sharded else 1, training) for t in description.tensors)
+    trained = [divide(t) for t in description.trained()]
+    gradients = sum(t.count * t.numel * t.item_bytes for t in trained)
+    optimizer = optimizer_of(training.optimizer, dict(training.optimizer_arguments))
+    states = sum(t.count * optimizer.state_bytes(t.shape, t.item_bytes, embedding=t.embedding) for t in trained)
+    kept = activations(_decoder(description), training, _base(description))
+    # DDP's buckets hold gradients from the start; one process frees them before each forward.
+    are_held = training.accumulation > 1 or num_ranks > 1
+    update = optimizer.copies * gradients
+    outside = [(_CONTEXT, CONTEXT_BYTES), *([(_NCCL, NCCL_BYTES)] if num_ranks > 1 else [])]
+    gathered = [(_GATHERED, _gathered_bytes(description, training))] if is_sharded else []
+    is_packed = any(t.packing for t in description.tensors)
+    whole = sum(t.count * t.weight_bytes() for t in description.tensors)
+    return Forecast(
+        way=way,
+        num_ranks=num_ranks,
+        weights=weights,
+        gradients=gradients,
+        optimizer=states + (optimizer.table_bytes() if trained else 0),
+        activations=max(
+            _on_top(kept, gradients, 0 if are_held else _late_bytes(description), are_held=are_held), update
+        ),
+        overhead=tuple(gathered + outside),
+        # No engine loads packed weights in parts.
+        loading=whole + CONTEXT_BYTES if is_sharded and is_packed else 0,
+    )
+
+
+def fits(wanted: Forecast, device_bytes: int) -> bool:
+    """True if `RESERVE` of the device stays free, also while the model is loaded.
+
+    Args:
+        wanted: What a rank needs.
+        device_bytes: Memory of the smallest device.
+    """
+    return max(wanted.total, wanted.loading) <= usable_bytes(device_bytes)
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """Without the reserve."""
+    return int(device_bytes * (1 - RESERVE))
+
+
+def fewest_ranks(description: Description, way: Way, device_bytes: int) -> int | None:
+    """The smallest number of ranks that fits; None where no number does.
+
+    Args:
+        description: Model and training.
+        way: How they train.
+        device_bytes: Memory of the smallest device.
+    """
+    more = (64 * 2**power for power in range(1, (_MOST_RANKS // 64).bit_length()))
+    candidates = (n for n in (*range(1, 65), *more) if has_samples(description, n))
+    return next((n for n in candidates if fits(forecast(description, way, n), device_bytes)), None)
+
+
+def has_samples(description: Description, num_ranks: int) -> bool:
+    """True if a step has a sample for each rank, without which the ranks refuse to train."""
+    training = description.training
+    return not training.keeps_batch or training.rows * training.accumulation >= num_ranks
+
+
+def decide(description: Description, num_ranks: int, device_bytes: int) -> Decision:
+    """Chooses DDP where it fits, else sharding.
+
+    Args:
+        description: Model and training.
+        num_ranks: Ranks of the run.
+        device_bytes: Memory of the smallest device.
+
+    Raises:
+        SetupError: Neither fits; says how many devices would do.
+    """
+    whole = forecast(description, "ddp", num_ranks)
+    of = gib(device_bytes)
+    if fits(whole, device_bytes):
+        return Decision("ddp", f"DDP needs {gib(whole.total)} GiB of {of}: not sharded")
+    parts = forecast(description, "sharded", num_ranks)
+    needs = f"DDP needs {gib(whole.total)} GiB of {of}, sharded over {num_ranks} ranks {gib(parts.total)}"
+    if num_ranks > 1 and fits(parts, device_bytes):
+        return Decision("sharded", f"{needs}: sharded")
+    while_loading = f", and {gib(parts.loading)} while it is loaded" if parts.loading > parts.total else ""
+    num_more = fewest_ranks(description, "sharded", device_bytes)
+    hint = would_do(num_more)
+    raise SetupError(
+        f"{needs}{while_loading}; of {of} GiB {gib(usable_bytes(device_bytes))} can be planned for.",
+        hint=f"{hint} Fewer or shorter samples in a micro-batch, gradient_checkpointing=True, load_in_4bit=True or an "
+        "8-bit optimizer need less; shard='on' or 'off' trains without this check.",
+    )
+
+
+def would_do(num_ranks: int | None) -> str:
+    """What `fewest_ranks` has found, as a sentence."""
+    if num_ranks is None:
+        return "No number of GPUs of this size would do that a step has samples for."
+    return "1 GPU of this size would do." if num_ranks == 1 else f"{num_ranks} GPUs of this size would do, sharded."
+
+
+def calibrate(wanted: Forecast, seen_bytes: int) -> str | None:
+    """One sentence where the forecast was off by more than `TOLERANCE`; None where it was not.
+
+    Args:
+        wanted: The forecast of this run.
+        seen_bytes: The most that torch's allocator held at a time, since before the first step: of
+            `torch.cuda.max_memory_allocated`.
+    """
+    off = seen_bytes / wanted.allocated - 1
+    if abs(off) <= TOLERANCE:
+        return None
+    more = "more" if off > 0 else "less"
+    return (
+        f"memory: {gib(seen_bytes)} GiB were allocated, {abs(off):.0%} {more} than the {gib(wanted.allocated)} GiB "
+        f"that were forecast for {wanted.num_ranks} ranks ({wanted.way})"
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """ "28" or, below ten, "7.4"."""
+    size = num_bytes / GIB
+    return f"{size:.0f}" if size >= 10 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
+
+
+def _late_bytes(description: Description) -> int:
+    """Gradients that are not there yet when the first layer, the last one to go backward, needs most.
+
+    These are its own, but for that of its last matrix, and those of the embedding.
+    """
+    decoder = _decoder(description)
+    layers = [t for t in description.trained() if t.unit not in _OUTER]
+    of_layer = sum(t.count * t.numel * t.item_bytes for t in layers) // decoder.num_layers
+    last = max((t.numel * t.item_bytes for t in layers), default=0)
+    of_embedding = sum(t.count * t.numel * t.item_bytes for t in description.trained() if t.unit == "embedding")
+    return of_layer - last + of_embedding
+
+
+def _on_top(kept: Activations, gradients: int, late: int, *, are_held: bool) -> int:
+    """Most bytes above weights, gradients and optimizer states during forward and backward.
+
+    A backward turns what was saved into gradients, layer by layer. Where gradients are not there before it, their place
+    is free for activations until then.
+    """
+    if are_held:
+        return kept.saved + max(kept.loss, kept.layer)
+    return max(kept.saved + kept.loss - gradients, max(kept.saved, gradients - late) + kept.layer - gradients, 0)
+
+
+def _weight_bytes(tensors: Tensors, num_ranks: int, training: Training) -> int:
+    """Of one of them on the rank that has most."""
+    if num_ranks == 1 or not tensors.unit:
+        return tensors.weight_bytes()
+    if tensors.packing == "8bit":
+        return tensors.weight_bytes()  # Int8Params have no floating dtype in which they could be divided.
+    numel = tensors.part_numel(num_ranks)
+    if tensors.packing:
+        return tensors.packed_bytes(numel) + tensors.constant_bytes()
+    return numel * _part(tensors, training, num_ranks).item_bytes
+
+
+def _part(tensors: Tensors, training: Training, num_ranks: int) -> Tensors:
+    """The tensors of one rank under FSDP2; accelerate trains in fp32 where mixed precision is on."""
+    shape = tensors.shape
+    shape = (-(-shape[0] // num_ranks), *shape[1:]) if shape else shape
+    is_cast = training.autocast and tensors.trainable
+    return replace(tensors, shape=shape, dtype="float32" if is_cast else tensors.dtype)
+
+
+def _gathered_bytes(description: Description, training: Training) -> int:
+    """Whole layers on a rank: the head stays, one layer computes while the next arrives; gradients until they leave."""
+    counts = dict(description.units)
+    groups = {name: list(_of_unit(description, name)) for name in counts}
+
+    def whole(name: str, *, trained_only: bool = False) -> int:
+        chosen = (t for t in groups.get(name, ()) if t.trainable or not trained_only)
+        return sum(t.count * _gathered_size(t, training) for t in chosen) // counts.get(name, 1)
+
+    layers = [name for name in counts if name not in _OUTER]
+    layer = max((2 * whole(name) + 2 * whole(name, trained_only=True) for name in layers), default=0)
+    always = whole("head") + whole("head", trained_only=True) + whole("rest") + whole("rest", trained_only=True)
+    embedding = whole("embedding") + 2 * whole("embedding", trained_only=True)
+    return always + max(layer, embedding)
+
+
+def _of_unit(description: Description, name: str) -> Iterator[Tensors]:
+    return (t for t in description.tensors if t.unit == name)
+
+
+def _gathered_size(tensors: Tensors, training: Training) -> int:
+    if tensors.packing:
+        return 0 if tensors.packing == "8bit" else tensors.packed_bytes(tensors.numel)
+    item_bytes = min(tensors.item_bytes, ITEM_BYTES[training.autocast]) if training.autocast else tensors.item_bytes
+    return tensors.numel * item_bytes
+
+
+def _decoder(description: Description) -> Decoder:
+    if description.decoder is None:
+        raise SetupError(
+            f"The activations of {description.model} cannot be forecast: it has not the configuration of a decoder.",
+            hint="Decide without a forecast: shard='on' or shard='off'.",
+        )
+    return description.decoder
+
+
+def _base(description: Description) -> Weights:
+    """What the activations depend on in the weights, without adapters."""
+    layers = [t for t in description.parameters() if t.unit not in _OUTER]
+    matrices = [t for t in layers if len(t.shape) == 2 and not t.adapter]
+    assert description.decoder is not None
+    embeddings = [t for t in description.parameters() if t.embedding]
+    stream = embeddings[0] if embeddings else matrices[0]
+    heads = [t for t in description.parameters() if t.unit == "head" and len(t.shape) == 2]
+    return Weights(
+        item_bytes=stream.item_bytes,
+        trainable=any(t.trainable for t in matrices),
+        numel=sum(t.count * t.numel for t in matrices) // description.decoder.num_layers,
+        head_numel=sum(t.numel for t in heads),
+        packed=any(t.packing for t in matrices),
+    )

@@ -1,0 +1,248 @@
+"""Patches of the process that is asked for its memory: models are made on the meta device, from their configuration.
+
+They stand in a child process that ends where the training would begin, see `probe`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.versions import installed_version
+
+_TRANSFORMERS, _PEFT = "transformers>=4.57,<6", "peft>=0.17"
+_WITHOUT = "shard='on' or shard='off' decides without a forecast."
+# Arguments of from_pretrained about files and devices, which a model that is made from its configuration has not.
+_OF_LOADING = frozenset(
+    {
+        "_commit_hash",
+        "_fast_init",
+        "_from_auto",
+        "_from_pipeline",
+        "adapter_kwargs",
+        "adapter_name",
+        "allow_all_kernels",
+        "cache_dir",
+        "code_revision",
+        "device_map",
+        "device_mesh",
+        "disable_mmap",
+        "force_download",
+        "from_flax",
+        "from_tf",
+        "fusion_config",
+        "generation_config",
+        "ignore_mismatched_sizes",
+        "kernel_config",
+        "key_mapping",
+        "local_files_only",
+        "low_cpu_mem_usage",
+        "max_memory",
+        "mirror",
+        "offload_buffers",
+        "offload_folder",
+        "offload_state_dict",
+        "proxies",
+        "resume_download",
+        "revision",
+        "state_dict",
+        "subfolder",
+        "token",
+        "tp_plan",
+        "tp_size",
+        "tqdm_class",
+        "trust_remote_code",
+        "use_auth_token",
+        "use_kernels",
+        "use_safetensors",
+        "variant",
+        "weights_only",
+    }
+)
+_OF_CONFIGURATION = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def meta_patches() -> list[Patch]:
+    """What a script calls before it trains, and what would read or move weights."""
+    modeling, trainer = "transformers.modeling_utils:PreTrainedModel", "transformers.trainer:Trainer"
+    moves = [f"{modeling}.{name}" for name in ("cuda", "to")]
+    return [
+        Patch(f"{modeling}.from_pretrained", _TRANSFORMERS, _from_configuration, "No weights are read."),
+        *(Patch(target, _TRANSFORMERS, _unmoved, "There is nothing to move.") for target in moves),
+        Patch(f"{trainer}._move_model_to_device", _TRANSFORMERS, _stays, "There is nothing to move."),
+        Patch(
+            f"{modeling}._init_added_embeddings_weights_with_mean",
+            _TRANSFORMERS,
+            _does_nothing,
+            "New rows of an embedding are drawn from its values, which are not there.",
+            optional=True,
+        ),
+        Patch(
+            "transformers.training_args:is_torch_bf16_gpu_available",
+            _TRANSFORMERS,
+            _says_yes,
+            "The training is planned for other devices than this process has.",
+            optional=True,
+        ),
+        Patch(
+            "unsloth_zoo.tokenizer_utils:fix_untrained_tokens",
+            "unsloth_zoo>=2026.10.7",
+            _does_nothing,
+            "It looks for rows of an embedding that were never trained, by their values.",
+            optional=True,
+        ),
+        Patch("peft.peft_model:PeftModel.to", _PEFT, _unmoved, "There is nothing to move.", optional=True),
+        Patch(
+            "peft.peft_model:PeftModel.from_pretrained",
+            _PEFT,
+            _refuse_adapter,
+            "Its weights would be read into a model that has none.",
+            optional=True,
+        ),
+    ]
+
+
+def _from_configuration(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("gguf_file"):
+            raise SetupError(f"{name}: a GGUF file cannot be forecast.", hint=_WITHOUT)
+        wants_info = kwargs.pop("output_loading_info", False)
+        config, kwargs = _configuration(cls, name, kwargs)
+        config.name_or_path = str(name)
+        quantizer = _quantizer(config, kwargs.pop("quantization_config", None), kwargs)
+        dtype = _dtype(config, kwargs.pop("dtype", None), kwargs.pop("torch_dtype", None), quantizer)
+        for argument in _OF_LOADING:
+            kwargs.pop(argument, None)
+        model = make_model(cls, config, dtype, quantizer, *args, **kwargs)
+        return (model, {}) if wants_info else model
+
+    return from_pretrained
+
+
+def make_model(cls: Any, config: Any, dtype: Any, quantizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model of the class on the meta device, quantised layers in their places.
+
+    Args:
+        cls: Of the model.
+        config: A `PretrainedConfig`.
+        dtype: Of its parameters.
+        quantizer: transformers' `HfQuantizer`, or None.
+    """
+    import torch
+
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=dtype, **kwargs)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
+            quantizer.postprocess_model(model)
+            model.hf_quantizer = quantizer
+    model.tie_weights()
+    return model.eval()
+
+
+def _configuration(cls: Any, name: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model's configuration, and the arguments that it has not taken."""
+    given = kwargs.pop("config", None)
+    if hasattr(given, "to_dict"):
+        config = copy.deepcopy(given)
+        if "attn_implementation" in kwargs:
+            config._attn_implementation = kwargs.pop("attn_implementation")
+        return config, kwargs
+    of_files = {key: kwargs[key] for key in _OF_CONFIGURATION if key in kwargs}
+    others = {key: value for key, value in kwargs.items() if key not in (*_OF_LOADING, "quantization_config", "dtype")}
+    others.pop("torch_dtype", None)
+    config, unused = cls.config_class.from_pretrained(given or name, return_unused_kwargs=True, **of_files, **others)
+    kept = {key: kwargs[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in kwargs}
+    return config, {**unused, **kept}
+
+
+def _quantizer(config: Any, asked: Any, kwargs: dict[str, Any]) -> Any:
+    """transformers' own, which knows what it replaces; None where nothing is quantised."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    bits = {name: kwargs.pop(name) for name in ("load_in_4bit", "load_in_8bit") if name in kwargs}
+    if any(bits.values()):
+        from transformers import BitsAndBytesConfig
+
+        asked = BitsAndBytesConfig(**bits)
+    stored = getattr(config, "quantization_config", None)
+    if stored is None and asked is None:
+        return None
+    merged = asked if stored is None else AutoHfQuantizer.merge_quantization_configs(stored, asked)
+    method = str(getattr(merged.quant_method, "value", merged.quant_method))
+    if "bitsandbytes" not in method:
+        raise SetupError(f"Weights that {method} has quantised cannot be forecast.", hint=_WITHOUT)
+    config.quantization_config = merged
+    return AutoHfQuantizer.from_config(merged, pre_quantized=stored is not None)
+
+
+def _dtype(config: Any, dtype: Any, torch_dtype: Any, quantizer: Any) -> Any:
+    """What from_pretrained would make of its arguments."""
+    import torch
+
+    dtype = torch_dtype if dtype is None else dtype
+    is_automatic = not (installed_version("transformers") or "").startswith("4.")
+    if dtype == "auto" or (dtype is None and is_automatic):
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        if dtype is None:
+            raise SetupError(
+                "The model's configuration has no dtype, and its files are not read for a forecast.",
+                hint=f"Give dtype= to from_pretrained. {_WITHOUT}",
+            )
+    if dtype is None and quantizer is not None:
+        dtype = quantizer.update_dtype(None)  # float16, where bitsandbytes packs the weights.
+    dtype = torch.empty(0).dtype if dtype is None else dtype  # torch's default.
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+
+
+def _unmoved(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`to` and `cuda`: devices are left out, a dtype is taken."""
+
+    @functools.wraps(original)
+    def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if not any(p.is_meta for p in self.parameters()):
+            return original(self, *args, **kwargs)
+        dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        return original(self, dtypes[0]) if dtypes else self
+
+    return move
+
+
+def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def move(self: Any, model: Any, device: Any) -> None:
+        if not any(p.is_meta for p in model.parameters()):
+            original(self, model, device)
+
+    return move
+
+
+def _does_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def leave(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return leave
+
+
+def _says_yes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def is_available(*args: Any, **kwargs: Any) -> bool:
+        return True
+
+    return is_available
+
+
+def _refuse_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        raise SetupError("A script that loads an adapter's weights cannot be forecast.", hint=_WITHOUT)
+
+    return from_pretrained

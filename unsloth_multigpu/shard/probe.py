@@ -1,0 +1,232 @@
+"""Asks a script for the description of its training, without loading weights: in a child that ends at `train()`.
+
+The child runs the user's own command. One variable names the tool below; with it the line starts no ranks, models are
+made on the meta device, and `Trainer.train` writes the description and ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
+from unsloth_multigpu.part import Part
+from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.shard.description import Description
+from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.wire.context import ToolRequest
+from unsloth_multigpu.wire.folder import private_dir
+from unsloth_multigpu.wire.process import end_command
+
+DEFAULT_LIMIT_S = 600.0
+_TERMINATE_LIMIT_S = 10.0
+_LOG_LINES = 15
+_WITHOUT = "shard='on' or shard='off' decides without a forecast."
+_OUTCOME, _LOG = "forecast.json", "forecast.log"
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator of this machine.
+
+    Args:
+        name: As its driver says.
+        total_bytes: Its memory.
+        free_bytes: What nobody used when the child looked.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a script says of its training.
+
+    Args:
+        description: Model and training.
+        devices: What the child saw of this machine; empty without a card.
+        num_gpus: What the script's line asks for; None = all there are.
+    """
+
+    description: Description
+    devices: tuple[Device, ...]
+    num_gpus: int | None
+
+
+def ask(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    tokens: int | None = None,
+    limit_s: float = DEFAULT_LIMIT_S,
+) -> Answer:
+    """Runs a script up to its first `train()` and returns what it would need. Its output is not shown.
+
+    Args:
+        command: What starts it.
+        environment: All of its variables.
+        tokens: Of the longest sample; None = the longest of the data set.
+        limit_s: It is ended after so many seconds.
+
+    Raises:
+        SetupError: The script does not come to a `train()` in this way, or nothing is known of what it trains.
+        RankTimeoutError: It took longer than `limit_s`.
+    """
+    with private_dir() as folder:
+        outcome, log = folder / _OUTCOME, folder / _LOG
+        request = ToolRequest("unsloth_multigpu.shard.probe:Probe", {"file": str(outcome), "tokens": tokens})
+        variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
+        with log.open("wb") as output:
+            # A group of its own, which can be ended as a whole.
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+            )
+            try:
+                process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                raise RankTimeoutError(
+                    f"The script did not come to train() within {limit_s:g} seconds.", hint=f"Raise it. {_WITHOUT}"
+                ) from None
+            finally:
+                end_command(process, str(outcome), _TERMINATE_LIMIT_S)
+        if not outcome.exists():
+            raise _no_answer(process.returncode, log)
+        return _answer(json.loads(outcome.read_text(encoding="utf-8")))
+
+
+def _answer(values: Mapping[str, Any]) -> Answer:
+    if "error" in values:
+        raise SetupError(values["error"], hint=values["hint"])
+    devices = tuple(Device(**device) for device in values["devices"])
+    return Answer(Description.from_values(values["description"]), devices, values["num_gpus"])
+
+
+def _no_answer(code: int, log: Path) -> SetupError:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    shown = "".join(f"\n  | {line}" for line in lines[-_LOG_LINES:])
+    return SetupError(
+        f"The script ended with exit code {code} before a train() of a transformers Trainer; its memory cannot be "
+        f"forecast.{shown}",
+        hint=f"enable_multi_gpu() must come before transformers is imported. {_WITHOUT}",
+    )
+
+
+class Probe(Tool):
+    """Writes the description of the first training and ends the process.
+
+    Args:
+        file: Where it goes, as JSON.
+        tokens: Of the longest sample; None = the longest of the data set.
+    """
+
+    # The script may have the line itself, and nothing of the run is kept.
+    is_comparison = True
+
+    def __init__(self, file: str, tokens: int | None) -> None:
+        self._file = Path(file)
+        self._tokens = tokens
+        self._keeps_batch = True
+        self._num_gpus: int | None = None
+        self._is_entered = False
+
+    def adjusted(self, config: Any) -> Any:
+        self._num_gpus = config.num_gpus
+        self._keeps_batch = config.global_batch == "keep" and config.batch_size_per_gpu is None
+        if not self._is_entered:
+            self._enter()
+        alone: dict[str, Any] = {
+            "num_gpus": 1,
+            "max_restarts": 0,
+            "nnodes": "1",
+            "rdzv_endpoint": None,
+            "rdzv_id": None,
+        }
+        if hasattr(config, "shard"):
+            alone["shard"] = "off"
+        return dataclasses.replace(config, resume="off", enable_ddp=True, **alone)
+
+    def _enter(self) -> None:
+        from unsloth_multigpu.shard.meta import meta_patches
+
+        self._is_entered = True
+        PatchRegistry(meta_patches()).apply()
+        previous = sys.excepthook
+
+        def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not self._file.exists():
+                self._write(_failure(error, trace))
+            previous(kind, error, trace)
+
+        sys.excepthook = tell
+
+    def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
+        from unsloth_multigpu.shard.describe import describe
+
+        values: dict[str, Any]
+        try:
+            description = describe(trainer, tokens=self._tokens, keeps_batch=self._keeps_batch)
+            values = {"description": description.plain_values(), "num_gpus": self._num_gpus, "devices": _devices()}
+        except MultiGPUError as error:
+            values = {"error": str(error.args[0]), "hint": error.hint}
+        self._write(values)
+        _leave()
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        # Renamed when complete, so that a process that is ended while it writes leaves no half of a file.
+        partial = self._file.with_suffix(".part")
+        partial.write_text(json.dumps(values), encoding="utf-8")
+        partial.replace(self._file)
+
+
+def _failure(error: BaseException, trace: TracebackType | None) -> dict[str, str]:
+    """What went wrong, at which line of the user's own script."""
+    if isinstance(error, MultiGPUError):
+        return {"error": str(error.args[0]), "hint": error.hint}
+    script = os.path.realpath(getattr(sys.modules["__main__"], "__file__", "") or "")
+    frames = [f for f in traceback.extract_tb(trace) if os.path.realpath(f.filename) == script]
+    where = f"{Path(script).name} line {frames[-1].lineno}, `{frames[-1].line}`: " if frames else ""
+    return {
+        "error": f"The script cannot be run without its weights: {where}{type(error).__name__}: {error}",
+        "hint": f"What it does there needs weights, which a forecast does not load. {_WITHOUT}",
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    """The accelerators that torch sees in this process."""
+    import torch
+
+    kind = next((k for k in ("cuda", "xpu") if getattr(torch, k).is_available()), None)
+    if kind is None:
+        return []
+    module, found = getattr(torch, kind), []
+    for index in range(module.device_count()):
+        free_bytes, total_bytes = module.mem_get_info(index)
+        name = module.get_device_properties(index).name
+        found.append({"name": name, "total_bytes": total_bytes, "free_bytes": free_bytes})
+    return found
+
+
+def _leave() -> NoReturn:
+    """Ends the process before the script's next line. No SystemExit, which a script may catch."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
