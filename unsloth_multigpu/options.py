@@ -33,6 +33,7 @@ ENV_RANK_PID = ENV_PREFIX + "RANK_PID"
 # A tool that takes part in the run: its class and what it is made from, as JSON. See context.ToolRequest.
 ENV_TOOL = ENV_PREFIX + "TOOL"
 # What a worker of a notebook needs to know: a JSON object, see notebook.start.
+ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
 # Marks the processes of one check of `unsloth-multigpu doctor`, see tools.doctor.probe.
 ENV_PROBE = ENV_PREFIX + "PROBE"
@@ -47,6 +48,7 @@ INTERNAL_VARIABLES = frozenset(
         ENV_RUN_ID,
         ENV_RANK_PID,
         ENV_TOOL,
+        ENV_SHARD_CHOICE,
         ENV_NOTEBOOK,
         ENV_PROBE,
     }
@@ -263,14 +265,14 @@ def _check_sync(config: MultiGPUConfig) -> None:
         raise ConfigError(
             f"{given[0]} has no meaning for sync='{config.sync}'.", hint="Leave it out, or set sync='ddp'."
         )
-    if config.shard == "on":
+    if config.shard != "off":
         for name, value in (
             ("grad_compression", config.grad_compression),
             ("find_unused_parameters", config.find_unused_parameters),
         ):
             if value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} is for DDP, and with shard='on' FSDP2 exchanges the gradients.",
+                    f"{name}={value!r} is for DDP, and with shard={config.shard!r} FSDP2 exchanges the gradients.",
                     hint="Leave one of them out.",
                 )
     if config.on_nan == "skip" and not config.sync.has_one_gradient:

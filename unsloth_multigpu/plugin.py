@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from unsloth_multigpu.start import (
     config_on_cluster,
     needs_supervisor,
     ranks_to_start,
+    refuse_in_notebook,
     start_this_command,
     this_command,
 )
@@ -87,7 +89,7 @@ def enable_multi_gpu(
         global_batch: "keep" = a step sees the samples of the one-process run, "scale" = N times as many ["keep"].
         sync: How gradients meet: a strategy such as `DiLoCo(every_steps=8)`, or its name for its defaults: "ddp",
             "allreduce", "parameter_server", "local_sgd" or "diloco" ["ddp"].
-        shard: "on" = each rank holds a part of weights, gradients and optimizer states (FSDP2) ["off"].
+        shard: "on" = each rank holds a part of weights and states (FSDP2), "auto" = if need be ["off"].
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
         resume: "auto" resumes from the last whole checkpoint of this training, "off" does what the script says ["off"].
         replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
@@ -121,6 +123,8 @@ def enable_multi_gpu(
     if is_helper():
         _refuse_unsteered_training()
         return
+    if context.shard_choice is not None and config.shard == "auto":
+        config = dataclasses.replace(config, shard=context.shard_choice.shard)
     if config.memory_optimization:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from unsloth_multigpu.notebook.start import find_shell
@@ -179,6 +183,7 @@ def _open_here(
         num_ranks = ranks_to_start(config)
         if needs_supervisor(config, num_ranks):
             if shell is not None:
+                refuse_in_notebook(config)
                 opening = Opening(open_session, disable_multi_gpu, replay=replay, had_workers=had_workers)
                 return open_notebook(config, num_ranks, console, shell, opening)
             # What is compared with another run is not resumed.

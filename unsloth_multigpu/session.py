@@ -224,6 +224,13 @@ def open_session(
             f"num_gpus={config.num_gpus}, but {identity.launcher} started {identity.local_world_size} rank(s) here.",
             hint=f"Leave num_gpus out, or start {config.num_gpus} ranks.",
         )
+    if config.shard == "auto" and identity.world_size > 1:
+        raise SetupError(
+            f"shard='auto' is decided by the process that starts the ranks, and {identity.launcher} has started them.",
+            hint="Set shard='on' or shard='off'; `unsloth-multigpu plan` says which fits.",
+        )
+    if config.shard == "on" and identity.world_size == 1:
+        logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)
     if session.tool.draws_alike:
         from unsloth_multigpu.launch.draw import same_random_choices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -131,12 +132,40 @@ def supervise(
     from unsloth_multigpu.launch.launcher import DDPLauncher, exit_like
     from unsloth_multigpu.launch.nodes import await_name, split_endpoint
 
+    if config.shard == "auto":
+        config = with_shard_chosen(command, config, num_ranks)
     cluster = read_cluster(os.environ)
     endpoint = None if cluster is None else cluster.values.get("rdzv_endpoint")
     if endpoint is not None and endpoint == config.rdzv_endpoint:
         # A cluster gives a name before its machine is there. One that a user gives may be misspelt.
         await_name(*split_endpoint(config), config.timeout_s)
     exit_like(DDPLauncher(command, num_ranks, config, saves_when_stopped).run())
+
+
+def refuse_in_notebook(config: MultiGPUConfig) -> None:
+    """Refuses what ranks of a notebook cannot do: after an interrupt the kernel gives them its weights, all of them.
+
+    Raises:
+        SetupError: The model is to be sharded.
+    """
+    if config.shard != "off":
+        raise SetupError(
+            f"shard={config.shard!r} is for scripts: the ranks of a notebook are made equal again by whole weights.",
+            hint="Run it as a script (jupyter nbconvert --to script), or leave shard out.",
+        )
+
+
+def with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks: int) -> MultiGPUConfig:
+    """The options with what `shard="auto"` becomes, which the ranks are told by the environment.
+
+    Raises:
+        SetupError: The model fits neither way, or that cannot be said.
+    """
+    from unsloth_multigpu.shard.choice import choose
+
+    choice = choose(command, os.environ, config, num_ranks)
+    os.environ.update(choice.variables())
+    return dataclasses.replace(config, shard=choice.shard)
 
 
 def this_command() -> list[str]:

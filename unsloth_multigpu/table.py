@@ -99,14 +99,14 @@ class OptionTable:
     )
     shard: str = option(
         "off",
-        Choice(("off", "on")),
+        Choice(("off", "auto", "on")),
         '"on": each rank holds a part of the weights, gradients and optimizer states (FSDP2, by Unsloth where it is '
         'imported, else by accelerate), for models that do not fit one GPU. "off": every rank holds the whole model, '
-        "unless the script itself asks for FSDP2.",
+        'unless the script itself asks for FSDP2. "auto": that, where a forecast of the memory says that it is needed.',
         Scope.RANKS,
         Scope.DDP,
         Scope.TRAINER,
-        asking=("on",),
+        asking=("auto", "on"),
         section=EVERYDAY,
         commands=_EVERY_COMMAND,
     )

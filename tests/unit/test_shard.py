@@ -122,3 +122,54 @@ def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
     config = SimpleNamespace(load_in_4bit=is_4bit, bnb_4bit_quant_storage=given, bnb_4bit_compute_dtype=torch.bfloat16)
     _stored_as_computed(lambda _: None)(config)
     assert config.bnb_4bit_quant_storage == stored
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, **options: Any) -> Any:
+    """What `shard="auto"` becomes for the 8B Llama with LoRA, which needs 19 GiB with DDP and 7 on 8 ranks."""
+    from tests.unit.test_forecast import LLAMA_8B, llama
+    from unsloth_multigpu.shard import choice
+    from unsloth_multigpu.shard.probe import Answer, Device
+
+    device = Device("card", int(device_gib * 2**30), int(device_gib * 2**30))
+    answer = Answer(llama("lora", **LLAMA_8B), (device,) * 8, None)
+    monkeypatch.setattr(choice, "ask", lambda command, environment: answer)
+    return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), 8)
+
+
+def test_auto_shards_where_the_model_does_not_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = chosen(monkeypatch, 80), chosen(monkeypatch, 16)
+    assert (large.shard, small.shard) == ("off", "on")
+    assert "GiB of 80: not sharded" in large.reason
+    assert "GiB of 16, sharded over 8 ranks" in small.reason
+    assert small.allocated_bytes < 16 * 2**30
+    with pytest.raises(SetupError, match=r"of 4\.0"):
+        chosen(monkeypatch, 4)
+
+
+def test_auto_is_not_decided_on_each_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SetupError, match="several nodes"):
+        chosen(monkeypatch, 80, nnodes="2", rdzv_endpoint="host:1", rdzv_id="job")
+
+
+def test_choice_reaches_the_ranks() -> None:
+    from unsloth_multigpu.wire.context import RunContext, ShardChoice
+
+    choice = ShardChoice("on", 5, "because")
+    assert RunContext.read(choice.variables()).shard_choice == choice
+    assert RunContext.read({}).shard_choice is None
+
+
+def test_first_step_is_compared_with_the_forecast(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from unsloth_multigpu.shard.calibration import Calibration
+    from unsloth_multigpu.wire.context import ShardChoice
+
+    part: Any = Calibration(ShardChoice("on", 2**30, "sharded over 2 ranks"))
+    args: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    module = SimpleNamespace(max_memory_allocated=lambda _: 3 * 2**29)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    for _ in range(2):
+        part.on_step_end(args, None, None)
+    (record,) = [r for r in caplog.records if "were allocated" in r.message]
+    assert "1.5 GiB were allocated, 50% more than the 1.0 GiB of the forecast (sharded over 2 ranks)" in record.message

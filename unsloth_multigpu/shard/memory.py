@@ -197,21 +197,21 @@ def would_do(num_ranks: int | None) -> str:
     return "1 GPU of this size would do." if num_ranks == 1 else f"{num_ranks} GPUs of this size would do, sharded."
 
 
-def calibrate(wanted: Forecast, seen_bytes: int) -> str | None:
+def calibrate(forecast_bytes: int, seen_bytes: int) -> str | None:
     """One sentence where the forecast was off by more than `TOLERANCE`; None where it was not.
 
     Args:
-        wanted: The forecast of this run.
+        forecast_bytes: `Forecast.allocated` of this run.
         seen_bytes: The most that torch's allocator held at a time, since before the first step: of
             `torch.cuda.max_memory_allocated`.
     """
-    off = seen_bytes / wanted.allocated - 1
+    off = seen_bytes / forecast_bytes - 1
     if abs(off) <= TOLERANCE:
         return None
     more = "more" if off > 0 else "less"
     return (
-        f"memory: {gib(seen_bytes)} GiB were allocated, {abs(off):.0%} {more} than the {gib(wanted.allocated)} GiB "
-        f"that were forecast for {wanted.num_ranks} ranks ({wanted.way})"
+        f"memory: {gib(seen_bytes)} GiB were allocated, {abs(off):.0%} {more} than the {gib(forecast_bytes)} GiB of "
+        "the forecast"
     )
 
 

@@ -22,6 +22,7 @@ from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.seam import verify_seams
+from unsloth_multigpu.shard.calibration import Calibration
 from unsloth_multigpu.shard.engine import Engine, find_engine
 from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
 from unsloth_multigpu.step.feed import StepFeed
@@ -108,6 +109,8 @@ class DDPTrainer:
             wrapping = self.exchange or DDPWrapping(trainer, manager)
             buffers = EqualBuffers(trainer, manager)
             self.parts += [OneDecision(trainer, manager, run_dir, beat), wrapping, trained, buffers]
+        if context.shard_choice is not None:
+            self.parts.append(Calibration(context.shard_choice))
         if not is_comparison:
             resume = Resume(trainer, manager, self.steps, {} if arguments is None else arguments, training, context)
             self.parts += [resume, Checkpoints(trainer, manager, self.steps, self.exchange, resume)]

@@ -13,6 +13,7 @@ from unsloth_multigpu.options import (
     ENV_RUN_DRAWS,
     ENV_RUN_ID,
     ENV_RUN_SEED,
+    ENV_SHARD_CHOICE,
     ENV_SUPERVISOR_PID,
     ENV_TOOL,
 )
@@ -36,6 +37,25 @@ class ToolRequest:
 
 
 @dataclass(frozen=True)
+class ShardChoice:
+    """What `shard="auto"` has become.
+
+    Args:
+        shard: "on" or "off".
+        allocated_bytes: What a rank's allocator is expected to hold at most.
+        reason: The decision in words, with its numbers.
+    """
+
+    shard: str
+    allocated_bytes: int
+    reason: str
+
+    def variables(self) -> dict[str, str]:
+        """The environment that carries this choice."""
+        return {ENV_SHARD_CHOICE: json.dumps([self.shard, self.allocated_bytes, self.reason])}
+
+
+@dataclass(frozen=True)
 class RunContext:
     """What a supervisor tells its ranks. Without a supervisor of ours only `tool` may be set.
 
@@ -48,6 +68,7 @@ class RunContext:
         run_id: Of this run, the same for all its attempts.
         attempt: How often the ranks were started before, by a failure or because a node came or went.
         tool: Takes part in the run.
+        shard_choice: What `shard="auto"` has become.
     """
 
     run_dir: str | None = None
@@ -58,12 +79,13 @@ class RunContext:
     run_id: str | None = None
     attempt: int = 0
     tool: ToolRequest | None = None
+    shard_choice: ShardChoice | None = None
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> RunContext:
         """The context that `environment` carries."""
         pid, seed = environment.get(ENV_SUPERVISOR_PID), environment.get(ENV_RUN_SEED)
-        tool = environment.get(ENV_TOOL)
+        tool, choice = environment.get(ENV_TOOL), environment.get(ENV_SHARD_CHOICE)
         return cls(
             run_dir=environment.get(ENV_RUN_DIR),
             supervisor_pid=None if pid is None else int(pid),
@@ -73,6 +95,7 @@ class RunContext:
             run_id=environment.get(ENV_RUN_ID),
             attempt=int(environment.get(ENV_ATTEMPT, "0")),
             tool=None if tool is None else ToolRequest(*json.loads(tool)),
+            shard_choice=None if choice is None else ShardChoice(*json.loads(choice)),
         )
 
     def variables(self) -> dict[str, str]:

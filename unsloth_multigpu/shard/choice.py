@@ -1,0 +1,52 @@
+"""shard="auto": the process that starts the ranks decides once, by the forecast of the script's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.options import MultiGPUConfig, num_nodes
+from unsloth_multigpu.shard.memory import decide, forecast
+from unsloth_multigpu.shard.probe import ask
+from unsloth_multigpu.wire.context import ShardChoice
+
+logger = get_logger(__name__)
+
+_BY_HAND = "Set shard='on' or shard='off'."
+
+
+def choose(
+    command: Sequence[str], environment: Mapping[str, str], config: MultiGPUConfig, num_ranks: int
+) -> ShardChoice:
+    """Runs the script up to its first `train()` without weights, and chooses DDP where it fits, else sharding.
+
+    Args:
+        command: What a rank executes.
+        environment: All of its variables.
+        config: The run's options.
+        num_ranks: Ranks of this machine.
+
+    Raises:
+        SetupError: Neither fits, nothing is known of the model's activations, or several nodes would each choose.
+        RankTimeoutError: The script does not come to `train()`.
+    """
+    if num_nodes(config.nnodes) != (1, 1):
+        raise SetupError("shard='auto' is decided on one machine, and this run has several nodes.", hint=_BY_HAND)
+    logger.info("shard=auto: runs the script up to train() without weights, to forecast its memory")
+    answer = ask(command, environment)
+    description = answer.description
+    if description.decoder is None or not description.decoder.exact:
+        raise SetupError(
+            f"shard='auto': what {description.model} needs for its activations cannot be forecast.", hint=_BY_HAND
+        )
+    if answer.devices:
+        device_bytes = min(device.total_bytes for device in answer.devices)
+    else:  # CPU ranks share the memory of the machine.
+        device_bytes = psutil.virtual_memory().total // num_ranks
+    decision = decide(description, num_ranks, device_bytes)
+    logger.info("shard=auto: %s", decision.text)
+    wanted = forecast(description, decision.way, num_ranks)
+    return ShardChoice("on" if decision.way == "sharded" else "off", wanted.allocated, decision.text)
