@@ -29,8 +29,7 @@ _STRATEGIES = """
 
 `sync` takes a strategy with its options, `sync=ump.DiLoCo(every_steps=8)`, or its name, `sync="diloco"`, for its
 defaults. A text has options behind a colon, also in `UNSLOTH_MULTIGPU_SYNC` and `--sync`:
-`diloco:every_steps=8,outer_momentum=0`. The README says
-[what each does to a training](../README.md#other-ways-to-train-to-compare-with).
+`diloco:every_steps=8,outer_momentum=0`. What each does to a training is in [strategies.md](strategies.md).
 """
 _COLUMNS = ("Argument", "Default", "Variable, flag", "Meaning", "Followed by")
 _STRATEGY_COLUMNS = ("Strategy", "Option", "Default", "Meaning")
