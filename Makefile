@@ -67,11 +67,11 @@ lint: setup
 
 # The site, into build/docs/site, in an environment of its own (170 MB). A warning is an error.
 #   REPOSITORY_URL=URL      where links to sources lead; else they are plain text
-#   DOCS=serve              shows the site, and again after each change
+#   DOCS=serve              shows the site, with its search, and again after each change
 DOCS ?= build
 docs: $(DOCS_VENV)/.set-up
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs $(DOCS) --strict
-	$(if $(filter build,$(DOCS)),echo "Open build/docs/site/index.html")
+	$(if $(filter build,$(DOCS)),echo "Built build/docs/site; make docs DOCS=serve shows it with its search")
 
 $(DOCS_VENV)/.set-up: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)

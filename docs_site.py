@@ -1,8 +1,8 @@
 """What MkDocs does beside its configuration: pages from the root of the repository, and links out of docs/.
 
 The same Markdown is read on GitHub and on the site. README.md, CONTRIBUTING.md and CHANGELOG.md become pages here;
-links to sources lead to `repo_url` where it is known, and are plain text where it is not. Behind commands.md stands what
-`--help` says, and behind api.md the docstring of every public name.
+links to sources lead to `repo_url` where it is known, and are plain text where it is not. Behind commands.md stands
+what `--help` says, and behind api.md the docstring of every public name.
 """
 
 from __future__ import annotations
