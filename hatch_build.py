@@ -68,7 +68,8 @@ def absolute_links(markdown: str, address: str) -> str:
             return "" if mark else text
         return f"{mark}[{text}]({address}/{'raw' if mark else 'blob'}/HEAD/{target})"
 
-    return re.sub(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)", turned, markdown)
+    cloned = markdown.replace("<address of this repository>", address or "<address of this repository>")
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)", turned, cloned)
 
 
 def _origin(root: Path) -> str:

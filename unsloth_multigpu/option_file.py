@@ -6,6 +6,7 @@ truth value, and `1:4` is not a number of base 60, which YAML 1.1 makes of them.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,9 +19,15 @@ PYPROJECT_TABLE = "tool.unsloth_multigpu"
 _NAME = "unsloth_multigpu"
 
 
-def find_pyproject(folder: Path) -> Path | None:
-    """The nearest pyproject.toml, of `folder` or of one above it."""
-    return next((file for place in (folder, *folder.parents) if (file := place / "pyproject.toml").is_file()), None)
+def find_pyproject() -> Path | None:
+    """The nearest pyproject.toml, of the working folder or of one above it; None where that folder is gone."""
+    try:
+        folder = Path.cwd()
+    except FileNotFoundError:
+        return None
+    files = (place / "pyproject.toml" for place in (folder, *folder.parents))
+    # Unlike `Path.is_file`, it does not raise where a folder above may not be looked into.
+    return next((file for file in files if os.path.isfile(file)), None)
 
 
 def read_yaml(file: Path, options: Mapping[str, Row]) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def file_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _pyproject(environment: Mapping[str, str]) -> str:
-    return environment[ENV_PYPROJECT] if ENV_PYPROJECT in environment else str(find_pyproject(Path.cwd()) or "")
+    return environment[ENV_PYPROJECT] if ENV_PYPROJECT in environment else str(find_pyproject() or "")
 
 
 def _read_files(environment: Mapping[str, str], *, searches: bool) -> dict[str, Any]:

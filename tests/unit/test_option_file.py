@@ -147,6 +147,11 @@ def test_processes_in_another_folder_read_the_same_files(folder: Path, monkeypat
     assert file_variables({}) == {ENV_PYPROJECT: ""}
 
 
+def test_folder_that_is_gone_has_no_files(folder: Path) -> None:
+    folder.rmdir()
+    assert MultiGPUConfig.resolve({}) == MultiGPUConfig()
+
+
 def test_run_reads_the_file_that_it_is_given(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_readme_of_the_package_has_no_relative_link(build: ModuleType) -> None:
     assert [target for target in targets if not target.startswith("https://")] == []
     assert "![A training on two ranks in JupyterLab](https://host.org/a/b/raw/HEAD/docs/pictures/" in shown
     assert "(https://host.org/a/b/blob/HEAD/docs/options.md)" in shown
+    assert "\ngit clone https://host.org/a/b unsloth-multigpu\n" in shown
 
 
 def test_readme_of_a_package_without_an_address_has_texts_only(build: ModuleType) -> None:
