@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 HARDWARE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 # One stamp per kind of machine, so that a home folder shared by both gets the missing half when it is needed.
 STAMP := $(VENV)/.set-up-$(HARDWARE)
+DOCS_VENV := build/docs/venv
+RELEASE := build/release
+RELEASE_NEEDS := build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3
 # No conflict warnings: without a GPU, Unsloth's wish for torchvision and xformers stays open on purpose.
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-warn-conflicts
 INSTALL := $(PIP_INSTALL) -c constraints.txt
@@ -24,7 +27,7 @@ UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer jso
 OLDEST_IPYTHON := $(VENV)/oldest-ipython
 OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
 
-.PHONY: demo test test-all lint matrix signatures gpu gpu-page gpu-site setup browser
+.PHONY: demo test test-all lint docs release-check matrix signatures gpu gpu-page gpu-site setup browser
 .SILENT:
 
 demo: setup
@@ -63,6 +66,36 @@ lint: setup
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+
+# The site, into build/docs/site, in an environment of its own (170 MB). A warning is an error.
+#   REPOSITORY_URL=URL      where links to sources lead; else they are plain text
+#   DOCS=serve              shows the site, with its search, and again after each change
+DOCS ?= build
+docs: $(DOCS_VENV)/.set-up
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs $(DOCS) --strict
+	$(if $(filter build,$(DOCS)),echo "Built build/docs/site; make docs DOCS=serve shows it with its search")
+
+$(DOCS_VENV)/.set-up: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install -q -r docs/requirements.txt
+	touch $@
+
+# What is published, into build/release/dist: built, checked, installed in a clean environment without Unsloth, and two ranks
+# trained with it from an empty folder. REPOSITORY_URL is where its links lead; a release needs one.
+release-check:
+	rm -rf $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python -m pip --disable-pip-version-check install -q $(RELEASE_NEEDS)
+	$(RELEASE)/tools/bin/python -m build --outdir $(RELEASE)/dist
+	$(RELEASE)/tools/bin/python -m twine check --strict $(RELEASE)/dist/*
+	$(RELEASE)/tools/bin/check-wheel-contents $(RELEASE)/dist/*.whl
+	$(PYTHON) -m venv $(RELEASE)/clean
+	$(RELEASE)/clean/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(RELEASE)/dist/*.whl
+	mkdir $(RELEASE)/empty && cp examples/plain_transformers.py examples/tiny_model.py $(RELEASE)/empty
+	cd $(RELEASE)/empty && ../clean/bin/python plain_transformers.py
+	cd $(RELEASE)/empty && ../clean/bin/unsloth-multigpu --version
+	ls -l $(RELEASE)/dist
 
 # The core of the tests with other versions, each in an environment of its own: tests/matrix/rows.toml. ROW=oldest runs
 # one row, KEEP=1 keeps its environment for the next time. `uv` finds or fetches the Pythons.

@@ -9,9 +9,11 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
 from unsloth_multigpu.row import Nodes, Scope, did_you_mean, rows, take_values
 from unsloth_multigpu.strategy import DDP, STRATEGIES, Strategy
 from unsloth_multigpu.table import OptionTable
@@ -37,6 +39,11 @@ ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
 # Marks the processes of one check of `unsloth-multigpu doctor`, see tools.doctor.probe.
 ENV_PROBE = ENV_PREFIX + "PROBE"
+# A YAML file of options, which users may set too.
+ENV_CONFIG = ENV_PREFIX + "CONFIG"
+# The pyproject.toml that counts, "" for none: what a command tells processes that it starts in another folder.
+ENV_PYPROJECT = ENV_PREFIX + "PYPROJECT"
+_FILES = (ENV_CONFIG, ENV_PYPROJECT)
 INTERNAL_VARIABLES = frozenset(
     {
         ENV_RUN_DIR,
@@ -70,14 +77,15 @@ class MultiGPUConfig(OptionTable):
 
     @classmethod
     def resolve(cls, arguments: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> MultiGPUConfig:
-        """Arguments win over the environment, the environment over the defaults.
+        """Arguments win over variables, variables over the YAML file, that over pyproject.toml, and that over defaults.
 
         Args:
             arguments: What the caller gave; a missing name or None means "not given".
-            environment: Variables to read; None = `os.environ`.
+            environment: Variables to read, and the files that they name; None = `os.environ`, and the pyproject.toml of
+                the working folder or of one above it.
 
         Raises:
-            ConfigError: A value cannot be used, or a variable with our prefix names no option.
+            ConfigError: A value cannot be used, or a variable with our prefix or a name in a file names no option.
         """
         return cls(**given_options(arguments, environment))
 
@@ -114,10 +122,11 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
     """The options that somebody has given, and not the defaults; see `MultiGPUConfig.resolve`.
 
     Raises:
-        ConfigError: A variable with our prefix names no option, or has a text that means no value.
+        ConfigError: A variable with our prefix or a name in a file names no option, or has a text that means no value.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    return {**_read_environment(os.environ if environment is None else environment), **given}
+    variables = os.environ if environment is None else environment
+    return {**_read_files(variables, searches=environment is None), **_read_environment(variables), **given}
 
 
 def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, tuple[type[Any], str]]:
@@ -178,17 +187,37 @@ def num_nodes(nnodes: str) -> tuple[int, int]:
     return int(fewest), int(most or fewest)
 
 
+def file_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What names the files of options that count here, to processes in another folder as well."""
+    file = environment.get(ENV_CONFIG, "").strip()
+    named = {ENV_CONFIG: os.path.abspath(file)} if file else {}
+    return {ENV_PYPROJECT: _pyproject(environment), **named}
+
+
+def _pyproject(environment: Mapping[str, str]) -> str:
+    return environment[ENV_PYPROJECT] if ENV_PYPROJECT in environment else str(find_pyproject() or "")
+
+
+def _read_files(environment: Mapping[str, str], *, searches: bool) -> dict[str, Any]:
+    options = rows(MultiGPUConfig)
+    pyproject = _pyproject(environment) if searches else environment.get(ENV_PYPROJECT, "")
+    values = read_pyproject(Path(pyproject), options) if pyproject else {}
+    if file := environment.get(ENV_CONFIG, "").strip():
+        values |= read_yaml(Path(file), options)
+    return values
+
+
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     options = rows(MultiGPUConfig)
     values: dict[str, Any] = {}
     for shown, text in environment.items():
-        if not shown.startswith(ENV_PREFIX) or shown in INTERNAL_VARIABLES:
+        if not shown.startswith(ENV_PREFIX) or shown in INTERNAL_VARIABLES or shown in _FILES:
             continue
         name = shown[len(ENV_PREFIX) :].lower()
         if name not in options:
             known = ", ".join(sorted(map(variable, options)))
             carried = _carried(lambda cls, name: f"{variable('sync')}={cls.name}:{name}=...")
-            meant = did_you_mean(name, {**{n: variable(n) for n in options}, **carried})
+            meant = did_you_mean(name, {**{n: variable(n) for n in options}, "config": ENV_CONFIG, **carried})
             raise ConfigError(f"{shown}={text!r} names no option.", hint=f"{meant}Unset it. Variables: {known}.")
         if text.strip() and text.strip().lower() != "none":
             kind = options[name].kind

@@ -78,8 +78,9 @@ def enable_multi_gpu(
     same command; the call does not return there, and the process ends with the ranks' exit code. In a rank, and with
     one device, it returns. Under torchrun, accelerate launch, srun or mpirun it joins the ranks that these started.
 
-    What is left out comes from the variable UNSLOTH_MULTIGPU_<NAME>, then from the default in brackets. These are the
-    options of everyday use; `unsloth-multigpu doctor --options` prints all of them, as docs/options.md has them.
+    What is left out comes from the variable UNSLOTH_MULTIGPU_<NAME>, then from the YAML file UNSLOTH_MULTIGPU_CONFIG,
+    then from [tool.unsloth_multigpu] in pyproject.toml, then from the default in brackets. These are the options of
+    everyday use; `unsloth-multigpu doctor --options` prints all of them, as docs/options.md has them.
 
     Args:
         num_gpus: Ranks on this machine [all visible accelerators; where there is none, this process alone].

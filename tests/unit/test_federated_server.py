@@ -167,7 +167,7 @@ def test_missing_flower_is_named_with_the_command_that_installs_it(monkeypatch: 
     monkeypatch.setattr(versions, "installed_version", {}.get)
     with pytest.raises(SetupError, match=r"needs flwr, which is not installed") as missing:
         make_server()
-    assert 'pip install "unsloth-multigpu[federated]"' in missing.value.hint
+    assert 'pip install "flwr>=1.41,<2" cloudpickle' in missing.value.hint
     monkeypatch.setattr(versions, "installed_version", {"flwr": "1.8.0"}.get)
     with pytest.raises(VersionError, match=r"flwr 1.8.0 is installed; expected <2,>=1.41"):
         make_server()

@@ -33,6 +33,7 @@ LAYERS = {
     "logs": 0,
     "versions": 0,
     "row": 0,
+    "option_file": 0,
     "strategy": 0,
     "table": 0,
     "options": 0,
@@ -72,6 +73,8 @@ MARKS = {
     "late": re.compile("Imported inside functions only"),
 }
 LIGHT = {"packaging", "wrapt", "psutil"}
+# Read files of options, which few users have: inside functions, where there is one.
+PARSERS = {"yaml", "tomli"}
 HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
 
 
@@ -175,6 +178,8 @@ def third_party_is_allowed(root: str, layer: int, marks: set[str], where: str) -
         return True
     if root in LIGHT:
         return where == "inside" or DATA < layer < FACE
+    if root in PARSERS:
+        return where == "inside"
     if ("pure" in marks and layer not in OUTSIDE) or layer <= max(PURE):
         return False
     if where == "inside":

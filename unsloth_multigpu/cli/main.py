@@ -14,12 +14,17 @@ from typing import Any, NoReturn
 
 from unsloth_multigpu.cli.command import Command, OptionTable
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
-from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import flag
 from unsloth_multigpu.versions import installed_version
 from unsloth_multigpu.wire.identity import read_identity
 
 RANK_MODULE = "unsloth_multigpu.cli.script"
+_CONFIG_HELP = (
+    "YAML file with options of a run by their names, one `name: value` in a line; also the variable "
+    "UNSLOTH_MULTIGPU_CONFIG. Options here and variables win over it, it wins over [tool.unsloth_multigpu] in the "
+    "pyproject.toml of this folder or of one above."
+)
 # Their order in the list of commands; others that are found come behind.
 _TOOLS = ("verify", "plan", "doctor", "bench", "chaos")
 
@@ -36,10 +41,13 @@ class RunCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        return command_options("run")
+        return {"config": (str, _CONFIG_HELP), **command_options("run")}
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
-        _run({name: getattr(options, name) for name in self.table()}, program)
+        if options.config is not None:
+            # By its whole path, because the script may change the folder above its line.
+            os.environ[ENV_CONFIG] = os.path.abspath(options.config)
+        _run({name: getattr(options, name) for name in command_options("run")}, program)
 
 
 def find_commands() -> dict[str, Command]:

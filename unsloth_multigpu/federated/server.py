@@ -254,7 +254,7 @@ def _text(folder: str | os.PathLike[str] | None) -> str | None:
 
 
 def _check_libraries() -> None:
-    hint = 'pip install "unsloth-multigpu[federated]"'
+    hint = 'pip install "flwr>=1.41,<2" cloudpickle'
     for name, supported in SUPPORTED_FOR_FEDERATED.items():
         row = check_version(name + supported)
         if row.installed is None:

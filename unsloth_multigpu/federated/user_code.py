@@ -31,7 +31,7 @@ def pack(app: Any) -> bytes:
     except ImportError as missing:
         raise SetupError(
             "Clients run in processes of their own, which needs cloudpickle.",
-            hint='pip install "unsloth-multigpu[federated]"',
+            hint="pip install cloudpickle",
         ) from missing
     try:
         data: bytes = cloudpickle.dumps(app)

@@ -178,7 +178,7 @@ def check_outputs(json_file: str | None, report: str | None) -> None:
     if report and importlib.util.find_spec("matplotlib") is None:
         raise SetupError(
             "--report draws plots with matplotlib, which is not installed.",
-            hint="pip install 'unsloth-multigpu[report]'",
+            hint="pip install matplotlib",
         )
     for flag, path in (("--json", json_file and Path(json_file).parent), ("--report", report and Path(report))):
         if not path:

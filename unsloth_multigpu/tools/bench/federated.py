@@ -90,7 +90,7 @@ def run_federated(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("flwr") is None:
         raise SetupError(
             "--federated needs Flower (flwr), which is not installed.",
-            hint='pip install "unsloth-multigpu[federated]", with Python 3.11 or newer',
+            hint='pip install "flwr>=1.41,<2" cloudpickle, with Python 3.11 or newer',
         )
     options = options.on_device(_device(arguments.device))
     by_name = {arm.name: arm for arm in arms}

@@ -15,7 +15,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
-from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables, variable
 from unsloth_multigpu.tools.chaos.fault import KINDS, End, limit_s, parse_fault
 from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import (
@@ -175,7 +175,8 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise ConfigError(f"--faults {options.faults}: there are {config.num_gpus} ranks.", hint="Count them from 0.")
     # A shell script ignores SIGINT for background jobs, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    environment = {**os.environ, variable("log_dir"): "logs", "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
+    fixed = {variable("log_dir"): "logs", "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
+    environment = {**os.environ, **file_variables(os.environ), **fixed}
     with private_dir() as folder, exit_on_sigterm():
         scene = Scene(folder / "whole", program, environment, options.cwd, options.limit_s or 600.0)
         _say("the run without faults")

@@ -11,9 +11,10 @@ from unsloth_multigpu.text_table import markdown_table
 _INTRODUCTION = """<!-- Generated: unsloth-multigpu doctor --options > docs/options.md -->
 # Options
 
-Every option of a run: an argument of `enable_multi_gpu()`, and a variable that is read where the argument is not given.
-Arguments win over variables, variables over defaults. Those with a flag are options of `unsloth-multigpu run`, too. An
-unknown argument or variable with our prefix is an error, and so is an option that nothing would follow. The last column
+Every option of a run: an argument of `enable_multi_gpu()`, a variable, and a line of a file ([below](#in-a-file)).
+Arguments win over variables, variables over the YAML file, the file over `pyproject.toml`, and that over defaults.
+Those with a flag are options of `unsloth-multigpu run`, too, where they count as variables. An unknown argument,
+variable with our prefix or name in a file is an error, and so is an option that nothing would follow. The last column
 says who follows an option that not every run follows, or, in front of a colon, which of its values:
 
 """
@@ -24,13 +25,37 @@ _REPLAY = """
 `enable_multi_gpu(replay=True)` is no option of a run: in a [notebook](notebook.md) where a model was loaded before the
 line, the workers run those cells too.
 """
+_FILES = """
+## In a file
+
+`unsloth-multigpu run --config multigpu.yaml train.py`, or the variable `UNSLOTH_MULTIGPU_CONFIG` where the script has
+the line, reads a YAML file with the names of the arguments:
+
+```yaml
+num_gpus: 2
+sync: diloco:every_steps=8
+max_restarts: 3
+rank_speeds: [1.0, 0.5]
+```
+
+Values are written as in variables, so `off` is the word; `null` or nothing means "not given". What a project always
+wants stands in the `pyproject.toml` of the working folder, or of the nearest one above it:
+
+```toml
+[tool.unsloth_multigpu]
+hang_timeout_s = 300
+resume = "auto"
+```
+
+A name that is no option, one that is given twice and a value that cannot be used are errors that name file and line.
+The older plugin's options are not taken from files. `verify` and `chaos` read the same files.
+"""
 _STRATEGIES = """
 ## Strategies
 
 `sync` takes a strategy with its options, `sync=ump.DiLoCo(every_steps=8)`, or its name, `sync="diloco"`, for its
 defaults. A text has options behind a colon, also in `UNSLOTH_MULTIGPU_SYNC` and `--sync`:
-`diloco:every_steps=8,outer_momentum=0`. The README says
-[what each does to a training](../README.md#other-ways-to-train-to-compare-with).
+`diloco:every_steps=8,outer_momentum=0`. What each does to a training is in [strategies.md](strategies.md).
 """
 _COLUMNS = ("Argument", "Default", "Variable, flag", "Meaning", "Followed by")
 _STRATEGY_COLUMNS = ("Strategy", "Option", "Default", "Meaning")
@@ -46,7 +71,7 @@ def options_markdown() -> str:
         parts.append(_OLDER if any(row.older for row in members.values()) else "")
         parts.append("\n" + markdown_table(_COLUMNS, [_option_cells(name, row) for name, row in members.items()]))
     strategies = [cells for cls in STRATEGIES.values() for cells in _strategy_cells(cls)]
-    parts += [_REPLAY, _STRATEGIES, "\n", markdown_table(_STRATEGY_COLUMNS, strategies)]
+    parts += [_REPLAY, _FILES, _STRATEGIES, "\n", markdown_table(_STRATEGY_COLUMNS, strategies)]
     return "".join(parts)
 
 

@@ -1,0 +1,92 @@
+"""What MkDocs does beside its configuration: pages from the root of the repository, and links out of docs/.
+
+The same Markdown is read on GitHub and on the site. README.md, CONTRIBUTING.md and CHANGELOG.md become pages here;
+links to sources lead to `repo_url` where it is known, and are plain text where it is not. Behind commands.md stands
+what `--help` says, and behind api.md the docstring of every public name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent
+# Page of the site -> its source.
+FROM_ROOT = {
+    "index.md": "README.md",
+    "zh.md": "README.zh-CN.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+_SITE_PAGE_OF = {source: page for page, source in FROM_ROOT.items()}
+_LINK = re.compile(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages that lie outside of docs/."""
+    for page, source in FROM_ROOT.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
+    """Turns the links of a page, and fills in what is made from the code."""
+    name = page.file.src_uri
+    source = PurePosixPath(FROM_ROOT.get(name, f"docs/{name}"))
+    if name == "commands.md":
+        markdown += _commands()
+    if name == "api.md":
+        markdown += _api()
+
+    def turned(link: re.Match[str]) -> str:
+        mark, text, target = link.groups()
+        if re.match(r"[a-z]+:|#", target):
+            return link[0]
+        path, _, anchor = target.partition("#")
+        place = PurePosixPath(os.path.normpath(source.parent / path))
+        to = _SITE_PAGE_OF.get(str(place)) or (str(place)[5:] if place.parts[0] == "docs" else None)
+        if to is not None and (ROOT / place).is_file():
+            relative = os.path.relpath(to, PurePosixPath(name).parent)
+            return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
+        kind = "tree" if (ROOT / place).is_dir() else "blob"
+        return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/HEAD/{place})" if config.repo_url else text
+
+    parts, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        parts += [_LINK.sub(turned, markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(turned, markdown[end:])])
+
+
+def _commands() -> str:
+    """The frozen `--help` of each command, from the test that holds it."""
+    texts = (ROOT / "tests" / "unit" / "help.txt").read_text(encoding="utf-8").split("$ unsloth-multigpu")[1:]
+    shown = []
+    for text in texts:
+        command, _, help_text = text.partition("--help\n")
+        shown.append(f"\n## {f'unsloth-multigpu {command.strip()}'.strip()}\n\n```text\n{help_text.strip()}\n```\n")
+    return "".join(shown)
+
+
+def _api() -> str:
+    sys.path.insert(0, str(ROOT))
+    import unsloth_multigpu as package
+
+    names = sorted(package.__all__, key=str.lower)
+    errors = [name for name in names if name.endswith("Error")]
+    functions = [name for name in names if name not in errors and name.islower()]
+    classes = [name for name in names if name not in errors and name not in functions]
+    text = ""
+    for title, members in (("Functions", functions), ("Classes", classes), ("Errors", errors)):
+        text += f"\n## {title}\n"
+        for name in members:
+            home = package._HOME_OF.get(name)
+            text += f"\n::: unsloth_multigpu.{home}.{name}\n" if home else ""
+    return text

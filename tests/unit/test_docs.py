@@ -1,0 +1,129 @@
+"""The Markdown pages: links lead somewhere, both READMEs say the same, and a newcomer runs what the gate runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")])
+MAX_README_WORDS = 1200
+READMES = ("README.md", "README.zh-CN.md")
+_LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()]*\))?)\)")
+
+
+def text_of(page: Path) -> str:
+    """Without what is shown as code, in which nothing is a link."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "`code`", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them from headings, and the site as well."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        assert slug not in found, f"{page.name} has two headings {heading!r}: links reach only the first"
+        found.add(slug)
+    return found
+
+
+def broken(page: Path, text: str) -> Iterator[str]:
+    """Links of a page to files or headings that do not exist."""
+    for link in _LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists():
+            yield f"{page.relative_to(ROOT)}: {link}: no such file"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield f"{page.relative_to(ROOT)}: {link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_anchors_exist(page: Path) -> None:
+    assert list(broken(page, text_of(page))) == []
+
+
+def test_check_of_links_catches_planted_ones() -> None:
+    page = ROOT / "README.md"
+    text = (
+        "[a](docs/none.md) [b](docs/errors.md#none) ![c](none.png) [d](docs/errors.md#configerror) [e](https://x.y/z)"
+    )
+    assert [line.split(": ")[1] for line in broken(page, text)] == ["docs/none.md", "docs/errors.md#none", "none.png"]
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_readme_is_short(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= MAX_README_WORDS
+
+
+def test_readmes_have_the_same_content() -> None:
+    def outline(name: str) -> dict[str, list[str]]:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        links = [link for link in _LINK.findall(text) if not link.startswith("README")]
+        code = re.findall(r"^```.*?^```$", text, flags=re.MULTILINE | re.DOTALL)
+        return {
+            "headings": re.findall(r"^#+ ", text, flags=re.MULTILINE),
+            "rows": [str(line.count("|")) for line in text.splitlines() if line.startswith("|")],
+            "links": sorted(links),
+            # Comments and the clone's address are translated.
+            "code": [re.sub(r"(#.*|<.*?>)", "", block) for block in code],
+            "names": sorted(set(re.findall(r"`([\w.%/-]+)`", text))),
+        }
+
+    english, chinese = map(outline, READMES)
+    assert english == chinese
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_readme_tells_what_the_gate_runs(name: str) -> None:
+    commands = (ROOT / name).read_text(encoding="utf-8")
+    gate = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(r"^make test\b", gate, flags=re.MULTILINE)
+    for target in ("demo", "test"):
+        assert re.search(rf"^make {target}\b", commands, flags=re.MULTILINE)
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, new = set(), [ROOT / "README.md"]
+    while new:
+        page = new.pop()
+        reached.add(page)
+        linked = [(page.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(text_of(page))]
+        new += [path for path in linked if path.suffix == ".md" and path.exists() and path not in reached]
+    missed = [str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md") if page.resolve() not in reached]
+    assert missed == [], "link them from the README, or from a page that it leads to"
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    # `make docs` is strict and says more; it needs an environment of its own.
+    places = re.findall(r"^ +- .*: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    made = re.findall(r'^    "(\w+\.md)": "', (ROOT / "docs_site.py").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
+    there = [page for page in pages if not page.startswith("decisions/") or page.endswith("README.md")]
+    assert sorted(places) == sorted([*there, *made]), "mkdocs.yml, nav"
+
+
+def test_links_of_the_package_lead_to_headings() -> None:
+    named = [
+        (path, found)
+        for path in (ROOT / "unsloth_multigpu").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for found in re.findall(r"\b(docs/[\w/]+\.md)(?:#([\w-]+))?", node.value)
+    ]
+    assert named
+    for path, (page, anchor) in named:
+        assert (ROOT / page).exists(), f"{path.name}: {page}"
+        assert not anchor or anchor in anchors(ROOT / page), f"{path.name}: {page}#{anchor}"

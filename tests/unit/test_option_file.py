@@ -1,0 +1,163 @@
+"""Options in a YAML file and in pyproject.toml: what wins over what, and what is refused with a hint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unsloth_multigpu.cli import main
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.options import ENV_CONFIG, ENV_PREFIX, ENV_PYPROJECT, MultiGPUConfig, file_variables, variable
+from unsloth_multigpu.row import rows
+from unsloth_multigpu.strategy import DiLoCo
+
+OPTIONS = rows(MultiGPUConfig)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a user, without variables of ours."""
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    place = tmp_path / "project" / "scripts"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    return place
+
+
+def yaml_config(folder: Path, text: str) -> MultiGPUConfig:
+    file = folder / "multigpu.yaml"
+    file.write_text(text, encoding="utf-8")
+    return MultiGPUConfig.resolve({}, {ENV_CONFIG: str(file)})
+
+
+def toml_config(folder: Path, text: str) -> MultiGPUConfig:
+    (folder.parent / "pyproject.toml").write_text(text, encoding="utf-8")
+    return MultiGPUConfig.resolve({})
+
+
+def test_arguments_win_over_variables_over_the_file_over_pyproject(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("grace_s", "timeout_s", "max_restarts", "verify_every", "log_dir")
+
+    def found(**arguments: float) -> list[object]:
+        config = MultiGPUConfig.resolve(arguments)
+        return [getattr(config, name) for name in names]
+
+    assert found() == [30.0, 1800.0, 0, 100, "logs"]
+    table = "grace_s = 1\ntimeout_s = 1.5\nmax_restarts = 1\nverify_every = 1\n"
+    (folder.parent / "pyproject.toml").write_text(f"[tool.unsloth_multigpu]\n{table}")
+    assert found() == [1.0, 1.5, 1, 1, "logs"]
+    (folder / "m.yaml").write_text("grace_s: 2\ntimeout_s: 2\nmax_restarts: 2  # restarts\n")
+    monkeypatch.setenv(ENV_CONFIG, "m.yaml")
+    assert found() == [2.0, 2.0, 2, 1, "logs"]
+    monkeypatch.setenv(variable("timeout_s"), "3")
+    monkeypatch.setenv(variable("grace_s"), "3")
+    assert found() == [3.0, 3.0, 2, 1, "logs"]
+    assert found(grace_s=4) == [4.0, 3.0, 2, 1, "logs"]
+
+
+def test_every_option_is_read_from_yaml_as_from_a_variable(folder: Path) -> None:
+    texts = {
+        "num_gpus": "2",
+        "balance": "off",
+        "resume": "off",
+        "sync": "diloco:every_steps=8",
+        "seed_per_rank": "no",
+        "nnodes": "1:4",
+        "rdzv_endpoint": "10.0.0.1:29400",
+        "rdzv_id": "007",
+        "hang_timeout_s": "0",
+        "grad_compression": "",
+    }
+    by_variable = MultiGPUConfig.resolve({}, {variable(name): text for name, text in texts.items()})
+    assert yaml_config(folder, "\n".join(f"{name}: {text}" for name, text in texts.items())) == by_variable
+    # YAML 1.1 would make False, 64 and 7 of these.
+    assert (by_variable.balance, by_variable.nnodes, by_variable.rdzv_id) == ("off", "1:4", "007")
+    assert by_variable.sync == DiLoCo(every_steps=8)
+    for text in ("rank_speeds: [1, 0.5]", "rank_speeds:\n  - 1\n  - 0.5", "rank_speeds: 1,0.5"):
+        assert yaml_config(folder, text).rank_speeds == (1.0, 0.5)
+    assert yaml_config(folder, "# nothing\n") == yaml_config(folder, "num_gpus: null\n") == MultiGPUConfig()
+
+
+def test_every_option_is_read_from_pyproject(folder: Path) -> None:
+    text = '[tool.unsloth_multigpu]\nnum_gpus = 2\nseed_per_rank = false\nrank_speeds = [1, 0.5]\nbalance = "tokens"\n'
+    config = toml_config(folder, text)
+    assert (config.num_gpus, config.seed_per_rank, config.rank_speeds) == (2, False, (1.0, 0.5))
+    assert toml_config(folder, '[tool.unsloth_multigpu]\nsync = "diloco:every_steps=8"\n').sync == DiLoCo(every_steps=8)
+    assert toml_config(folder, "[tool.other]\nnum_gpus = 9\n") == MultiGPUConfig()
+    # What this package has no part in is not read: not even its form.
+    assert toml_config(folder, "this is no TOML") == MultiGPUConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("num_gpus: 2\nnum_gpu: 3", ", line 2: num_gpu='3' names no option.", "Did you mean num_gpus? Options: num_"),
+        ("num-gpus: 3", ", line 1: num-gpus='3' names no option.", "Did you mean num_gpus?"),
+        ("num_gpus: two", ", line 1: num_gpus='two'; expected a whole number.", "Set num_gpus=2"),
+        ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "balance="),
+        ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
+        ("sync: {diloco: 8}", ", line 1: sync has options of its own; expected one value.", "diloco:every_steps=8"),
+        ("debug: true", ", line 1: debug is the older plugin's.", "Use logging."),
+        ("- num_gpus", " has no options in it.", "`name: value`"),
+        ("num_gpus: [", " is no YAML: ", "`name: value`"),
+    ],
+)
+def test_wrong_yaml_names_file_line_and_the_way_out(folder: Path, text: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        yaml_config(folder, text)
+    assert str(error.value.args[0]).startswith(f"{folder / 'multigpu.yaml'}{message}")
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("[tool.unsloth_multigpu]\nnum_gpu = 3", ": num_gpu=3 names no option.", "Did you mean num_gpus?"),
+        ("[tool.unsloth_multigpu]\nnum_gpus = '2'", ": num_gpus='2'; expected a whole number", "number"),
+        ("[tool]\nunsloth_multigpu = 2", " is 2; expected a table.", "one option in a line"),
+        ("[tool.unsloth_multigpu\n", " cannot be read: ", "Mend it"),
+    ],
+)
+def test_wrong_pyproject_is_named(folder: Path, text: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        toml_config(folder, text)
+    assert str(error.value.args[0]).startswith(str(folder.parent / "pyproject.toml"))
+    assert message in error.value.args[0]
+    assert hint in error.value.hint
+
+
+def test_file_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: "):
+        MultiGPUConfig.resolve({}, {ENV_CONFIG: "none.yaml"})
+
+
+def test_processes_in_another_folder_read_the_same_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder.parent / "pyproject.toml").write_text("[tool.unsloth_multigpu]\nmax_restarts = 5\n")
+    (folder / "m.yaml").write_text("grace_s: 7\n")
+    told = file_variables({ENV_CONFIG: "m.yaml"})
+    monkeypatch.chdir("/")
+    config = MultiGPUConfig.resolve({}, told)
+    assert (config.max_restarts, config.grace_s) == (5, 7.0)
+    assert file_variables(told) == told
+    assert file_variables({}) == {ENV_PYPROJECT: ""}
+
+
+def test_folder_that_is_gone_has_no_files(folder: Path) -> None:
+    folder.rmdir()
+    assert MultiGPUConfig.resolve({}) == MultiGPUConfig()
+
+
+def test_run_reads_the_file_that_it_is_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("pass")
+    (folder / "m.yaml").write_text("num_gpu: 1\n")
+    monkeypatch.setenv(ENV_CONFIG, "")  # So that it is put back.
+    assert main.main(["run", "--config", "m.yaml", "train.py"]) == ConfigError.exit_code
+    assert "m.yaml, line 1: num_gpu='1' names no option.\nHint: Did you mean num_gpus?" in capsys.readouterr().err
+    assert os.environ[ENV_CONFIG] == str(folder / "m.yaml")

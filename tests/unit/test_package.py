@@ -1,0 +1,127 @@
+"""What is published beside the code: addresses, the README on PyPI, versions, and what hints tell to install."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import unsloth_multigpu
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """hatch_build.py, whose one import exists in environments of builds only."""
+    interface = ModuleType("hatchling.metadata.plugin.interface")
+    interface.MetadataHookInterface = object  # type: ignore[attr-defined]
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin", interface.__name__):
+        monkeypatch.setitem(sys.modules, name, interface)
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://github.com/a/b.git\n", "https://github.com/a/b"),
+        ("https://me:secret@git.host.org:8443/a/b/", "https://git.host.org:8443/a/b"),
+        ("git@github.com:a/b.git", "https://github.com/a/b"),
+        ("ssh://git@github.com/a/b", "https://github.com/a/b"),
+        ("/srv/git/b.git", ""),
+        ("file:///srv/b", ""),
+        ("", ""),
+    ],
+)
+def test_address_of_a_remote_is_a_page_without_secrets(build: ModuleType, remote: str, address: str) -> None:
+    assert build.web_address(remote) == address
+
+
+def test_address_comes_from_the_variable_the_workflow_the_clone_or_the_sdist(
+    build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("REPOSITORY_URL", "GITHUB_REPOSITORY", "GITHUB_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert build.repository(tmp_path) == ""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert build.repository(tmp_path) == ""
+    subprocess.run(["git", "-C", str(tmp_path), "remote", "add", "origin", "git@host.org:a/b.git"], check=True)
+    assert build.repository(tmp_path) == "https://host.org/a/b"
+    (tmp_path / "PKG-INFO").write_text("Name: x\nProject-URL: Repository, https://host.org/c/d\n")
+    assert build.repository(tmp_path) == "https://host.org/c/d"
+    monkeypatch.setenv("GITHUB_REPOSITORY", "e/f")
+    assert build.repository(tmp_path) == "https://github.com/e/f"
+    monkeypatch.setenv("REPOSITORY_URL", "https://host.org/g/h")
+    assert build.repository(tmp_path) == "https://host.org/g/h"
+
+
+def test_readme_of_the_package_has_no_relative_link(build: ModuleType) -> None:
+    shown = build.absolute_links(README, "https://host.org/a/b")
+    targets = re.findall(r"\]\(([^()\s]+)\)", shown)
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert "![A training on two ranks in JupyterLab](https://host.org/a/b/raw/HEAD/docs/pictures/" in shown
+    assert "(https://host.org/a/b/blob/HEAD/docs/options.md)" in shown
+    assert "\ngit clone https://host.org/a/b unsloth-multigpu\n" in shown
+
+
+def test_readme_of_a_package_without_an_address_has_texts_only(build: ModuleType) -> None:
+    shown = build.absolute_links(README, "")
+    assert re.findall(r"\]\((?!https://)", shown) == []
+    assert "docs/start.md goes on from here" in shown
+
+
+def test_version_is_the_same_in_every_place() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {unsloth_multigpu.__version__}\n" in citation
+    assert unsloth_multigpu.__version__ in README
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_classifiers_name_the_oldest_python_and_types() -> None:
+    assert PROJECT["requires-python"] == ">=3.10"
+    assert {"Programming Language :: Python :: 3.10", "Typing :: Typed"} <= set(PROJECT["classifiers"])
+    assert (ROOT / "unsloth_multigpu" / "py.typed").is_file()
+
+
+def test_no_hint_installs_a_package_that_is_not_what_it_names() -> None:
+    # Until it is published, anybody may take the package's own name: hints install the library itself.
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    known = {re.split(r"[^\w-]", text)[0] for group in groups for text in group}
+    found = {name for path in (ROOT / "unsloth_multigpu").rglob("*.py") for name in installed_by(path.read_text())}
+    assert found
+    assert found <= known
+
+
+def test_check_of_hints_catches_a_planted_one() -> None:
+    source = "hint = 'pip install \"unsloth-multigpu[report]\" matplotlib, say'\nx = f'pip install \"{name}>=1\"'"
+    assert list(installed_by(source)) == ["unsloth-multigpu", "matplotlib"]
+
+
+def installed_by(source: str) -> Iterator[str]:
+    """What the texts of a module tell to install by name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for command in re.findall(r"pip install ([^,.;]*)", node.value.replace("[", " [")):
+                for word in command.split():
+                    if name := re.match(r"""^["']?([A-Za-z][\w-]*)(?=$|["'<>=])""", word):
+                        yield name[1]
