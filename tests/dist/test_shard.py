@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from examples.tiny_model import build_tiny
 from tests.helpers.need import UNSLOTH
-from tests.helpers.run import light, run_python
+from tests.helpers.run import ROOT, light, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "shard.py"
 pytestmark = pytest.mark.slow
@@ -152,3 +152,24 @@ def test_what_cannot_be_sharded_is_refused(folder):
     assert run.code != 0
     # accelerate says it first; without its check we would.
     assert "no available devices" in run.err or "no weight of LlamaForCausalLM is sharded" in run.err
+
+
+def test_verify_compares_sharded_ranks_with_one_process(folder):
+    model = folder / "model"
+    if not model.exists():
+        build_tiny(model)
+    script = folder / "receipt.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.helpers.cpu_fsdp import allow_cpu_ranks; allow_cpu_ranks()\n"
+        "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        "rows = [{'input_ids': list(range(1, n)), 'labels': list(range(1, n))} for n in range(3, 11)]\n"
+        "args = TrainingArguments('out', report_to=[], per_device_train_batch_size=1, gradient_accumulation_steps=4)\n"
+        "Trainer(AutoModelForCausalLM.from_pretrained(sys.argv[1]), args, train_dataset=rows).train()\n"
+    )
+    command = ["-m", "unsloth_multigpu.cli.main", "verify", "--steps", "2", "--num-gpus", "2", script, model, ROOT]
+    env = {**light("rich", "triton", "datasets", "peft"), "UNSLOTH_MULTIGPU_SHARD": "on"}
+    run = run_python([str(part) for part in command], folder, env)
+    assert run.code == 0, run.err
+    assert "One process and 2 ranks agree over 2 steps" in run.out
+    assert "sharded by FSDP2 of accelerate" in run.out + run.err

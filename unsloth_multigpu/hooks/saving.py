@@ -210,7 +210,7 @@ class SaveGate:
                 f"{what}: Unsloth's CPU backend cannot merge or convert a sharded model.",
                 hint="Save it by save_pretrained(), and merge it in a process of its own.",
             )
-        self._state = whole_state(model)
+        self._state = whole_state(model) or None
         return False
 
     def _meet(self, manager: DDPManager, what: str) -> None:

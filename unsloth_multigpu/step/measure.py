@@ -88,7 +88,15 @@ class _Collated:
 
 
 def _collated(loader: Any, rows: Sequence[int]) -> _Collated:
-    batch = loader.collate_fn([loader.dataset[i] for i in rows])
+    two = [loader.dataset[i] for i in rows]
+    try:
+        batch = loader.collate_fn(two)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # A script of one row in a micro-batch needs no collator that pads.
+        raise SetupError(
+            f"the collator cannot put two rows together ({type(error).__name__}: {str(error)[:100]})",
+            hint="Set balance='off', or let it pad.",
+        ) from error
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise SetupError("the collator makes no input_ids", hint="Set balance='off'.")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.group.fingerprint import fingerprints
+from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
@@ -197,9 +198,12 @@ class Injector(Part):
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         from safetensors.torch import save_file
 
+        model = self._trainer.model
+        if self._rank == 0 or has_shards(model):  # All ranks hold a part of what is sharded.
+            reshard(model)
+            trained = ((name, whole_of(p.detach())) for name, p in model.named_parameters() if p.requires_grad)
+            weights = {name: value.cpu().clone().contiguous() for name, value in trained}
         if self._rank == 0:
-            named = self._trainer.model.named_parameters()
-            weights = {name: p.detach().cpu().clone().contiguous() for name, p in named if p.requires_grad}
             save_file(weights, self._folder / f"weights_{self._training}.safetensors")
         self.write("end", step=int(state.global_step))
 

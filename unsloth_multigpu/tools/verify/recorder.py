@@ -19,9 +19,11 @@ import torch
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
+from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
+from unsloth_multigpu.shard.engine import find_engine
 from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_reasons, turn_dropout_off
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
@@ -72,9 +74,9 @@ class Recorder(Part):
         config: MultiGPUConfig,
         steps: Any = None,
     ) -> None:
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and find_engine(trainer) is None):
             raise SetupError(
-                "verify compares runs in which every rank has all weights; FSDP or DeepSpeed is on.",
+                "verify compares the weights of a training that this package steers; FSDP 1 or DeepSpeed is on.",
                 hint="Switch it off for this comparison.",
             )
         self._trainer = trainer
@@ -126,16 +128,28 @@ class Recorder(Part):
             turn_dropout_off(trainer.model)
         self._facts = _facts(trainer, self._config)
         if self._rank == 0:
-            trained = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-            _check_space(self._request, sum(p.nbytes for p in trained.values()))
-            self._weights_before = {name: p.to("cpu", copy=True) for name, p in trained.items()}
+            trained = [p for p in trainer.model.parameters() if p.requires_grad]
+            _check_space(self._request, sum(p.numel() * p.element_size() for p in trained))
+        self._weights_before = {name: value.to("cpu", copy=True) for name, value in self._weights()}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and values of what is trained, on rank 0. Collective where it is sharded: all ranks must go through."""
+        model = self._trainer.model
+        reshard(model)
+        if self._rank == 0 or has_shards(model):
+            for name, p in model.named_parameters():
+                if p.requires_grad:
+                    whole = whole_of(p.detach())
+                    if self._rank == 0:
+                        yield name, whole
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         named = [(n, p.grad) for n, p in self._trainer.model.named_parameters() if p.grad is not None]
-        if self._rank != 0 or not named:
+        if not named or (self._rank != 0 and not has_shards(self._trainer.model)):
             return
         device = self._trainer.args.device
-        norms = torch.stack([torch.linalg.vector_norm(g.detach().float()).to(device) for _, g in named])
+        # Of sharded gradients all ranks are here.
+        norms = torch.stack([whole_of(torch.linalg.vector_norm(g.detach().float())).to(device) for _, g in named])
         total = float(torch.linalg.vector_norm(norms))
         # Without clipping some versions of transformers do not log it; with it, this comes after it.
         if not self._trainer.args.max_grad_norm:
@@ -172,10 +186,10 @@ class Recorder(Part):
         if self._weights_before is None:
             return
         before, self._weights_before = self._weights_before, None
-        now = {name: p.detach() for name, p in self._trainer.model.named_parameters() if name in before}
         # One tensor at a time, so that only one is in memory twice.
-        updates = {name: p.cpu().sub(before.pop(name)).contiguous() for name, p in now.items()}
-        save_file(updates, Path(self._request.folder) / UPDATES_FILE)
+        updates = {n: value.cpu().sub(before.pop(n)).contiguous() for n, value in self._weights() if n in before}
+        if self._rank == 0:
+            save_file(updates, Path(self._request.folder) / UPDATES_FILE)
 
     def write(self) -> None:
         """Leaves what was recorded in the request's folder."""
