@@ -79,6 +79,8 @@ def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict
 def test_model_of_which_nothing_is_sharded_is_refused() -> None:
     with pytest.raises(SetupError, match="no weight of Linear is sharded: every rank holds all of it"):
         check_is_sharded(torch.nn.Linear(2, 2))
+    with pytest.raises(SetupError, match="the model is made in train"):
+        check_is_sharded(None)
 
 
 def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

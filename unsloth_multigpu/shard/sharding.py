@@ -130,12 +130,17 @@ def check_options(config: MultiGPUConfig, engine: Engine) -> None:
     check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))
 
 
-def check_is_sharded(model: nn.Module) -> None:
+def check_is_sharded(model: nn.Module | None) -> None:
     """Refuses a model of which every rank holds everything.
 
     Raises:
-        SetupError: No parameter is sharded.
+        SetupError: No parameter is sharded, or there is no model yet.
     """
+    if model is None:
+        raise SetupError(
+            "shard='on', but the model is made in train() by model_init, which Unsloth's FSDP2 does not shard.",
+            hint="Give the Trainer a model, or leave shard out.",
+        )
     if has_shards(model):
         return
     check_versions("torch", "unsloth" if "unsloth" in sys.modules else "transformers")

@@ -195,7 +195,7 @@ class DDPTrainer:
             SetupError: It was asked for, and no engine does it.
         """
         if engine is None:
-            if self.config.shard == "on" and self.manager.identity.world_size > 1 and self.trainer.model is not None:
+            if self.config.shard == "on" and self.manager.identity.world_size > 1:
                 check_is_sharded(self.trainer.model)
             return
         check_options(self.config, engine)
