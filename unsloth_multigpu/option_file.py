@@ -81,7 +81,9 @@ def _pairs(file: Path) -> Iterator[tuple[int, str, Any]]:
     try:
         import yaml
     except ImportError as missing:
-        raise ConfigError(f"{file} is YAML, and PyYAML is not installed.", hint="pip install pyyaml") from missing
+        raise ConfigError(
+            f"{file} is YAML, and PyYAML is not installed.", hint="Install unsloth_multigpu again, which requires it."
+        ) from missing
     try:
         root = yaml.compose(_text(file), Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:

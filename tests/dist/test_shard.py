@@ -123,7 +123,8 @@ def test_killed_rank_is_started_again(folder, sharded):
     options = {"KILL": "1,5", "UNSLOTH_MULTIGPU_MAX_RESTARTS": "1"}
     out, text = train(folder, 2, [job], "--save-steps", 3, name="killed", **options)
     assert "Starting all ranks again (1)" in text
-    assert len(facts(out, job)[0]["norms"]) == 8
+    # The second attempt resumes from the checkpoint of step 3.
+    assert len(facts(out, job)[0]["norms"]) == 5
     assert largest_difference(sharded[0] / job, out / job) == 0
 
 

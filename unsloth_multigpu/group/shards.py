@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,14 +68,38 @@ def reshard(model: nn.Module) -> None:
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """The state dict of a sharded model with whole tensors, on rank 0's CPU; empty on other ranks. Collective.
 
-    Of an adapter only what is trained: its base is not saved with it.
+    Tied weights stay one tensor. Of adapters, what PEFT may save with them: not the base.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    import torch.distributed as dist
 
     reshard(model)
-    is_adapter = hasattr(model, "peft_config")
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_adapter)
-    return get_model_state_dict(model, options=options)
+    is_saved = _belongs_to_adapters(model) if hasattr(model, "peft_config") else lambda name, tensor: True
+    is_first = dist.get_rank() == 0
+    state: dict[str, Any] = {}
+    wholes: dict[int, torch.Tensor] = {}
+    # In the same order on all ranks. One tensor at a time is whole on them.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            state[name] = tensor
+        elif is_saved(name, tensor) and id(tensor) not in wholes:
+            whole = whole_of(tensor.detach())
+            wholes[id(tensor)] = whole.cpu() if is_first else torch.empty(0)
+        if id(tensor) in wholes:
+            state[name] = wholes[id(tensor)]
+    return state if is_first else {}
+
+
+def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:
+    """What is trained, every adapter, whether it is trained or not, and the embeddings."""
+    parts = {"modules_to_save", *model.peft_config}
+    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    ends = {id(getattr(getter(), "weight", None)) for getter in getters if getter is not None}
+
+    def belongs(name: str, tensor: torch.Tensor) -> bool:
+        is_of_adapter = "lora_" in name or not parts.isdisjoint(name.split("."))
+        return tensor.requires_grad or is_of_adapter or id(tensor) in ends
+
+    return belongs
 
 
 def norm_of_parts(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from unsloth_multigpu.errors import DistributedError, RankTimeoutError, SetupErr
 from unsloth_multigpu.hooks.journal import Entry, Journal, real_path, take_inventory
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.wire.wait import wait_until
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _POLL_S = 0.02
+# After this time without the other ranks a save of a sharded model says whom it waits for.
+_QUIET_S = 3.0
 # After this time without a save of rank 0, a folder that rank 0 does not name counts as another rank's own.
 OWN_PATH_GRACE_S = 10.0
 # An export that rank 0 has begun may take hours; if rank 0 dies meanwhile, the launcher ends the run.
@@ -167,7 +170,9 @@ class SaveGate:
             runs_here = runs_everywhere
             if (model := sharded_model(args)) is not None:
                 runs_here = self._gather(manager, model, original, what, is_of_trainer=model is not args[0])
-            save = functools.partial(self._nested, functools.partial(original, *args, **self._given(args, kwargs)))
+            # An uploader calls a saver, which is given them then.
+            given = self._given(args, kwargs) if writes_files else kwargs
+            save = functools.partial(self._nested, functools.partial(original, *args, **given))
             if self.rank == 0:
                 entry = Entry(what, _folder_of(path, args) if writes_files else "")
                 return self._write(manager, entry, save)
@@ -210,16 +215,27 @@ class SaveGate:
                 f"{what}: Unsloth's CPU backend cannot merge or convert a sharded model.",
                 hint="Save it by save_pretrained(), and merge it in a process of its own.",
             )
-        self._state = whole_state(model) or None
+        state = whole_state(model)
+        self._state = state if self.rank == 0 else None
         return False
 
     def _meet(self, manager: DDPManager, what: str) -> None:
         """Waits for all ranks, each of which holds a part of what is saved."""
         identity, number = manager.identity, self._counts[what]
-        manager.publish(f"parts/{what}/{number}/{identity.rank}")
-        for rank in range(identity.world_size):
+        keys = [f"parts/{what}/{number}/{rank}" for rank in range(identity.world_size)]
+        manager.publish(keys[identity.rank])
+        deadline = time.monotonic() + _QUIET_S
+        if not wait_until(lambda: all(map(manager.is_published, keys)), deadline):
+            missing = [str(rank) for rank, key in enumerate(keys) if not manager.is_published(key)]
+            # The script of such a rank may end without it, which ends the run before the wait does.
+            logger.warning(
+                "%s waits for rank(s) %s: each rank holds a part of the sharded model, so all ranks must call it",
+                what,
+                ", ".join(missing),
+            )
+        for rank, key in enumerate(keys):
             manager.wait_for(
-                f"parts/{what}/{number}/{rank}",
+                key,
                 f"rank {rank} in {what}: it holds a part of the sharded model, so all ranks must save it",
                 timeout_s=manager.config.timeout_s,
             )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
@@ -16,7 +18,8 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.row import Scope
-from unsloth_multigpu.shard.engine import Engine, check_versions
+from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
+from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -32,14 +35,18 @@ class Sharding(Part):
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager, one of several.
         engine: Who shards the model.
+        steps: Decides how samples are dealt once the model is there.
     """
 
     place = "exchange"
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, engine: Engine) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, engine: Engine, steps: StepFeed) -> None:
         self._trainer = trainer
         self._manager = manager
         self._engine = engine
+        self._steps = steps
+        # Of the parameters before accelerate has them.
+        self._dtypes: dict[str, torch.dtype] = {}
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -58,9 +65,20 @@ class Sharding(Part):
                 "transformers has sharded by DistributedConfig.",
                 hint="Set save_strategy='no', or load the model without it and call enable_multi_gpu(shard='on').",
             )
+        if self._engine is Engine.ACCELERATE:
+            self._sum_in_32_bits()
+            self._dtypes = {} if model is None else {n: p.dtype for n, p in model.named_parameters()}
         if self._engine is Engine.ACCELERATE and model is not None and not has_shards(model):
             self._manager.broadcast_tensors(p for p in model.parameters() if p.requires_grad)
         yield
+
+    def _sum_in_32_bits(self) -> None:
+        """accelerate lets bf16 gradients be summed over ranks in bf16; DDP's are those of the weights, fp32."""
+        plugin = cast(Any, self._trainer.accelerator).state.fsdp_plugin
+        policy = plugin.mixed_precision_policy
+        if policy is not None and policy.reduce_dtype in (torch.bfloat16, torch.float16):
+            single = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
+            plugin.mixed_precision_policy = dataclasses.replace(policy, **single)
 
     def overrides(self) -> dict[str, Override]:
         return {"prepare_model": self._prepare_model, "_save_checkpoint": self._save}
@@ -86,6 +104,8 @@ class Sharding(Part):
         model = self._trainer.model
         check_is_sharded(model)
         self._check_optimizer(model)
+        self._tell_dtypes(model)
+        self._steps.decide()
         if self._manager.identity.rank > 0:
             return
         parameters = list(model.parameters())
@@ -94,6 +114,19 @@ class Sharding(Part):
         logger.info(
             "sharded by FSDP2 of %s: a rank holds %.1f %% of the weights", self._engine.value, 100 * mine / whole
         )
+
+    def _tell_dtypes(self, model: nn.Module) -> None:
+        """Under mixed precision accelerate trains 16-bit weights as 32-bit ones."""
+        now = {name: p.dtype for name, p in model.named_parameters()}
+        wider = [name for name, dtype in self._dtypes.items() if now.get(name, dtype).itemsize > dtype.itemsize]
+        if wider and self._manager.identity.rank == 0:
+            logger.warning(
+                "accelerate's FSDP2 trains %d of %d weights in 32 bits that were loaded in 16 (%s, say): they are not "
+                "rounded after each step as in one process, and memory and saved files are those of 32 bits",
+                len(wider),
+                len(now),
+                wider[0],
+            )
 
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """A forward pass without a backward, of an evaluation say, leaves whole weights on some modules."""
@@ -128,6 +161,19 @@ def check_options(config: MultiGPUConfig, engine: Engine) -> None:
             hint="Leave one of them out.",
         )
     check_versions("torch", *(["unsloth"] if engine is Engine.UNSLOTH else ["transformers"]))
+
+
+def check_is_placed(trainer: TrainerLike) -> None:
+    """Refuses an evaluation before the first training, for which accelerate has no model: it shards it in `train()`.
+
+    Raises:
+        SetupError: It is not sharded yet.
+    """
+    if find_engine(trainer) is Engine.ACCELERATE and not has_shards(trainer.model):
+        raise SetupError(
+            "evaluate() comes before train(): accelerate's FSDP2 shards a model together with its optimizer.",
+            hint="Evaluate after train(), or in a script of its own without shard.",
+        )
 
 
 def check_is_sharded(model: nn.Module | None) -> None:

@@ -169,7 +169,8 @@ class StepFeed(Part):
         trainer.args.gradient_accumulation_steps = 1
         return steps
 
-    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+    def decide(self) -> None:
+        """Makes the decisions that have waited for the model. Collective."""
         decide, self._decide = self._decide, None
         if decide is not None:
             decide()
@@ -373,6 +374,11 @@ class StepFeed(Part):
         if not model.training or self._piece_factor == 1.0:
             return result
         loss, *others = result if isinstance(result, tuple) else (result,)
+        if not self._piece_factor and self.is_lockstep and not bool(torch.isfinite(loss)):
+            raise SetupError(
+                "A micro-batch has no label, and its mean loss is not a number: sharded ranks cannot leave it out.",
+                hint="Let the loss be a sum divided by num_items_in_batch, or leave rows without a label out.",
+            )
         weighed = loss * self._piece_factor if self._piece_factor else _without_effect(loss)
         return (weighed, *others) if isinstance(result, tuple) else weighed
 

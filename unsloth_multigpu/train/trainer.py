@@ -201,7 +201,7 @@ class DDPTrainer:
         check_options(self.config, engine)
         self.is_sharded = self.steps.is_lockstep = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
-        sharding = Sharding(self.trainer, self.manager, engine)
+        sharding = Sharding(self.trainer, self.manager, engine, self.steps)
         self.parts = [sharding if isinstance(part, DDPWrapping) else part for part in self.parts]
 
     def _refuse_what_cannot_work(self) -> None:
