@@ -109,16 +109,15 @@ def test_files_are_those_of_one_process(alone, sharded, job, file):
         assert {path.name for path in two.iterdir()} ^ names <= ours | of_fsdp
 
 
-@pytest.mark.parametrize(("num_ranks", "bound"), [(2, 0.0), (3, WEIGHTS)])
-def test_training_resumes_on_any_number_of_ranks(folder, sharded, num_ranks, bound):
-    out, _ = train(folder, num_ranks, SAVED, name="resumed", RESUME=str(sharded[0]))
+def test_training_resumes_on_another_number_of_ranks(folder, sharded):
+    out, _ = train(folder, 3, SAVED, name="resumed", RESUME=str(sharded[0]))
     for job in SAVED:
         before, after = facts(sharded[0], job)[0]["norms"], facts(out, job)[0]["norms"]
-        assert max(abs(a - b) / a for a, b in zip(before[3:], after, strict=True)) <= min(bound, NORM)
-        assert largest_difference(sharded[0] / job, out / job) <= bound
+        assert max(abs(a - b) / a for a, b in zip(before[3:], after, strict=True)) <= NORM
+        assert largest_difference(sharded[0] / job, out / job) <= WEIGHTS
 
 
-def test_killed_rank_is_started_again(folder, sharded):
+def test_killed_rank_is_started_again_and_resumes_bit_by_bit(folder, sharded):
     job = SAVED[0]
     options = {"KILL": "1,5", "UNSLOTH_MULTIGPU_MAX_RESTARTS": "1"}
     out, text = train(folder, 2, [job], "--save-steps", 3, name="killed", **options)
