@@ -87,7 +87,7 @@ def test_readme_of_the_package_has_no_relative_link(build: ModuleType) -> None:
 def test_readme_of_a_package_without_an_address_has_texts_only(build: ModuleType) -> None:
     shown = build.absolute_links(README, "")
     assert re.findall(r"\]\((?!https://)", shown) == []
-    assert "docs/start.md goes on from here" in shown
+    assert "Next: docs/start.md." in shown
 
 
 def test_version_is_the_same_in_every_place() -> None:
