@@ -98,6 +98,12 @@ def test_engine_is_named(sharded):
         assert f"sharded by FSDP2 of {engine}: a rank holds 50." in sharded[1]
 
 
+def test_adapter_that_is_not_trained_is_saved_with_its_own_weights(alone, sharded):
+    for job in SAVED[1:]:
+        one, two = alone / job / "save_pretrained", sharded[0] / job / "save_pretrained"
+        assert largest_difference(one, two, "other/adapter_model.safetensors") == 0
+
+
 @pytest.mark.parametrize(("job", "file"), [("full:32x8x1", "model"), ("lora:30x2x4", "adapter_model")])
 def test_files_are_those_of_one_process(alone, sharded, job, file):
     for place in ("save_model", "save_pretrained", "checkpoints/checkpoint-8"):

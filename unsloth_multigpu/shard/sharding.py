@@ -50,7 +50,7 @@ class Sharding(Part):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Gives all ranks rank 0's trainable weights: each is about to keep its part of its own. Collective.
+        """Gives all ranks rank 0's weights: each is about to keep its part of its own. Collective.
 
         Raises:
             SetupError: Checkpoints are asked for that could not be resumed from.
@@ -69,7 +69,8 @@ class Sharding(Part):
             self._sum_in_32_bits()
             self._dtypes = {} if model is None else {n: p.dtype for n, p in model.named_parameters()}
         if self._engine is Engine.ACCELERATE and model is not None and not has_shards(model):
-            self._manager.broadcast_tensors(p for p in model.parameters() if p.requires_grad)
+            # Frozen ones too, as DDP does: a rank may have made them by random numbers.
+            self._manager.broadcast_tensors(model.parameters())
         yield
 
     def _sum_in_32_bits(self) -> None:

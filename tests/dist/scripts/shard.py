@@ -72,6 +72,7 @@ def with_lora(model):
 
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+    model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))
     # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
     torch.manual_seed(3 + rank)  # Each rank its own: rank 0's are to count.
     for name, parameter in model.named_parameters():
