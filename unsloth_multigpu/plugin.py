@@ -118,14 +118,14 @@ def enable_multi_gpu(
     }
     given = {**everyday, **from_keywords(seldom)}
     config = tool.adjusted(MultiGPUConfig.resolve(given))
+    if context.shard_choice is not None and config.shard == "auto":
+        config = dataclasses.replace(config, shard=context.shard_choice.shard)
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return
     if is_helper():
         _refuse_unsteered_training()
         return
-    if context.shard_choice is not None and config.shard == "auto":
-        config = dataclasses.replace(config, shard=context.shard_choice.shard)
     if config.memory_optimization:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from unsloth_multigpu.notebook.start import find_shell

@@ -74,6 +74,8 @@ def test_options_of_ddp_are_refused_where_the_script_itself_shards(options: dict
     with pytest.raises(SetupError, match="is not possible where FSDP2 of accelerate shards the model"):
         check_options(MultiGPUConfig(**options), Engine.ACCELERATE)
     check_options(MultiGPUConfig(), Engine.ACCELERATE)
+    with pytest.raises(SetupError, match="the ranks of a notebook need whole weights"):
+        check_options(MultiGPUConfig(), Engine.ACCELERATE, is_notebook=True)
 
 
 def test_model_of_which_nothing_is_sharded_is_refused() -> None:
@@ -175,3 +177,11 @@ def test_first_step_is_compared_with_the_forecast(
         part.on_step_end(args, None, None)
     (record,) = [r for r in caplog.records if "were allocated" in r.message]
     assert "1.5 GiB were allocated, 50% more than the 1.0 GiB of the forecast (sharded over 2 ranks)" in record.message
+
+
+def test_one_process_is_not_told_of_a_larger_step(caplog: pytest.LogCaptureFixture) -> None:
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=RankIdentity(0, 0, 1, 1, "ours"))
+    with caplog.at_level(logging.WARNING):
+        DDPTrainer(with_fsdp(1), manager, None, BeatPage(None, 0)).run(lambda: "trained")
+    assert "leaves this training to it" in caplog.text
+    assert "samples" not in caplog.text

@@ -123,9 +123,11 @@ def norm_of_parts(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
             dims = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
             parts.setdefault((gradient.device_mesh, dims), []).append(part_of(gradient))
     for (mesh, dims), tensors in parts.items():
-        value = _together(tensors, norm_type, total.device)
+        # The parts may lie on the CPU, where the ranks' backend does not reach.
+        value = _together(tensors, norm_type, torch.device(mesh.device_type))
         for dim in dims:
             dist.all_reduce(value, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        value = value.to(total.device)
         total = torch.maximum(total, value) if is_max else total + value
     return total if is_max else total ** (1.0 / norm_type)
 

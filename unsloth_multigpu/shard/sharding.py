@@ -148,12 +148,19 @@ class Sharding(Part):
             )
 
 
-def check_options(config: MultiGPUConfig, engine: Engine) -> None:
-    """Refuses options that mean something for DDP only, where the script itself has asked for FSDP2.
+def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool = False) -> None:
+    """Refuses what is possible for DDP only, where the script itself has asked for FSDP2.
 
     Raises:
-        SetupError: One was given, or a library is older than any with which the engine was run.
+        SetupError: Such an option was given, the ranks are those of a notebook, or a library is older than any with
+            which the engine was run.
     """
+    if is_notebook:
+        raise SetupError(
+            f"FSDP2 of {engine.value} shards the model, and the ranks of a notebook need whole weights: after an "
+            "interrupt they get the kernel's.",
+            hint="Train it in a script, or without FSDP2.",
+        )
     of_ddp = [asked for asked in config.asked(Scope.DDP) if not asked.startswith("shard=")]
     if of_ddp or not isinstance(config.sync, DDP):
         raise SetupError(

@@ -174,6 +174,9 @@ class DDPTrainer:
         parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
         apart = max(1, int(getattr(parallelism, "non_data_parallel_size", 1)))
         num_ranks = self.manager.identity.world_size // apart
+        if num_ranks == 1:
+            logger.warning("%s is on: unsloth_multigpu leaves this training to it", name)
+            return
         hint = "; FSDP 2 (fsdp_config={'version': 2}) keeps it" if name == "FSDP" else ""
         logger.warning(
             "%s is on: unsloth_multigpu leaves this training to it. An optimizer step sees %d samples (%d ranks x %d), "
@@ -198,7 +201,7 @@ class DDPTrainer:
             if self.config.shard == "on" and self.manager.identity.world_size > 1:
                 check_is_sharded(self.trainer.model)
             return
-        check_options(self.config, engine)
+        check_options(self.config, engine, is_notebook=self.manager.identity.launcher == "notebook")
         self.is_sharded = self.steps.is_lockstep = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
         sharding = Sharding(self.trainer, self.manager, engine, self.steps)
