@@ -33,7 +33,9 @@ if TYPE_CHECKING:
         enable_multi_gpu,
         get_active_config,
         get_multi_gpu_status,
+        is_main_process,
         is_multi_gpu_enabled,
+        on_main_process,
     )
     from unsloth_multigpu.report import RankReport, RunReport
     from unsloth_multigpu.strategy import DDP, AllReduce, DiLoCo, LocalSGD, ParameterServer
@@ -45,7 +47,9 @@ _HOMES = {
         "enable_multi_gpu",
         "get_active_config",
         "get_multi_gpu_status",
+        "is_main_process",
         "is_multi_gpu_enabled",
+        "on_main_process",
     ),
     "options": ("MultiGPUConfig",),
     "errors": (
@@ -101,8 +105,10 @@ __all__ = [
     "enable_multi_gpu",
     "get_active_config",
     "get_multi_gpu_status",
+    "is_main_process",
     "is_multi_gpu_enabled",
     "load_state_dict",
+    "on_main_process",
     "save_state_dict",
     "unwrap_model",
     "wrap_model_multi_gpu",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from unsloth_multigpu.errors import ConfigError, LaunchError
+from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
 from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig, from_keywords
@@ -16,6 +19,7 @@ from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.start import (
     config_on_cluster,
+    end_interrupted,
     needs_supervisor,
     ranks_to_start,
     refuse_in_notebook,
@@ -31,8 +35,11 @@ from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class MultiGPUStatus:
     """Where this process stands.
 
@@ -53,6 +60,17 @@ class MultiGPUStatus:
     config: MultiGPUConfig | None = None
     patches: tuple[PatchRow, ...] = ()
     report: RunReport | None = None
+
+    def __repr__(self) -> str:
+        if not self.is_enabled:
+            return "MultiGPUStatus(not enabled)"
+        usual = vars(MultiGPUConfig())
+        given = {} if self.config is None else {n: v for n, v in vars(self.config).items() if v != usual[n]}
+        options = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        logs = "" if self.log_dir is None else f"logs {self.log_dir}/rank_N.log"
+        report = "" if self.report is None else self.report.summary()
+        facts = [f"rank {self.rank} of {self.world_size}", f"launcher {self.launcher}", options, logs, report]
+        return f"MultiGPUStatus({'; '.join(fact for fact in facts if fact)})"
 
 
 # The session that is open, or the last one that was.
@@ -102,10 +120,6 @@ def enable_multi_gpu(
         SetupError: This machine or this place cannot do what was asked.
         VersionError: A library outside the supported range.
     """
-    global _session
-    _refuse_replay()
-    context = RunContext.read(os.environ)
-    tool = tool_of(context)
     everyday = {
         "num_gpus": num_gpus,
         "batch_size_per_gpu": batch_size_per_gpu,
@@ -116,7 +130,21 @@ def enable_multi_gpu(
         "balance": balance,
         "resume": resume,
     }
-    given = {**everyday, **from_keywords(seldom)}
+    try:
+        _enable({**everyday, **from_keywords(seldom)}, replay=replay)
+    except MultiGPUError as error:
+        if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
+            raise
+        # The user's line is what matters: without the frames below this call.
+        raise error.with_traceback(None)  # noqa: B904  # It is the same error.
+
+
+def _enable(given: dict[str, Any], *, replay: bool) -> None:
+    """What `enable_multi_gpu` does with the options that were given."""
+    global _session
+    _refuse_replay()
+    context = RunContext.read(os.environ)
+    tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))
     if context.shard_choice is not None and config.shard == "auto":
         config = dataclasses.replace(config, shard=context.shard_choice.shard)
@@ -134,6 +162,10 @@ def enable_multi_gpu(
     console = Console(debug=config.debug, is_notebook=shell is not None)
     try:
         _session = _open_here(config, context, tool, console, shell, replay=replay, given=given)
+    except KeyboardInterrupt:
+        if shell is None and read_identity(os.environ) is None:
+            end_interrupted()
+        raise
     except BaseException:
         console.close()
         raise
@@ -235,6 +267,31 @@ def get_multi_gpu_status() -> MultiGPUStatus:
         patches=tuple(session.registry.rows()),
         report=session.report,
     )
+
+
+def is_main_process() -> bool:
+    """True on rank 0 and in a process that is no rank, as accelerate's `is_main_process`.
+
+    Raises:
+        LaunchError: The variables of a launcher contradict each other or are incomplete.
+    """
+    session = active_session()
+    identity = read_identity(os.environ) if session is None else session.identity
+    return identity is None or identity.rank == 0
+
+
+def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Makes a function run on rank 0 alone; on the others it does nothing and returns None. A decorator.
+
+    Nothing in it may need the other ranks: they are elsewhere. Saving by the Trainer, the model or the tokenizer does,
+    and runs on rank 0 alone as it is.
+    """
+
+    @functools.wraps(function)
+    def on_rank_0(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if is_main_process() else None
+
+    return on_rank_0
 
 
 def _check_same_call(active: MultiGPUConfig, wanted: MultiGPUConfig) -> None:

@@ -62,6 +62,8 @@ class ScriptProgram:
         atexit.register(session.leave)
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
+        if identity.world_size > 1:
+            _share_questions(session)
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
             from unsloth_multigpu.group.lone import warn_of_lone_steps
 
@@ -87,6 +89,17 @@ class ScriptProgram:
 
     def note_wrapper(self, model: nn.Module) -> None:
         """Nothing to note, as above."""
+
+
+def _share_questions(session: Session) -> None:
+    """What is asked on the terminal is asked once, on rank 0."""
+    from unsloth_multigpu.launch.question import FolderAnswers, StoreAnswers, questions_shared
+
+    identity, context = session.identity, session.context
+    answers: FolderAnswers | StoreAnswers = StoreAnswers(session.manager)
+    if context.run_dir is not None and identity.world_size == identity.local_world_size:
+        answers = FolderAnswers(context.run_dir, identity)
+    session.on_close.enter_context(questions_shared(identity, context.attempt, answers, session.beat))
 
 
 def _draw_alike(session: Session) -> None:

@@ -239,6 +239,9 @@ def open_session(
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
     if identity.rank == 0:
+        from unsloth_multigpu.group.place import start_sentence
+
+        logger.info("%s", start_sentence(identity, config))
         _warn_of_untested(config, identity.world_size)
     return session
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -12,7 +14,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.cluster import read_cluster, take
-from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig, given_options, num_nodes, variable
 
 logger = get_logger(__name__)
@@ -191,11 +193,35 @@ def is_called_by_pytest() -> bool:
     return any(str(frame.f_globals.get("__name__")).startswith("_pytest.") for frame, _ in frames)
 
 
+def end_interrupted() -> None:
+    """Ctrl-C came before ranks were started: ends this process by it, as the supervisor ends later. Does not return."""
+    from unsloth_multigpu.launch.launcher import exit_like
+
+    tell("\nunsloth_multigpu: stopped by SIGINT, no rank was started.\n")
+    exit_like(-signal.SIGINT)
+
+
 def start_this_command(config: MultiGPUConfig, num_ranks: int, *, saves_when_stopped: bool = True) -> None:
-    """Starts ranks of the command that this process runs. Does not return."""
+    """Starts ranks of the command that this process runs. Does not return.
+
+    Raises:
+        SetupError: It cannot be started again, or each rank would do again what it holds already.
+    """
     command = this_command()
+    _refuse_earlier_trainer(num_ranks)
     _warn_of_early_work(num_ranks)
     supervise(command, config, num_ranks, saves_when_stopped=saves_when_stopped)
+
+
+def _refuse_earlier_trainer(num_ranks: int) -> None:
+    module = sys.modules.get("transformers.trainer")
+    trainer_class = getattr(module, "Trainer", None)
+    if trainer_class is not None and any(issubclass(type(o), trainer_class) for o in gc.get_objects()):
+        raise SetupError(
+            f"A Trainer was made before enable_multi_gpu(): it is built for 1 process, and there are to be {num_ranks} "
+            "ranks.",
+            hint="Make enable_multi_gpu() the first line of the script.",
+        )
 
 
 def _warn_of_early_work(num_ranks: int) -> None:

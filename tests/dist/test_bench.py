@@ -78,6 +78,7 @@ def test_bench_of_lora_in_bf16_with_accumulation(tmp_path):
     assert "turns: all arms of a round are in memory at once" in run.out
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bench_trains_with_unsloth(tmp_path):
     home = tmp_path / "tmp"

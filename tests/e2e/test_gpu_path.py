@@ -132,6 +132,7 @@ def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None
     assert num_merged == 3  # q_proj, v_proj and down_proj of the one layer.
 
 
+@pytest.mark.thorough
 def test_dpo_trains_on_two_ranks(model: Path) -> None:
     folder = model.parent / "dpo"
     with start_script("gpu_path_dpo.py", model, folder) as process:

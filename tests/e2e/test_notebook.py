@@ -89,6 +89,7 @@ def history_of(folder: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) -> None:

@@ -81,8 +81,12 @@ def test_error_without_a_text_has_no_stray_colon() -> None:
 @pytest.mark.parametrize(
     ("rank", "error", "step", "hint"),
     [
-        (1, "EOFError: EOF when reading a line", 4, "Hint: Ranks above 0 have no input; pass the value as an arg"),
-        (0, "EOFError: EOF when reading a line", 4, ""),
+        (
+            1,
+            "EOFError: EOF when reading a line",
+            4,
+            "Hint: Rank 0 has no terminal or no more input; pass the value as an arg",
+        ),
         (1, "EOFError: Ran out of input", 4, ""),
         (0, CONNECTION_ERRORS[1], -1, "Hint: A program that the script has started may have taken this rank's place"),
         (0, CONNECTION_ERRORS[1], 4, ""),
@@ -342,3 +346,43 @@ def test_exit_code_is_never_zero_nor_above_255() -> None:
 
 def test_unnamed_signal_is_shown_by_its_number() -> None:
     assert "killed by signal 35" in find_cause([], {1: -35}).message
+
+
+@pytest.mark.parametrize("step", [-1, 0])
+def test_error_that_all_ranks_raise_before_the_first_step_is_one_of_all(step: int) -> None:
+    run = Run()
+    for rank in (1, 0):
+        run.fails(rank, "FileNotFoundError: 'train.jsonl'", step)
+    cause = find_cause(run.events, {0: 1, 1: 1})
+    assert cause.message == "all 2 ranks failed alike before the first step: FileNotFoundError: 'train.jsonl'"
+    assert (cause.rank, cause.exit_code, cause.is_of_all, cause.traceback) == (0, 1, True, "Traceback of rank 0\n")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run().fails(1, "ValueError: a").fails(0, "ValueError: b"),
+        Run(3).fails(1, "ValueError: a").fails(0, "ValueError: a"),
+        Run().training(0, 1).fails(1, "ValueError: a", 3).fails(0, "ValueError: a", 3),
+    ],
+    ids=["different errors", "not all ranks", "in a later step"],
+)
+def test_error_that_is_not_known_to_be_of_all_names_its_rank(run: Run) -> None:
+    cause = find_cause(run.events, {0: 1, 1: 1})
+    assert not cause.is_of_all
+    assert cause.message.startswith("rank 1 failed ")
+
+
+@pytest.mark.parametrize(("codes", "is_of_all"), [({0: 2, 1: 2}, True), ({0: 2, 1: -15}, True), ({0: 2, 1: 3}, False)])
+def test_exit_code_that_all_ranks_end_with_is_one_of_all(codes: dict[int, int], is_of_all: bool) -> None:
+    run = Run().add("exiting", 1).add("exiting", 0)
+    cause = find_cause(run.events, codes, gone={0, 1})
+    assert (cause.is_of_all, cause.exit_code) == (is_of_all, 2)
+    assert cause.message.startswith("all 2 ranks exited with code 2" if is_of_all else "rank 0 exited with code 2")
+
+
+def test_long_error_is_shortened_where_its_traceback_has_all_of_it() -> None:
+    run = Run().training(0, 1).fails(1, "RuntimeError: " + "word " * 100, step=3)
+    message = find_cause(run.events, {1: 1}).message
+    assert message.endswith(" word ...")
+    assert len(message) < 200

@@ -22,6 +22,7 @@ from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.patching import Patch, PatchRegistry
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
+from unsloth_multigpu.wire.identity import RankIdentity
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
@@ -232,7 +233,7 @@ def test_library_newer_than_tested_is_told_once(
     ump.disable_multi_gpu()
     installed["datasets"] = "4.8.0"
     ump.enable_multi_gpu(num_gpus=1)
-    assert len(caplog.records) == 1
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
 @pytest.mark.parametrize(
@@ -291,13 +292,70 @@ def test_ranks_that_are_compared_are_given_no_time_to_save(monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     started: list[bool] = []
 
+    class Begun(BaseException):
+        pass
+
     def begin(_config: Any, _num_ranks: int, *, saves_when_stopped: bool) -> None:
         started.append(saves_when_stopped)
-        raise KeyboardInterrupt
+        raise Begun
 
     monkeypatch.setattr(plugin, "start_this_command", begin)
     monkeypatch.setattr(plugin, "this_command", list)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # As `device="cpu"` sets it.
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Begun):
         ump.enable_multi_gpu(num_gpus=2, device="cpu")
     assert started == [not is_compared]
+
+
+@pytest.mark.parametrize(("variables", "is_main"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)])
+def test_main_process_is_rank_0_with_and_without_the_line(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_main: bool
+) -> None:
+    if variables:
+        identity = RankIdentity(int(variables["RANK"]), int(variables["RANK"]), 2, 2, "torchrun")
+        for name, value in identity.variables().items():
+            monkeypatch.setenv(name, value)
+    calls: list[int] = []
+
+    @ump.on_main_process
+    def note(value: int, *, factor: int = 1) -> int:
+        """Its text."""
+        calls.append(value)
+        return value * factor
+
+    assert ump.is_main_process() is is_main
+    assert note(2, factor=3) == (6 if is_main else None)
+    assert calls == ([2] if is_main else [])
+    assert (note.__name__, note.__doc__) == ("note", "Its text.")
+
+
+def test_status_is_shown_in_a_line() -> None:
+    assert repr(ump.get_multi_gpu_status()) == "MultiGPUStatus(not enabled)"
+    ump.enable_multi_gpu(num_gpus=1, timeout_s=60)
+    text = "MultiGPUStatus(rank 0 of 1; launcher none; num_gpus=1, timeout_s=60"
+    assert repr(ump.get_multi_gpu_status()).startswith(text)
+
+
+def test_wrong_option_shows_the_users_line_and_this_call_only() -> None:
+    with pytest.raises(ConfigError, match="num_gpus='two'") as raised:
+        ump.enable_multi_gpu(num_gpus="two")  # type: ignore[arg-type]
+    assert [entry.name for entry in raised.traceback][1:] == ["enable_multi_gpu"]
+
+
+def test_interrupt_before_ranks_are_started_ends_the_process_by_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Ended(BaseException):
+        pass
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    def exit_like(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(plugin, "ranks_to_start", interrupted)
+    monkeypatch.setattr("unsloth_multigpu.launch.launcher.exit_like", exit_like)
+    with pytest.raises(Ended, match="-2"):
+        ump.enable_multi_gpu()
+    assert "stopped by SIGINT, no rank was started." in capfd.readouterr().err

@@ -230,6 +230,20 @@ def test_work_before_the_line_is_named_with_its_cost(
 
 
 @pytest.mark.usefixtures("started")
+def test_trainer_that_is_there_before_the_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trainer:
+        pass
+
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]
+    trainer = type("SFTTrainer", (Trainer,), {})()
+    with pytest.raises(SetupError, match=r"made before enable_multi_gpu.*there are to be 2 ranks"):
+        start_this_command(MultiGPUConfig(num_gpus=2), 2)
+    del trainer
+    with pytest.raises(Ended):
+        start_this_command(MultiGPUConfig(num_gpus=2), 2)
+
+
+@pytest.mark.usefixtures("started")
 def test_line_at_the_top_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("unsloth", "transformers", "trl", "peft"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -283,8 +297,8 @@ from types import SimpleNamespace
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.launch import rank
 rank.TEARDOWN_LIMIT_S = 0.2
-events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True))
-rank._report_exception(SimpleNamespace(rank=0), events, "none", threading.Event())
+events = SimpleNamespace(write=lambda kind, **facts: print(kind, facts["error"], flush=True), step=4)
+rank._report_end(SimpleNamespace(rank=0), 0, events, "none", threading.Event())
 class Mute(ConfigError):
     def __str__(self): raise RuntimeError
 sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)

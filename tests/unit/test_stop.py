@@ -230,3 +230,12 @@ def test_text_says_where_it_stopped_and_how_to_go_on(stop, kind, checkpoint, how
     events = [Event("started", 0, 0, 1.0, -1, {"pid": 1}), Event(kind, 0, 0, 2.0, 4, {"checkpoint": checkpoint})]
     assert describe_stop(stop, events, 4, 5.0, resume) == text
     assert json.dumps(text).isascii()
+
+
+def test_interrupt_before_a_rank_has_reached_the_line_ends_it_without_a_traceback(tmp_path):
+    with Stop(tmp_path, 1, 5.0, end) as stop:
+        stop.turn()
+        stop._receive(signal.SIGINT, None)
+        with pytest.raises(Ended) as ended:
+            stop.turn()
+    assert (ended.value.args, stop.signal_number) == ((signal.SIGTERM,), signal.SIGINT)

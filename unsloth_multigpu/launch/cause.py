@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +27,8 @@ _SENT_TO_SURVIVORS = (-signal.SIGTERM, -signal.SIGINT)
 STOPS = ("stopping", "stopped")
 # A KeyboardInterrupt has ended the script. It is the script's own unless the supervisor received a signal.
 INTERRUPTED = "interrupted"
+# Of an error, in the line that names its rank.
+_MAX_CHARACTERS = 160
 # A hang is reported by the supervisor, not by the rank.
 HANG = "hang"
 
@@ -52,12 +55,14 @@ class Cause:
         exit_code: What the whole command exits with, 1..255.
         message: One sentence.
         traceback: The exception's text, or the stacks of a hang; "" where the process left none.
+        is_of_all: All ranks of this node ended in the same way: the number of ranks is not the reason.
     """
 
     rank: int
     exit_code: int
     message: str
     traceback: str = ""
+    is_of_all: bool = False
 
 
 def find_cause(
@@ -87,8 +92,9 @@ def find_cause(
     steps = {rank: beat.step for rank, beat in (beats or {}).items()}
     exceptions = [e for e in events if e.kind == "exception"]
     own = sorted((e for e in exceptions if not _is_communication_error(e)), key=_is_second_hand)
+    ranks = {e.rank for e in events if e.kind == "started"}
     if own:
-        return _from_exception(own[0])
+        return _from_exceptions_of_all(own, ranks) or _from_exception(own[0])
     # A process may take longer to end than the connection error that its exit makes elsewhere.
     leaving = {e.rank for e in events if e.kind == "exiting" and exceptions and e.time_s < exceptions[0].time_s}
     # One that was leaving may be ended by what the supervisor sends to the survivors.
@@ -98,6 +104,8 @@ def find_cause(
         return _from_early_exit(left, exit_codes, left.rank in gone, steps.get(left.rank, -1))
     # One that has said why it ends was killed because its teardown took too long.
     silent = {r: c for r, c in exit_codes.items() if r not in {e.rank for e in exceptions}}
+    if alike := _from_exits_of_all(events, silent, ranks, steps):
+        return alike
     if ended := _from_exit_codes(silent, gone, steps, memory):
         return ended
     if exceptions and not is_one_node:
@@ -166,16 +174,48 @@ def _is_second_hand(event: Event) -> bool:
 
 
 def _from_exception(event: Event) -> Cause:
-    first_line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".: ")
-    message = f"rank {event.rank} failed {_where(event.step)}: {first_line}"
+    message = f"rank {event.rank} failed {_where(event.step)}: {_first_line(event)}"
     return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]) + _hint(event))
+
+
+def _from_exceptions_of_all(own: Sequence[Event], ranks: Collection[int]) -> Cause | None:
+    """An error that every rank has raised by itself, as of a missing file; None where it is that of some."""
+    of_rank = {event.rank: event for event in reversed(own)}
+    first = of_rank[min(of_rank)]
+    is_of_all = not set(ranks) - set(of_rank) and len({_first_line(e) for e in of_rank.values()}) == 1
+    # Later the text of such an error tells what one rank has found, and which ranks still raise it is chance.
+    if len(ranks) < 2 or not is_of_all or first.step > 0:
+        return None
+    message = f"all {len(ranks)} ranks failed alike before the first step: {_first_line(first)}"
+    text = str(first.facts["traceback"]) + _hint(first)
+    return Cause(first.rank, int(first.facts["exit_code"]), message, text, is_of_all=True)
+
+
+def _from_exits_of_all(
+    events: Sequence[Event], exit_codes: Mapping[int, int], ranks: Collection[int], steps: Mapping[int, int]
+) -> Cause | None:
+    """All ranks left with one code of their own, as after wrong arguments; None where it is not so."""
+    exiting = {event.rank for event in events if event.kind == "exiting"}
+    codes = {c for r, c in exit_codes.items() if c not in _SENT_TO_SURVIVORS}
+    if len(ranks) < 2 or set(ranks) - exiting or len(codes) != 1 or min(codes) <= 0:
+        return None
+    if max((steps.get(rank, -1) for rank in ranks), default=-1) > 0:
+        return None
+    (code,) = codes
+    return Cause(0, code, f"all {len(ranks)} ranks exited with code {code} before the first step", is_of_all=True)
+
+
+def _first_line(event: Event) -> str:
+    """The text above has all of a long one."""
+    line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".: ")
+    return textwrap.shorten(line, _MAX_CHARACTERS, placeholder=" ...")
 
 
 def _hint(event: Event) -> str:
     """What to do about an error of the script that occurs only because the process is a rank; "" for others."""
     error = str(event.facts["error"])
-    if event.rank > 0 and error.startswith("EOFError: EOF when reading a line"):
-        return "Hint: Ranks above 0 have no input; pass the value as an argument.\n"
+    if error.startswith("EOFError: EOF when reading a line"):
+        return "Hint: Rank 0 has no terminal or no more input; pass the value as an argument.\n"
     if event.step < 0 and re.search("connectFullMesh|Connection refused", error):
         return (
             "Hint: A program that the script has started may have taken this rank's place. Start it on rank 0 alone, "
@@ -212,4 +252,4 @@ def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
 
 
 def _where(step: int) -> str:
-    return f"after step {step}" if step >= 0 else "before the first step"
+    return f"after step {step}" if step > 0 else "before the first step"

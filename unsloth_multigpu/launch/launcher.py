@@ -197,6 +197,10 @@ def exit_like(code: int) -> None:
 
 
 def _tell(cause: Cause, log_dir: Path, num_ranks: int) -> None:
+    if cause.is_of_all:
+        # Rank 0 has said it on the terminal, and the logs of the others repeat it.
+        tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}.\n")
+        return
     tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
     log = log_dir / f"rank_{cause.rank}.log"
     if not cause.traceback and log.exists():

@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.launch.failure import await_others, shown_error
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.beat import BeatPage
@@ -61,7 +62,7 @@ def enter_rank(
     start_pulse(beat, run_dir, identity.rank, hang_timeout_s)
     events = EventWriter(run_dir, identity.rank, context.attempt, beat)
     events.write("started", pid=os.getpid())
-    _report_exception(identity, events, run_dir, has_failed)
+    _report_end(identity, context.attempt, events, run_dir, has_failed)
     return events, beat
 
 
@@ -132,11 +133,18 @@ def _ignore_stop_signal() -> None:
         signal.siginterrupt(signal.SIGUSR1, False)
 
 
-def _report_exception(identity: RankIdentity, events: EventWriter, run_dir: str, has_failed: threading.Event) -> None:
+def _report_end(
+    identity: RankIdentity, attempt: int, events: EventWriter, run_dir: str, has_failed: threading.Event
+) -> None:
+    def end(kind: str, **facts: Any) -> None:
+        events.write(kind, **facts)
+        # Later, the others wait in a collective for this rank, and end by that.
+        if events.step < 1:
+            await_others(run_dir, attempt, identity.local_world_size, ("exception", "exiting"))
+
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         has_failed.set()
-        # Gives a text also where the exception's own str() raises.
-        shown = traceback.TracebackException(kind, error, tb, compact=True)
+        shown = shown_error(kind, error, tb)
         facts = {"error": f"{kind.__name__}: {shown}", "traceback": "".join(shown.format())}
         exit_code = error.exit_code if isinstance(error, MultiGPUError) else 1
         try:
@@ -144,7 +152,7 @@ def _report_exception(identity: RankIdentity, events: EventWriter, run_dir: str,
                 # A signal that was sent to the supervisor is reported by the supervisor, once for all ranks.
                 events.write("interrupted", **facts, exit_code=128 + signal.SIGINT)
                 return
-            events.write("exception", **facts, exit_code=exit_code)
+            end("exception", **facts, exit_code=exit_code)
         except OSError as full:
             tell(f"{facts['traceback']}(not reported to the supervisor: {full})\n")
         else:
@@ -157,7 +165,7 @@ def _report_exception(identity: RankIdentity, events: EventWriter, run_dir: str,
     def exiting() -> None:
         # The folder is deleted when the supervisor has ended. The event has no reader then.
         if os.path.isdir(run_dir):
-            events.write("exiting")
+            events.write("exiting") if has_failed.is_set() else end("exiting")
 
     sys.excepthook = report
     atexit.register(exiting)

@@ -147,8 +147,10 @@ class Stop:
 
     def _end_at_once(self, signal_number: int) -> NoReturn:
         self.signal_number, self.how, self._is_over = self.signal_number or signal_number, "at once", True
-        # Scripts may catch Ctrl-C, so it arrives as SIGINT. Ranks must not take other signals for a Ctrl-C.
-        self._end(signal.SIGINT if signal_number == signal.SIGINT else signal.SIGTERM)
+        # Scripts may catch Ctrl-C, so it arrives as SIGINT. Ranks must not take other signals for a Ctrl-C. One that
+        # has not reached the line would print where its imports were.
+        has_begun = any(event.kind == "started" for event in read_events(self._run_dir, self._attempt))
+        self._end(signal.SIGINT if signal_number == signal.SIGINT and has_begun else signal.SIGTERM)
 
     def _end_now(self, how: str) -> NoReturn:
         self.how, self._is_over = how, True

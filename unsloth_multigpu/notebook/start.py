@@ -100,7 +100,8 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
         notebook.begin_rest_of_cell()
         stack.pop_all()
     session.had_workers = True
-    logger.info("ranks=%d logs=%s seconds=%.1f", num_ranks, notebook.log_dir, time.monotonic() - begin_s)
+    seconds = time.monotonic() - begin_s
+    logger.info("ready in %.1f s, ranks above 0 write to %s/rank_N.log", seconds, notebook.log_dir)
     return session
 
 

@@ -46,6 +46,11 @@ class EventWriter:
         self._attempt = attempt
         self._beat = beat
 
+    @property
+    def step(self) -> int:
+        """Last finished optimizer step of this rank, -1 before the first training."""
+        return self._beat.step
+
     def write(self, kind: str, **facts: Any) -> None:
         """Adds an event; raises OSError, with the file's name, where the folder is gone or the disk is full."""
         line = json.dumps([kind, self._rank, self._attempt, time.monotonic(), self._beat.step, facts])

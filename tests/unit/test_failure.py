@@ -1,0 +1,91 @@
+"""What is shown of an error: the user's frames, and all of them where this package is at fault."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.launch.failure import await_others, shown_error
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.event import EventWriter, read_events
+from unsloth_multigpu.wire.wait import wait_until
+
+
+def shown(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return "".join(shown_error(type(error), error, error.__traceback__).format())
+    pytest.fail("no error")
+
+
+def users_mistake() -> bool:
+    return bool({}["text"])
+
+
+def test_frames_between_two_of_the_user_are_left_out() -> None:
+    text = shown(lambda: wait_until(users_mistake, time.monotonic()))
+    assert "users_mistake" in text
+    assert "unsloth_multigpu/wire/wait.py" not in text
+    assert text.endswith("KeyError: 'text'\n")
+
+
+def test_option_that_cannot_be_used_shows_the_users_line_alone() -> None:
+    text = shown(lambda: MultiGPUConfig(num_gpus="two"))  # type: ignore[arg-type]
+    assert "lambda: MultiGPUConfig" in text
+    assert "unsloth_multigpu/" not in text
+    assert "<string>" not in text
+
+
+def test_cause_of_an_error_is_shortened_as_well() -> None:
+    def chained() -> None:
+        try:
+            wait_until(users_mistake, time.monotonic())
+        except KeyError as error:
+            raise ConfigError("a", hint="b") from error
+
+    text = shown(chained)
+    assert "direct cause" in text
+    assert "wait.py" not in text
+
+
+def test_defect_of_this_package_keeps_all_frames() -> None:
+    text = shown(lambda: BeatPage(None, 0).mark(Phase.DATA, step="one"))  # type: ignore[arg-type]
+    assert "unsloth_multigpu/wire/beat.py" in text
+
+
+def test_debug_keeps_all_frames() -> None:
+    logger = logging.getLogger("unsloth_multigpu")
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        assert "wire/wait.py" in shown(lambda: wait_until(users_mistake, time.monotonic()))
+    finally:
+        logger.setLevel(before)
+
+
+def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path) -> None:
+    writers = [EventWriter(tmp_path, rank, 0, BeatPage(tmp_path, rank)) for rank in range(2)]
+    writers[0].write("exception")
+    timer = threading.Timer(0.1, lambda: writers[1].write("exception"))
+    timer.start()
+    begin_s = time.monotonic()
+    await_others(str(tmp_path), 0, 2, ("exception",))
+    seen = {event.rank for event in read_events(tmp_path, 0)}
+    timer.join()
+    assert (seen, time.monotonic() - begin_s < 0.9) == ({0, 1}, True)
+
+
+def test_rank_that_fails_alone_does_not_wait_long(tmp_path: Path) -> None:
+    EventWriter(tmp_path, 0, 0, BeatPage(tmp_path, 0)).write("exception")
+    begin_s = time.monotonic()
+    await_others(str(tmp_path), 0, 2, ("exception",))
+    assert time.monotonic() - begin_s < 3.0

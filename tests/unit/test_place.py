@@ -1,0 +1,82 @@
+"""The sentence at the start: which devices train, and why this process trains alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unsloth_multigpu.group import place
+from unsloth_multigpu.group.place import describe_devices, describe_lone_process, describe_ranks
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import RankIdentity
+
+T4 = ("Tesla T4", int(14.7 * 2**30))
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "options", "variables", "said"),
+    [
+        (1, {}, {}, "1 GPU is visible: this process trains alone"),
+        (
+            1,
+            {},
+            {"CUDA_VISIBLE_DEVICES": "0"},
+            "1 GPU is visible (CUDA_VISIBLE_DEVICES='0'): this process trains alone",
+        ),
+        (2, {"num_gpus": 1}, {}, "2 GPUs are visible, num_gpus=1: this process trains alone"),
+        (4, {"device": "cpu"}, {}, "device='cpu': this process trains alone, on the CPU"),
+        (2, {"enable_ddp": False}, {}, "enable_ddp=False: this process computes 2 replicas in turn"),
+    ],
+)
+def test_process_that_trains_alone_says_why(
+    num_visible: int, options: dict[str, Any], variables: dict[str, str], said: str
+) -> None:
+    assert describe_lone_process(num_visible, MultiGPUConfig(**options), variables) == said
+
+
+def test_torch_without_cuda_is_named_where_no_gpu_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, None, raising=False)
+    said = describe_lone_process(0, MultiGPUConfig(), {})
+    assert said.startswith(f"no GPU is visible, torch {torch.__version__} is built for the CPU only: this process")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert describe_lone_process(0, MultiGPUConfig(), {}).startswith("no GPU is visible: this process trains alone")
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ([T4, T4], "2 x Tesla T4 (14.7 GiB each)"),
+        ([T4, ("RTX 3090", 24 * 2**30)], "RTX 3090 (24.0 GiB) and Tesla T4 (14.7 GiB)"),
+        ([T4, T4, ("RTX 3090", 24 * 2**30)], "RTX 3090 (24.0 GiB) and 2 x Tesla T4 (14.7 GiB each)"),
+    ],
+)
+def test_equal_devices_are_counted(devices: list[tuple[str, int]], said: str) -> None:
+    assert describe_devices(devices) == said
+
+
+@pytest.mark.parametrize(
+    ("identity", "num_visible", "said"),
+    [
+        (RankIdentity(0, 0, 2, 2, "notebook"), 2, "2 ranks on 2 x Tesla T4 (14.7 GiB each)"),
+        (RankIdentity(0, 0, 4, 2, "torchrun"), 2, "4 ranks on 2 nodes, here on 2 x Tesla T4 (14.7 GiB each)"),
+        (RankIdentity(0, 0, 2, 2, "slurm"), 1, "2 ranks on 2 devices, rank 0 on Tesla T4 (14.7 GiB)"),
+    ],
+)
+def test_ranks_are_told_with_their_devices(
+    monkeypatch: pytest.MonkeyPatch, identity: RankIdentity, num_visible: int, said: str
+) -> None:
+    card = SimpleNamespace(name=T4[0], total_memory=T4[1])
+    module = SimpleNamespace(device_count=lambda: num_visible, get_device_properties=lambda _: card)
+    monkeypatch.setattr(place, "local_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert describe_ranks(identity, MultiGPUConfig()) == said
+
+
+def test_cpu_ranks_are_told_with_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    identity = RankIdentity(0, 0, 3, 3, "torchrun")
+    assert describe_ranks(identity, MultiGPUConfig(device="cpu")) == "3 ranks on the CPU, 1 thread each"

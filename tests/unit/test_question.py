@@ -1,0 +1,147 @@
+"""A question is asked once, on rank 0, and answered on the rank that asks it too."""
+
+from __future__ import annotations
+
+import builtins
+import getpass
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.launch import question
+from unsloth_multigpu.launch.question import FolderAnswers, StoreAnswers, questions_shared
+from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.identity import RankIdentity
+
+
+def identity(rank: int) -> RankIdentity:
+    return RankIdentity(rank, rank, 2, 2, "unsloth_multigpu")
+
+
+class Manager:
+    """What `StoreAnswers` uses of a `DDPManager`."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def publish(self, key: str, value: str = "") -> None:
+        self.values[key] = value
+
+    def is_published(self, key: str) -> bool:
+        return key in self.values
+
+    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
+        return self.values[key]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is typed next; an error is raised."""
+    answers: list[Any] = []
+
+    def answer(*_: Any, **__: Any) -> str:
+        told = answers.pop(0)
+        if isinstance(told, BaseException):
+            raise told
+        return str(told)
+
+    monkeypatch.setattr(builtins, "input", answer)
+    monkeypatch.setattr(getpass, "getpass", answer)
+    return answers
+
+
+def on_both(tmp_path: Path, program: Callable[[int], Any]) -> list[Any]:
+    """Runs the program as rank 0, then as rank 1."""
+    results = []
+    for rank in range(2):
+        answers = FolderAnswers(str(tmp_path), identity(rank))
+        with questions_shared(identity(rank), 0, answers, BeatPage(None, rank)):
+            results.append(program(rank))
+    return results
+
+
+def test_answers_reach_the_other_rank_in_the_order_of_questions(tmp_path: Path, typed: list[Any]) -> None:
+    typed += ["alone", "a", "b", "s3cret"]
+
+    def program(rank: int) -> list[str]:
+        if rank == 0:
+            assert input("name? ") == "alone"  # The same text at another place.
+        return [*(input("name? ") for _ in range(2)), getpass.getpass("token: ")]
+
+    assert on_both(tmp_path, program) == [["a", "b", "s3cret"]] * 2
+    assert typed == []
+    # What rank 1 has read is gone.
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['{"answer": "alone"}']
+
+
+def test_end_of_the_input_is_one_on_all_ranks(tmp_path: Path, typed: list[Any]) -> None:
+    typed.append(EOFError("EOF when reading a line"))
+
+    def program(_: int) -> str:
+        with pytest.raises(EOFError, match="EOF when reading") as raised:
+            input("go on? ")
+        return str(raised.value)
+
+    assert on_both(tmp_path, program) == ["EOF when reading a line"] * 2
+
+
+def test_rank_that_waits_says_that_it_is_in_the_script(tmp_path: Path, typed: list[Any]) -> None:
+    beat, seen = BeatPage(None, 1), []
+    beat.mark(Phase.UPDATE)
+    answers = FolderAnswers(str(tmp_path), identity(1))
+
+    def type_later() -> None:
+        seen.append(beat.phase)
+        (tmp_path / waiting[0]).write_text('{"answer": "late"}')
+
+    waiting: list[str] = []
+    original = answers.get
+
+    def get(key: str) -> str | None:
+        if not waiting:
+            waiting.append(answers._path(key, 1).name)
+            threading.Timer(0.05, type_later).start()
+        return original(key)
+
+    answers.get = get  # type: ignore[method-assign]
+    with questions_shared(identity(1), 0, answers, beat):
+        assert input("? ") == "late"
+    assert (seen, beat.phase) == ([Phase.SCRIPT], Phase.UPDATE)
+
+
+def test_secret_does_not_travel(typed: list[Any]) -> None:
+    typed += ["name", "s3cret"]
+    manager, keys = Manager(), []
+    for rank in range(2):
+        with questions_shared(identity(rank), 0, StoreAnswers(lambda: manager), BeatPage(None, rank)):
+            for _ in range(1):
+                keys.append(input("? "))
+            if rank == 0:
+                assert getpass.getpass() == "s3cret"
+            else:
+                with pytest.raises(SetupError, match="rank 1: what is typed on rank 0 would go over the network"):
+                    getpass.getpass()
+    assert keys == ["name", "name"]
+    assert "s3cret" not in str(manager.values)
+
+
+def test_functions_come_back(tmp_path: Path) -> None:
+    before = builtins.input, getpass.getpass
+    on_both(tmp_path, lambda _: None)
+    assert (builtins.input, getpass.getpass) == before
+
+
+def test_question_that_rank_0_never_asks_ends_by_an_error(
+    tmp_path: Path, typed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(question, "_ANSWER_LIMIT_S", 0.05)
+    answers = FolderAnswers(str(tmp_path), identity(1))
+    with (
+        questions_shared(identity(1), 0, answers, BeatPage(None, 1)),
+        pytest.raises(TimeoutError, match=r"what is typed on rank 0 at .*test_question\.py:"),
+    ):
+        input("? ")

@@ -1,0 +1,85 @@
+"""The sentence at the start: how many ranks train, and on what."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from unsloth_multigpu.group.manager import find_accelerator, local_device
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import RankIdentity
+
+# By which users choose devices.
+_CHOOSERS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment: Mapping[str, str]) -> str:
+    """Why this process trains alone, for a user who may have forgotten the second card.
+
+    Args:
+        num_visible: Accelerators that this process sees.
+        config: The run's options.
+        environment: The variables of the process.
+    """
+    if not config.enable_ddp:
+        return f"enable_ddp=False: this process computes {config.num_gpus or max(1, num_visible)} replicas in turn"
+    if config.device == "cpu":
+        return "device='cpu': this process trains alone, on the CPU"
+    chosen = "".join(f" ({name}={environment[name]!r})" for name in _CHOOSERS if name in environment)
+    if not num_visible:
+        build = "" if _built_for() else f", torch {torch.__version__} is built for the CPU only"
+        return f"no GPU is visible{chosen}{build}: this process trains alone, on the CPU"
+    if num_visible > 1:
+        return f"{num_visible} GPUs are visible{chosen}, num_gpus=1: this process trains alone"
+    return f"1 GPU is visible{chosen}: this process trains alone"
+
+
+def _built_for() -> str | None:
+    """What this torch was built for: a version of CUDA, ROCm or XPU; None for the CPU alone."""
+    versions = (getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
+    return next((version for version in versions if version), None)
+
+
+def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
+    """How many ranks train on which devices, as rank 0 sees them. It has opened its own device."""
+    num_ranks = f"{identity.world_size} ranks"
+    if identity.world_size > identity.local_world_size:
+        num_ranks += f" on {identity.world_size // identity.local_world_size} nodes, here"
+    device = local_device(identity, config)
+    if device.type == "cpu":
+        num_threads = torch.get_num_threads()
+        return f"{num_ranks} on the CPU, {num_threads} thread{'s' if num_threads > 1 else ''} each"
+    module = torch.get_device_module(device)
+    if module.device_count() < identity.local_world_size:
+        # The launcher lets each rank see its own card only.
+        indices = [device.index]
+        num_ranks += f" on {identity.local_world_size} devices, rank {identity.rank}"
+    else:
+        indices = list(range(identity.local_world_size))
+    properties = [module.get_device_properties(index) for index in indices]
+    return f"{num_ranks} on {describe_devices([(p.name, p.total_memory) for p in properties])}"
+
+
+def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
+    """Names and sizes, equal ones counted: "2 x Tesla T4 (14.7 GiB each)".
+
+    Args:
+        devices: Name and memory in bytes of each.
+    """
+    texts = []
+    for (name, num_bytes), group in itertools.groupby(sorted(devices)):
+        number, size = len(list(group)), f"{num_bytes / 2**30:.1f} GiB"
+        texts.append(f"{number} x {name} ({size} each)" if number > 1 else f"{name} ({size})")
+    return " and ".join(texts)
+
+
+def start_sentence(identity: RankIdentity, config: MultiGPUConfig) -> str:
+    """What the process that the user sees says when the line is in effect."""
+    if identity.world_size > 1:
+        return describe_ranks(identity, config)
+    accelerator = None if config.device == "cpu" else find_accelerator()
+    num_visible = 0 if accelerator is None else torch.get_device_module(accelerator).device_count()
+    return describe_lone_process(num_visible, config, os.environ)
