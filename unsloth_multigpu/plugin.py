@@ -131,6 +131,7 @@ def enable_multi_gpu(
         "resume": resume,
     }
     try:
+        _refuse_replay()
         _enable({**everyday, **from_keywords(seldom)}, replay=replay)
     except MultiGPUError as error:
         if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
@@ -142,7 +143,6 @@ def enable_multi_gpu(
 def _enable(given: dict[str, Any], *, replay: bool) -> None:
     """What `enable_multi_gpu` does with the options that were given."""
     global _session
-    _refuse_replay()
     context = RunContext.read(os.environ)
     tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))
