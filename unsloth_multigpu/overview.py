@@ -121,8 +121,10 @@ class Look:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step, at the rate of the steps before."""
+        """Seconds until the last step, at the rate of the steps before; None while a rank is stuck."""
         if self.step is None or self.max_steps is None or not self.rates.steps_per_s:
+            return None
+        if self.step < self.max_steps and any(row.is_stuck for row in self.rows):
             return None
         return max(self.max_steps - self.step, 0) / self.rates.steps_per_s
 
@@ -328,7 +330,10 @@ def _doing(row: RankRow) -> str:
     if row.state != "running":
         return "its process was stopped by a signal" if row.state == "stopped" else "its process is gone"
     phase = row.beat.phase.name.lower().replace("_", " ")
-    return f"{phase}, no progress for {duration(row.quiet_s)}" if row.is_stuck else phase
+    if not row.is_stuck:
+        return phase
+    where = f", in {row.beat.operation}" if row.beat.operation else ""
+    return f"{phase}{where}, no progress for {duration(row.quiet_s)}"
 
 
 def _step(beat: Beat) -> str:
