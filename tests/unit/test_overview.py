@@ -1,0 +1,293 @@
+"""A running job as a table: what the ranks have written is what is shown, and only what one may see."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from unsloth_multigpu import overview
+from unsloth_multigpu.cli.main import main
+from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.launch.metrics_file import MetricsFile, escaped, render
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.overview import Gpu, Overview, columns_of, duration, headline, last_line
+from unsloth_multigpu.train.log_figures import numbers_between
+from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
+from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
+
+TEN_STEPS = Figures(
+    max_steps=40,
+    num_steps=10,
+    num_samples=80,
+    num_tokens=900,
+    num_padding_tokens=100,
+    waiting_s=1.0,
+    peak_bytes=3 * 2**30,
+    held_bytes=2**30,
+    step_s=0.4,
+    loop_s=5.0,
+    setup_s=2.0,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run of two ranks whose supervisor is this process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("unsloth_multigpu.wire.run._USUAL_FOLDER", tmp_path)
+    folder = tmp_path / f"unsloth_multigpu_{os.getpid()}_x"
+    folder.mkdir(mode=0o700)
+    (tmp_path / "logs").mkdir()
+    return write_run(folder, "train.py", "python train.py", 2, tmp_path / "logs")
+
+
+def pages(run: Run, *figures: Figures) -> list[BeatPage]:
+    made = [BeatPage(run.folder, rank) for rank in range(len(figures))]
+    for page, found in zip(made, figures, strict=True):
+        page.name_device("cpu", "")
+        page.note(found)
+        page.mark(Phase.COMPUTE, step=10)
+    return made
+
+
+def test_figures_of_a_page_are_read_as_they_were_written(tmp_path: Path) -> None:
+    page = BeatPage(tmp_path, 3)
+    assert read_beats(tmp_path)[3].figures == Figures()
+    page.note(TEN_STEPS)
+    page.name_device("NVIDIA H100 80GB HBM3", "e2f6c4b0-0000-0000-0000-000000000001")
+    beat = read_beats(tmp_path)[3]
+    assert (beat.figures, beat.pid, beat.device) == (TEN_STEPS, os.getpid(), "NVIDIA H100 80GB HBM3")
+    assert beat.device_id == "e2f6c4b0-0000-0000-0000-000000000001"
+    page.note(dataclasses.replace(TEN_STEPS, num_tokens=None, waiting_s=None))
+    found = read_beats(tmp_path)[3].figures
+    assert (found.num_tokens, found.waiting_s, found.num_samples) == (None, None, 80)
+
+
+def test_look_adds_up_the_ranks(run: Run) -> None:
+    slow = dataclasses.replace(TEN_STEPS, num_tokens=600, num_padding_tokens=400, waiting_s=0.0)
+    pages(run, TEN_STEPS, slow)
+    look = Overview(run).look()
+    assert (look.step, look.max_steps, look.eta_s) == (10, 40, 15.0)
+    values = look.values()
+    assert {n: values[n] for n in ("samples_per_s", "tokens_per_s", "waiting", "padding")} == {
+        "samples_per_s": 32.0,
+        "tokens_per_s": 300.0,
+        "waiting": 0.1,
+        "padding": 0.25,
+    }
+    first = values["ranks"][0]
+    assert (first["waiting"], first["padding"], first["tokens_per_s"]) == (0.2, 0.1, 180.0)
+    assert first["memory_bytes"] > 2**20  # Of this process.
+    table = dict(columns_of(look))
+    assert table["step"] == ["10 / 40", "10 / 40"]
+    assert table["waiting"] == ["20.0 %", "0.0 %"]
+    assert table["peak"] == ["3.00 GiB", "3.00 GiB"]
+    assert not {"GPU", "temp.", "log"} & table.keys()
+    assert "step 10 of 40, 15 s left, 32 samples/s, 300 tokens/s" in headline(look)
+    json.dumps(values)
+
+
+def test_rates_are_those_of_the_last_seconds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [time.monotonic()]
+    monkeypatch.setattr(overview.time, "monotonic", lambda: clock[0])
+    (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
+    watched = Overview(dataclasses.replace(run, num_ranks=1))
+    Path(run.folder, "beat_rank_1").unlink()
+    assert watched.look().rates.tokens_per_s == 180.0
+    clock[0] += 11.0
+    page.note(dataclasses.replace(TEN_STEPS, num_steps=20, num_tokens=2900, loop_s=15.0))
+    assert watched.look().rates.tokens_per_s == 200.0
+    # Another training.
+    page.note(dataclasses.replace(TEN_STEPS, num_steps=1, num_tokens=10, loop_s=1.0))
+    assert watched.look().rates.tokens_per_s == 10.0
+
+
+def test_rank_that_is_stuck_is_marked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = pages(run, TEN_STEPS, TEN_STEPS)
+    first.pulse(7, "all_reduce [8, 4]")
+    now_s = time.monotonic()
+    monkeypatch.setattr(overview.time, "monotonic", lambda: now_s + 30.0)
+    second.mark(Phase.SAVE)
+    look = Overview(run).look()
+    assert [row.is_stuck for row in look.rows] == [True, False]
+    assert dict(columns_of(look))["doing"] == ["compute, in all_reduce [8, 4], no progress for 30 s", "save"]
+    assert look.eta_s is None
+
+
+def test_process_that_is_gone_is_told(run: Run) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    pages(run, TEN_STEPS)
+    data = bytearray(Path(run.folder, "beat_rank_0").read_bytes())
+    data[384:392] = child.pid.to_bytes(8, sys.byteorder)
+    Path(run.folder, "beat_rank_0").write_bytes(data)
+    look = Overview(run).look()
+    assert dict(columns_of(look))["doing"] == ["its process is gone"]
+
+
+def test_card_is_asked_by_its_id(run: Run) -> None:
+    class Cards:
+        def ask(self, device_id: str) -> Gpu | None:
+            return Gpu(91, 64, 5 * 2**30) if device_id == "id0" else None
+
+    page, _ = pages(run, TEN_STEPS, TEN_STEPS)
+    page.name_device("Tesla T4", "id0")
+    look = Overview(run, Cards()).look()
+    table = dict(columns_of(look))
+    assert (table["device"], table["GPU"], table["temp."]) == (["Tesla T4", "cpu"], ["91 %", "-"], ["64 C", "-"])
+    assert look.values()["ranks"][0]["gpu_memory_bytes"] == 5 * 2**30
+    assert look.values()["ranks"][0]["memory_bytes"] == 2**30
+
+
+def test_last_line_of_a_log_is_what_a_terminal_would_show(tmp_path: Path) -> None:
+    log = tmp_path / "rank_1.log"
+    log.write_bytes(b"first\n 10%\r 20%\r\x1b[31m 30% [red]\x1b[0m\x07\n\n")
+    assert last_line(log) == "30% [red]"
+    assert last_line(tmp_path / "rank_2.log") == ""
+
+
+def test_durations_are_words() -> None:
+    assert [duration(s) for s in (0.4, 48, 185, 7260)] == ["0 s", "48 s", "3 min 05 s", "2 h 01 min"]
+
+
+def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> None:
+    assert find_runs() == [run]
+    folder = Path(run.folder)
+    folder.chmod(0o755)  # Others could have written in it.
+    assert read_run(folder) is None
+    folder.chmod(0o700)
+    (tmp_path / f"unsloth_multigpu_{os.getpid()}_link").symlink_to(folder)
+    assert find_runs() == [run]
+    # The number of a process may be another's by now.
+    (folder / "run.json").write_text(json.dumps({**dataclasses.asdict(run), "pid_begin_s": 1.0}))
+    assert find_runs() == []
+    (folder / "run.json").write_text("[")
+    assert find_runs() == []
+
+
+def test_supervisor_that_was_killed_or_stopped_is_not_running(run: Run) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    other = dataclasses.replace(run, pid=child.pid, pid_begin_s=process.create_time())
+    assert other.state() == "running"
+    process.suspend()
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert other.state() == "stopped"
+    assert "its supervisor was stopped by a signal" in headline(Overview(other).look())
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert other.state() == "over"  # A zombie.
+    child.communicate()
+    assert other.state() == "over"
+
+
+def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages(run, TEN_STEPS, TEN_STEPS)
+    assert main(["top", "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["job"] == "train.py"
+    assert main(["top", "--once", str(run.pid)]) == 0
+    assert "10 / 40" in capsys.readouterr().out
+    assert main(["top", run.folder]) == 0  # Without a terminal it looks once.
+    assert main(["top", "--json"]) == ConfigError.exit_code
+    assert main(["top", "--once", "1"]) == SetupError.exit_code
+    said = capsys.readouterr().err
+    assert "No job 1 runs on this machine: it is over, or never was." in said
+    assert f"{run.pid}  2 ranks, for " in said
+    assert " s: python train.py" in said
+    assert main(["top", "--once", str(tmp_path)]) == SetupError.exit_code
+    other = tmp_path / f"unsloth_multigpu_{os.getppid()}_y"
+    other.mkdir(mode=0o700)
+    parent = psutil.Process(os.getppid())
+    second = dataclasses.replace(run, pid=parent.pid, pid_begin_s=parent.create_time(), folder=str(other))
+    (other / "run.json").write_text(json.dumps(dataclasses.asdict(second)))
+    assert main(["top", "--once"]) == SetupError.exit_code
+    assert "2 jobs run here." in capsys.readouterr().err
+
+
+def test_top_without_a_job_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("unsloth_multigpu.tools.top.command.find_runs", list)
+    assert main(["top", "--once"]) == SetupError.exit_code
+    assert "No job of yours runs on this machine." in capsys.readouterr().err
+
+
+def test_command_is_shown_as_it_was_typed() -> None:
+    own = [sys.executable, "-m", "unsloth_multigpu.cli.script", "my dir/train.py", "--lr", "1"]
+    assert (job_of(own), shown_command(own)) == ("train.py", "python 'my dir/train.py' --lr 1")
+    assert job_of([sys.executable, "-m", "package.train", "--lr"]) == "package.train"
+    assert job_of([sys.executable]) == "python"
+
+
+def test_metrics_file_is_read_by_prometheus(run: Run) -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
+    pages(run, TEN_STEPS, dataclasses.replace(TEN_STEPS, num_tokens=None, num_padding_tokens=None))
+    job = 'a "b"\\c\nd'
+    families = {
+        f.name: f for f in parser.text_string_to_metric_families(render(read_beats(run.folder), job, is_running=True))
+    }
+    tokens = families["unsloth_multigpu_tokens"]
+    assert (tokens.type, [(s.labels, s.value) for s in tokens.samples]) == (
+        "counter",
+        [({"job": job, "rank": "0"}, 900)],
+    )
+    steps = families["unsloth_multigpu_step"].samples
+    assert [(s.labels["rank"], s.value) for s in steps] == [("0", 10), ("1", 10)]
+    doing = [s.labels for s in families["unsloth_multigpu_phase"].samples if s.value]
+    assert [d["phase"] for d in doing] == ["compute", "compute"]
+    assert escaped(job) == 'a \\"b\\"\\\\c\\nd'
+
+
+def test_metrics_file_is_whole_at_any_time_and_says_the_end(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run.prom"
+    pages(run, TEN_STEPS)
+    with MetricsFile(str(path), Path(run.folder), "train.py"):
+        assert 'unsloth_multigpu_running{job="train.py"} 1\n' in path.read_text()
+    assert 'unsloth_multigpu_running{job="train.py"} 0\n' in path.read_text()
+    assert 'unsloth_multigpu_tokens_total{job="train.py",rank="0"} 900\n' in path.read_text()
+    assert [p.name for p in tmp_path.glob("*run.prom*")] == ["run.prom"]
+    with pytest.raises(LaunchError, match=r"metrics_file='.*none/run.prom' cannot be written: No such file"):
+        MetricsFile(str(tmp_path / "none" / "run.prom"), Path(run.folder), "train.py")
+    with pytest.raises(ConfigError, match=r"a file whose name ends with \.prom"):
+        MultiGPUConfig.resolve({"metrics_file": "run.txt"})
+
+
+def test_numbers_of_a_log_line_are_those_since_the_line_before() -> None:
+    before = {0: TEN_STEPS, 1: dataclasses.replace(TEN_STEPS, waiting_s=0.0)}
+    later = {"num_steps": 20, "num_tokens": 1900, "num_padding_tokens": 200, "loop_s": 10.0}
+    now = {
+        0: dataclasses.replace(before[0], **later, waiting_s=3.0),
+        1: dataclasses.replace(before[1], **later, waiting_s=0.5, peak_bytes=4 * 2**30),
+    }
+    assert numbers_between(before, now, 0) == {
+        "multigpu/tokens_per_s": 400.0,
+        "multigpu/padding": pytest.approx(200 / 2200, abs=1e-5),
+        "multigpu/waiting": 0.25,
+        "multigpu/slowest_rank": 1,
+        "multigpu/peak_memory_gib": 4.0,
+    }
+    # One process sees itself alone; a sharded one does not know how long it waits.
+    assert numbers_between({}, {0: dataclasses.replace(TEN_STEPS, waiting_s=None)}, 0).keys() == {
+        "multigpu/tokens_per_s",
+        "multigpu/padding",
+        "multigpu/peak_memory_gib",
+    }
+
+
+def test_other_nodes_are_told_no_figures(tmp_path: Path) -> None:
+    """Nodes of one run may have different versions of this page."""
+    page = BeatPage(tmp_path, 0)
+    page.note(TEN_STEPS)
+    now_s = time.monotonic()
+    told = decode_beats(encode_beats(read_beats(tmp_path), now_s).encode(), now_s)
+    assert told is not None
+    assert told[0].figures == Figures()
