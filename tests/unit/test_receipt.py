@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu import session
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
@@ -27,6 +29,13 @@ from unsloth_multigpu.tools.verify import recorder as receipt
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest, Verify
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
+
+
+def page_of(*arguments, **options) -> str:
+    stream = io.StringIO()
+    table.show(Screen(stream), *arguments, **options)
+    return stream.getvalue().removesuffix("\n")
+
 
 ROWS = [[5, 6, 7], [8, 9], [5, 6, 7], [1]]
 
@@ -236,7 +245,7 @@ def test_runs_that_have_nothing_are_not_said_to_agree(steps, weights, reason):
     found = judged_alike(steps, weights)
     assert len(found.reasons) == 1
     assert found.reasons[0].startswith(reason)
-    text = table.render(found, [], run_of().facts, 2)
+    text = page_of(found, [], run_of().facts, 2)
     assert "ONE PROCESS AND 2 RANKS WERE NOT SHOWN TO AGREE: " in text
     assert not judged_alike([(None, None, {})], ()).agree
 
@@ -301,7 +310,7 @@ def test_samples_of_all_ranks_are_put_together(tmp_path):
     assert comparison.read_run(tmp_path) is None
     for rank, samples in enumerate(({"a": 1}, {"a": 2, "b": 1})):
         steps = [{"step": 1, "loss": 2.0 + rank, "grad_norm": 0.5, "samples": samples}]
-        record = {"rank": rank, "steps": steps, "gradient_shares": {"w": 1.0}, "facts": {"rank": rank}}
+        record = {"rank": rank, "steps": steps, "gradient_shares": {"w": 1.0}, "facts": {"rank": rank}, "ranks": []}
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(record))
     found = comparison.read_run(tmp_path)
     assert found.steps == (comparison.TrainedStep(1, 2.0, 0.5, Counter(a=3, b=1)),)
@@ -309,13 +318,13 @@ def test_samples_of_all_ranks_are_put_together(tmp_path):
 
 
 def test_table_shows_figures_marks_and_verdict():
-    text = table.render(judged([STEPS[0], (2.25, 0.51, {"c": 2})]), [], run_of().facts, 2)
+    text = page_of(judged([STEPS[0], (2.25, 0.51, {"c": 2})]), [], run_of().facts, 2)
     first, second = (line for line in text.splitlines() if line[:4].strip().isdigit())
     assert first.split() == ["1", "3", "same", "2.5", "2.5", "0.0e+00", "0.7", "0.7", "0.0e+00"]
     assert second.split() == ["2", "OTHER", "2.25", "2.25", "0.0e+00", "0.5", "0.51", "!2.0e-02"]
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: other samples (3 and 2" in text
     found = {"name": "dropout", "found": "p 0.1", "advice": "--no-dropout"}
-    text = table.render(judged(STEPS), [found], run_of().facts, 3)
+    text = page_of(judged(STEPS), [found], run_of().facts, 3)
     assert "  dropout: p 0.1. For agreement: --no-dropout." in text
     assert "\nCompared: the beginning of the script's first train(). What comes after it was not run.\n" in text
     assert text.endswith("One process and 3 ranks agree over 2 steps.")
@@ -377,7 +386,7 @@ def record(trainer, folder, steps=None, **options):
     recorder = receipt.Recorder(trainer, request, 0, MultiGPUConfig(), steps)
     with Loop(trainer, [recorder]).steering():
         trainer.train()
-    recorder.write()
+    recorder.write(None)
     return json.loads((folder / "rank_0.json").read_text())
 
 
