@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's share of a training.
+    """One rank's share of a training. None = it is not known.
 
     Args:
         rank: Which rank.
@@ -19,6 +19,17 @@ class RankReport:
         train_s: Seconds inside `Trainer.train`.
         sent_bytes: What gradients or weights were sent, without headers, in the algorithms that are usual; None where
             it is not known.
+        num_tokens: The model's own tokens: places of `input_ids` that `attention_mask` leaves in, or all where there is
+            no mask. Those of all ranks together are the same on any number of ranks. None for a model without tokens.
+        num_padding_tokens: Places of the micro-batches that hold none of these tokens.
+        waiting_s: Seconds in which it waited for other ranks, with the transfer; 0.0 in one process. None where the
+            ranks hold parts of the weights.
+        peak_bytes: Most memory: what torch has allocated on the accelerator, or what the process held on the CPU.
+        step_s: Median seconds of an optimizer step, from the end of the one before, without evaluations and
+            checkpoints.
+        loop_s: Seconds from the begin of the first step to the end of the last one.
+        setup_s: Seconds from the call of `train()` to the begin of the first step.
+        runtime_s: What the Trainer itself calls the seconds of the training, its `train_runtime`.
     """
 
     rank: int
@@ -27,6 +38,14 @@ class RankReport:
     num_micro_batches: int
     train_s: float
     sent_bytes: int | None = None
+    num_tokens: int | None = None
+    num_padding_tokens: int | None = None
+    waiting_s: float | None = None
+    peak_bytes: int | None = None
+    step_s: float | None = None
+    loop_s: float | None = None
+    setup_s: float | None = None
+    runtime_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -35,24 +54,92 @@ class RunReport:
 
     Args:
         planner: What the planner had measured at the end, as JSON values; empty where samples were dealt in order.
+        max_steps: Steps of the whole training, with those before a checkpoint that it resumed from; None = not known.
+        resumed_step: Steps before the checkpoint that it resumed from.
+        resumed: Name of that checkpoint's folder, where it is known.
     """
 
     ranks: tuple[RankReport, ...]
     planner: Mapping[str, Any] = field(default_factory=dict)
+    max_steps: int | None = None
+    resumed_step: int = 0
+    resumed: str = ""
 
     @property
     def num_samples(self) -> int:
         """Samples of all ranks together."""
         return sum(r.num_samples for r in self.ranks)
 
-    def summary(self, traffic: str = "sent={:.1f} MB per rank") -> str:
-        """One line of facts.
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of all ranks together; None where they are not known."""
+        return total(r.num_tokens for r in self.ranks)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together, from the begin of the first step to the end of the last one."""
+        num_tokens, loop_s = self.num_tokens, self.ranks[0].loop_s
+        return num_tokens / loop_s if num_tokens is not None and loop_s else None
+
+    @property
+    def waiting(self) -> float | None:
+        """Part of the time in which a rank waited for others, the mean of all ranks: 0.0 to 1.0."""
+        return share((r.waiting_s, r.loop_s) for r in self.ranks)
+
+    @property
+    def padding(self) -> float | None:
+        """Part of the places of all micro-batches that is padding: 0.0 to 1.0."""
+        num_padding_tokens = total(r.num_padding_tokens for r in self.ranks)
+        num_tokens = self.num_tokens
+        if num_tokens is None or num_padding_tokens is None:
+            return None
+        return num_padding_tokens / ((num_tokens + num_padding_tokens) or 1)
+
+    @property
+    def had_nothing_to_do(self) -> bool:
+        """True where the training resumed from its own end."""
+        return self.ranks[0].num_steps == 0 and 0 < (self.max_steps or 0) <= self.resumed_step
+
+    def summary(self, traffic: str = "sent {:.1f} MB per rank") -> str:
+        """The training in one sentence. Its seconds are the Trainer's own `train_runtime`, of rank 0.
 
         Args:
             traffic: What it says of the `sent_bytes` of the rank that sent most, in MB.
         """
-        slowest_s = max(r.train_s for r in self.ranks)
-        shares = "+".join(str(r.num_samples) for r in self.ranks)
-        line = f"trained steps={self.ranks[0].num_steps} samples={self.num_samples} ({shares}) seconds={slowest_s:.1f}"
+        first = self.ranks[0]
+        if self.had_nothing_to_do:
+            return (
+                f"{self.resumed or f'checkpoint-{self.resumed_step}'} is the end of this training ({self.resumed_step} "
+                f"of {self.max_steps} steps): nothing to do; another output_dir starts a new training"
+            )
+        shares = f" ({' + '.join(str(r.num_samples) for r in self.ranks)})" if len(self.ranks) > 1 else ""
+        seconds = max(r.train_s for r in self.ranks) if first.runtime_s is None else first.runtime_s
+        speed = f" ({_rounded(self.num_samples / seconds)} samples/s)" if seconds > 0 else ""
+        line = f"trained {_counted(first.num_steps, 'step')}, {_counted(self.num_samples, 'sample')}{shares}"
+        line += f" in {seconds:.1f} s{speed}"
+        if first.setup_s is not None:
+            line += f", set-up {first.setup_s:.1f} s"
         sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]
-        return f"{line} {traffic.format(max(sent) / 1e6)}" if sent else line
+        return f"{line}, {traffic.format(max(sent) / 1e6)}" if sent else line
+
+
+def total(counts: Iterable[int | None]) -> int | None:
+    """The sum; None where one is not known."""
+    found = list(counts)
+    return None if None in found else sum(count for count in found if count is not None)
+
+
+def share(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
+    """The sum of the first numbers as part of the sum of the second ones; None where one is not known."""
+    parts, wholes = zip(*pairs, strict=True)
+    if None in parts or None in wholes or not sum(wholes):
+        return None
+    return float(sum(parts) / sum(wholes))
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _rounded(number: float) -> str:
+    return f"{number:.0f}" if number >= 10 else f"{number:.2g}"

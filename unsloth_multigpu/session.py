@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -155,16 +155,27 @@ class Session:
                 is_comparison=self.tool.is_comparison,
             )
         of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
-        if steered is None:
-            with nullcontext() if of_tool is None else _loop_of(trainer, of_tool):
-                result = original_train()
-        else:
+        if steered is not None:
             steered.of_tool = of_tool
             result = steered.run(original_train, self.program.note_training)
+            self.report = steered.report
+        elif of_tool is not None:
+            result = self._run_alone(trainer, original_train, of_tool)
+        else:
+            result = original_train()
         self.program.end_training()
         self.tool.end_training()
-        if steered is not None:
-            self.report = steered.report
+        return result
+
+    def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part) -> Any:
+        """Trains in a process that only a tool looks at."""
+        from unsloth_multigpu.train.figures import Meter
+        from unsloth_multigpu.train.loop import Loop
+
+        meter = Meter(trainer, self.manager(), self.beat)
+        with Loop(trainer, [meter, of_tool]).steering():
+            result = original_train()
+        self.report = meter.report_alone()
         return result
 
     def _steers(self) -> bool:
@@ -180,12 +191,6 @@ class Session:
         result = steered.run(original_train)
         self.report = steered.report
         return result
-
-
-def _loop_of(trainer: TrainerLike, part: Part) -> AbstractContextManager[None]:
-    from unsloth_multigpu.train.loop import Loop
-
-    return Loop(trainer, [part]).steering()
 
 
 def open_session(
@@ -229,6 +234,14 @@ def open_session(
             f"shard='auto' is decided by the process that starts the ranks, and {identity.launcher} has started them.",
             hint="Set shard='on' or shard='off'; `unsloth-multigpu plan` says which fits.",
         )
+    if config.metrics_file is not None and context is not None and context.run_dir is None:
+        what = f"metrics_file={config.metrics_file!r} is written by the process that starts the ranks"
+        if identity.world_size > 1:
+            raise SetupError(
+                f"{what}, and {identity.launcher} has started them.",
+                hint="Start the script by python, or leave it out.",
+            )
+        logger.warning("%s; this process has none", what)
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)

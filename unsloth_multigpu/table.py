@@ -19,6 +19,7 @@ from unsloth_multigpu.row import (
     Nodes,
     Number,
     Older,
+    PrometheusFile,
     Scope,
     Seconds,
     Speeds,
@@ -33,10 +34,11 @@ EVERYDAY = "Everyday"
 GRADIENTS = "How gradients meet"
 DEALING = "Which samples, where"
 FAILING = "When something fails"
+SHOWN = "What is shown"
 PLACE = "Processes and devices"
 NODES = "Several nodes"
 OLDER = "Older plugin"
-SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, PLACE, NODES, OLDER)
+SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, SHOWN, PLACE, NODES, OLDER)
 
 _WHICH_GPUS = "Leave it out for all GPUs, or give their number; CUDA_VISIBLE_DEVICES chooses which."
 _RUN_AND_VERIFY = ("run", "verify")
@@ -264,6 +266,22 @@ class OptionTable:
         "Steps between two comparisons of all ranks' weights, the first of which is after the first step; 0 = never.",
         section=FAILING,
     )
+    log_metrics: bool = option(
+        True,
+        Switch(),
+        "Two or more ranks: adds the numbers multigpu/tokens_per_s, waiting, padding, slowest_rank and "
+        "peak_memory_gib to each line with a training loss that the Trainer logs on rank 0.",
+        section=SHOWN,
+    )
+    metrics_file: str | None = option(
+        None,
+        PrometheusFile(),
+        "A file NAME.prom for the textfile collector of Prometheus, written every second while the ranks run: steps, "
+        "tokens, waiting, memory of each rank of this machine. Under torchrun, which starts the ranks itself, it is "
+        "refused; one process without a supervisor writes none, after a warning.",
+        section=SHOWN,
+        is_of_node=True,
+    )
     nnodes: str = option(
         "1",
         Nodes(),
@@ -360,6 +378,8 @@ class SeldomOptions(TypedDict, total=False):
     on_nan: str | None
     inexact: str | None
     verify_every: int | None
+    log_metrics: bool | None
+    metrics_file: str | None
     nnodes: str | int | None
     rdzv_endpoint: str | None
     rdzv_id: str | None

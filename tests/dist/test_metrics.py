@@ -15,7 +15,7 @@ from tests.helpers.tiny import build_tiny
 
 SCRIPT = Path(__file__).parent / "scripts" / "metrics.py"
 # Times, and what is made from them.
-OF_TIME = ("runtime", "per_second", "preparation_time", "step_time")
+OF_TIME = ("multigpu/", "runtime", "per_second", "preparation_time", "step_time")
 SHARED = ["sft:17x8x1:end+eval", "dpo:26x3x3:1", "kto:26x3x3:1+eval"]
 JOBS = [
     *(SHARED[0], SHARED[2]),

@@ -59,6 +59,18 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert all(weight["relative"] < 1e-4 for weight in found["weights"])
     assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 3]
     assert left(tmp_path) == []
+    # Beside the proof stands how much sooner it is: each number is what the ranks have measured.
+    one, many = (found["figures"][name] for name in ("one", "many"))
+    assert [len(one["ranks"]), len(many["ranks"])] == [1, 3]
+    assert sum(r["num_tokens"] for r in many["ranks"]) == one["ranks"][0]["num_tokens"] > 0
+    assert (one["num_timed"], many["num_timed"]) == (3, 3)
+    assert one["step_s"] == one["ranks"][0]["step_s"] > 0
+    assert found["figures"]["times_as_fast"] == pytest.approx(one["step_s"] / many["step_s"])
+    assert many["peak_bytes"] == max(r["peak_bytes"] for r in many["ranks"]) > 2**20
+    assert one["waiting"] is None
+    assert 0 < many["waiting"] < 1
+    assert f"3 ranks train {found['figures']['times_as_fast']:.2f} times as fast: a step takes " in run.out
+    assert "\npeak memory of a rank  " in run.out
     # On the screen is what verify does. What the script printed is in the file that it names.
     said = [line for line in run.err.splitlines() if not line.startswith("no accelerator is visible: num_gpus=3 runs")]
     assert [line for line in said if not line.startswith("verify: 4 steps on ")] == []
@@ -71,6 +83,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
 def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
     run = verify(tmp_path, "--steps", 2, "--json", "found.json", "train.py", "--fault", "scaled")
     assert run.code == 77, run.err
+    assert "How much sooner 2 ranks train is not said: the first step warms up, and 1 more give no median." in run.out
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in run.out
     assert "Look for code of the script that depends on the rank" in run.out
     found = receipt(tmp_path, "found.json")

@@ -108,6 +108,8 @@ HANDED_ON = (
         "log_dir": "my logs",
         "grad_compression": "bf16",
         "verify_every": 7,
+        "log_metrics": False,
+        "metrics_file": "run.prom",
         "hang_timeout_s": 60.0,
         "resume": "auto",
         "grace_s": 20.0,

@@ -16,10 +16,10 @@ import pytest
 
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.table import SECTIONS
+from unsloth_multigpu.table import OLDER, SECTIONS
 
 FROZEN = Path(__file__).parent / "help.txt"
-COMMANDS = ("", "run", "verify", "plan", "doctor", "bench", "chaos")
+COMMANDS = ("", "run", "top", "verify", "plan", "doctor", "bench", "chaos")
 
 
 def shown_help(capsys: pytest.CaptureFixture[str]) -> str:
@@ -73,9 +73,9 @@ def test_options_have_their_values_and_their_sections() -> None:
     text = FROZEN.read_text(encoding="utf-8")
     assert " STR" not in text
     assert "--shard {off,auto,on}" in text
-    run = text.partition("$ unsloth-multigpu run --help")[2].partition("$ unsloth-multigpu verify")[0]
+    run = text.partition("$ unsloth-multigpu run --help")[2].partition("\n$ ")[0]
     headings = [line.removesuffix(":") for line in run.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["options", *SECTIONS[:6]]
+    assert headings == ["options", *(section for section in SECTIONS if section != OLDER)]
 
 
 @pytest.mark.parametrize(

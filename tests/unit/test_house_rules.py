@@ -43,6 +43,7 @@ LAYERS = {
     "part": 2,
     "patching": 2,
     "seam": 2,
+    "overview": 2,
     "tool": 2,
     "trainer_protocol": 2,
     "launch": 3,

@@ -171,6 +171,8 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "memory_optimization": {"enable_memory_optimization": True},
         "debug": {"debug": True},
         "verify_every": {"verify_every": 7},
+        "log_metrics": {"log_metrics": False},
+        "metrics_file": {"metrics_file": "run.prom"},
     }
     assert values.keys() == TABLE.keys()
     for name, keywords in values.items():

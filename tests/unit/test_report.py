@@ -71,10 +71,32 @@ def test_event_after_the_end_of_the_supervisor_raises(tmp_path: Path) -> None:
         writer.write("trained")
 
 
-def test_run_report_sums_and_says_the_slowest_rank() -> None:
-    report = RunReport((RankReport(0, 5, 20, 10, 12.34), RankReport(1, 5, 19, 10, 15.0)))
-    assert report.num_samples == 39
-    assert report.summary() == "trained steps=5 samples=39 (20+19) seconds=15.0"
-    moved = dataclasses.replace(report.ranks[0], sent_bytes=2_500_000)
-    line = RunReport((moved,)).summary("moved={:.1f} MB")
-    assert line.endswith(" moved=2.5 MB")
+def test_run_report_says_the_training_in_a_sentence() -> None:
+    ranks = (RankReport(0, 15, 109, 10, 4.34), RankReport(1, 15, 131, 10, 5.0))
+    report = RunReport(ranks)
+    assert report.num_samples == 240
+    assert report.summary() == "trained 15 steps, 240 samples (109 + 131) in 5.0 s (48 samples/s)"
+    timed = tuple(dataclasses.replace(rank, runtime_s=2.5, setup_s=0.86) for rank in ranks)
+    text = "trained 15 steps, 240 samples (109 + 131) in 2.5 s (96 samples/s), set-up 0.9 s"
+    assert RunReport(timed).summary() == text
+    moved = dataclasses.replace(timed[0], num_steps=1, num_samples=1, sent_bytes=2_500_000)
+    line = RunReport((moved,)).summary("moved {:.1f} MB")
+    assert line == "trained 1 step, 1 sample in 2.5 s (0.4 samples/s), set-up 0.9 s, moved 2.5 MB"
+
+
+def test_run_report_says_where_nothing_was_left_to_do() -> None:
+    rank = RankReport(0, 0, 0, 0, 1.0, runtime_s=0.01)
+    text = "is the end of this training (40 of 40 steps): nothing to do; another output_dir starts a new training"
+    assert RunReport((rank,), max_steps=40, resumed_step=40, resumed="last").summary() == f"last {text}"
+    assert RunReport((rank,), max_steps=40, resumed_step=40).summary() == f"checkpoint-40 {text}"
+    # Stopped before its first step.
+    assert RunReport((rank,), max_steps=40, resumed_step=20).summary().startswith("trained 0 steps")
+
+
+def test_run_report_adds_up_what_all_ranks_know() -> None:
+    known = RankReport(0, 5, 20, 10, 3.0, num_tokens=90, num_padding_tokens=10, waiting_s=0.5, loop_s=2.0)
+    other = dataclasses.replace(known, rank=1, num_tokens=150, num_padding_tokens=50, waiting_s=0.0)
+    report = RunReport((known, other))
+    assert (report.num_tokens, report.tokens_per_s, report.padding, report.waiting) == (240, 120.0, 0.2, 0.125)
+    report = RunReport((known, dataclasses.replace(other, num_tokens=None, waiting_s=None)))
+    assert (report.num_tokens, report.tokens_per_s, report.padding, report.waiting) == (None, None, None, None)

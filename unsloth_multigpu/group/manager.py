@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import TCPStore
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
 from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.random_state import read_random_state, write_random_state
+from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.digest import digest_int64
@@ -44,6 +45,7 @@ class DDPManager:
 
     Attributes:
         connect_store: Connects to the store of this run, when it is first needed.
+        waits: Counts the seconds that this rank waits for others.
         is_abandoned: True where rank 0 has left the code that this rank runs, and publishes nothing more in it.
     """
 
@@ -58,6 +60,7 @@ class DDPManager:
         self.lengths_of: dict[str, list[int]] = {}
         self._last_works: deque[Any] = deque(maxlen=8)
         self._farewell: Farewell | None = None
+        self.waits = Waits(lambda: local_device(identity, config))
 
     @property
     def store(self) -> Store:
@@ -262,7 +265,8 @@ class DDPManager:
         A thread of the backend drops its reference a moment after the collective is done. If it were the last one, the
         thread would need Python's lock to free the tensors. An exiting process aborts then (SIGABRT, seen with gloo).
         """
-        work.wait()
+        with self.waits.counted():
+            work.wait()
         self._last_works.append(work)
 
     def _gather(self, values: Sequence[float], dtype: torch.dtype) -> list[list[Any]]:

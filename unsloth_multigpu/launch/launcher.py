@@ -15,6 +15,7 @@ from typing import NoReturn
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
+from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
@@ -25,6 +26,7 @@ from unsloth_multigpu.options import (
 from unsloth_multigpu.wire.beat import read_beats
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire.run import job_of, shown_command, write_run
 
 logger = get_logger(__name__)
 
@@ -58,6 +60,10 @@ class DDPLauncher:
         with ExitStack() as stack:
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
+            job = job_of(self.command)
+            write_run(run_dir, job, shown_command(self.command), self.num_ranks, log_dir)
+            if self.config.metrics_file is not None:
+                stack.enter_context(MetricsFile(self.config.metrics_file, run_dir, job))
             run_id = self.config.rdzv_id or uuid.uuid4().hex
             os.environ.update(rank_environment(self.config, self.num_ranks, run_dir, log_dir, run_id, os.environ))
             logger.info("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)

@@ -120,7 +120,7 @@ class SerialTrainer(Part):
             result = original_train()
         counts = (self.num_steps, self._num_samples, self._num_shards)
         self.report = RunReport((RankReport(0, *counts, time.monotonic() - start, self.moved_bytes),))
-        logger.info("legacy serial path: %s", self.report.summary("moved={:.1f} MB to and from the replicas"))
+        logger.info("legacy serial path: %s", self.report.summary("moved {:.1f} MB to and from the replicas"))
         return result
 
     @contextmanager

@@ -166,6 +166,11 @@ class Stopwatch:
         """Called after the backward pass; None where the parameter got no gradient."""
         return None if self._end is None else Lap(self._begin, self._end)
 
+    @property
+    def last_gradient(self) -> Any:
+        """When the last gradient came: `time.perf_counter`, or an event of the device; None where none has come."""
+        return self._end
+
     def _now(self) -> Any:
         if self._device.type == "cpu":
             return time.perf_counter()

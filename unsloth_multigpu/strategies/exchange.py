@@ -89,7 +89,8 @@ class Exchange(GradientExchange):
 
     def on_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         assert self.sync is not None
-        self.sync.after_step()
+        with self._manager.waits.counted():
+            self.sync.after_step()
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._meet_if_read(control)
@@ -104,7 +105,8 @@ class Exchange(GradientExchange):
     def _meet_if_read(self, control: ControlLike) -> None:
         """Makes the ranks' weights equal where something is about to read them. Collective."""
         if self.sync is not None and (control.should_save or control.should_evaluate or control.should_training_stop):
-            self.sync.meet()
+            with self._manager.waits.counted():
+                self.sync.meet()
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -161,7 +163,8 @@ class Exchange(GradientExchange):
     def _meet_before(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer._save_checkpoint` and `_load_best_model`, which every rank calls."""
         if self.sync is not None:
-            self.sync.meet()
+            with self._manager.waits.counted():
+                self.sync.meet()
         return original(*args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -169,5 +172,6 @@ class Exchange(GradientExchange):
         loss = original(*args, **kwargs)
         if self._trainer.accelerator.sync_gradients:
             assert self.sync is not None
-            self.sync.after_backward()
+            with self._manager.waits.counted():
+                self.sync.after_backward()
         return loss

@@ -198,7 +198,7 @@ class OneDecision(Part):
                     hint="Let no callback work this long on rank 0 alone, or raise timeout_s.",
                 )
 
-        with self._beat.within(Phase.AGREE):
+        with self._beat.within(Phase.AGREE), self._manager.waits.counted():
             return wait_for_word(read, self._checked_board().longest_pause_s, turn)
 
     def _checked_board(self) -> Board:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.report import RankReport, RunReport
+from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.shard.calibration import Calibration
@@ -32,12 +33,15 @@ from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, Ru
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
+from unsloth_multigpu.train.figures import Meter, gather_reports
+from unsloth_multigpu.train.log_figures import log_figures
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
 from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
+from unsloth_multigpu.train.waiting import Waiting
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
@@ -85,6 +89,7 @@ class DDPTrainer:
         self.manager = manager
         self.config: MultiGPUConfig = manager.config
         self.report: RunReport | None = None
+        self.arguments = {} if arguments is None else arguments
         context = RunContext() if context is None else context
         run_dir, is_one_of_several = context.run_dir, manager.identity.world_size > 1
         self.steps = StepFeed(trainer, manager, beat)
@@ -92,6 +97,7 @@ class DDPTrainer:
         if is_one_of_several and not isinstance(self.config.sync, DDP):
             self.exchange = attached(_EXCHANGE)(trainer, manager)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
+        self.meter = Meter(trainer, manager, beat, self.steps)
         self.preemption = Preemption(trainer, manager, events, run_dir, beat, self._may_stop)
         replicas = ReplicaProof(manager, self.steps.balancer.state)
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, self.preemption)
@@ -100,6 +106,7 @@ class DDPTrainer:
         # Their order is that of `train.loop.PLACES`.
         self.parts: list[Part] = [
             self.steps.metrics,
+            self.meter,
             StepCheck(trainer, manager, self.steps),
             Guard(trainer, beat),
             self.progress,
@@ -108,11 +115,15 @@ class DDPTrainer:
         if trained is not None:
             wrapping = self.exchange or DDPWrapping(trainer, manager)
             buffers = EqualBuffers(trainer, manager)
+            self.parts += [
+                Waiting(trainer, manager),
+                *([] if is_comparison else log_figures(self.meter, manager, run_dir)),
+            ]
             self.parts += [OneDecision(trainer, manager, run_dir, beat), wrapping, trained, buffers]
         if context.shard_choice is not None:
             self.parts.append(Calibration(context.shard_choice))
         if not is_comparison:
-            resume = Resume(trainer, manager, self.steps, {} if arguments is None else arguments, training, context)
+            resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
             self.parts += [resume, Checkpoints(trainer, manager, self.steps, self.exchange, resume)]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:
@@ -202,7 +213,7 @@ class DDPTrainer:
                 check_is_sharded(self.trainer.model)
             return
         check_options(self.config, engine, is_notebook=self.manager.identity.launcher == "notebook")
-        self.is_sharded = self.steps.is_lockstep = True
+        self.is_sharded = self.steps.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
         sharding = Sharding(self.trainer, self.manager, engine, self.steps)
         self.parts = [sharding if isinstance(part, DDPWrapping) else part for part in self.parts]
@@ -257,23 +268,27 @@ class DDPTrainer:
         return self.exchange is None or self.exchange.may_stop
 
     def _report(self, train_s: float) -> None:
-        counts = [self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches]
+        counts = (self.progress.num_steps, self.steps.num_samples, self.steps.num_micro_batches)
         if self.is_sharded:
             sent_bytes = None
         elif self.exchange is None:
             sent_bytes = ddp_sent_bytes(self.trainer.model, self.manager, self.progress.num_steps)
         else:
             sent_bytes = self.exchange.sent_bytes
-        rows = self.manager.gather_floats([*counts, train_s, -1 if sent_bytes is None else sent_bytes])
+        mine = self.meter.report(counts, train_s, sent_bytes)
         self.report = RunReport(
-            tuple(
-                RankReport(rank, int(r[0]), int(r[1]), int(r[2]), r[3], None if r[4] < 0 else int(r[4]))
-                for rank, r in enumerate(rows)
-            ),
+            gather_reports(self.manager, mine),
             self.steps.balancer.state_dict(),
+            self.meter.figures.max_steps,
+            self.meter.resumed_step,
+            self._resumed(),
         )
-        if self.steps.num_micro_batches:
+        if self.steps.num_micro_batches or self.report.had_nothing_to_do:
             logger.info("%s", self.report.summary())
+
+    def _resumed(self) -> str:
+        folder = self.arguments.get("resume_from_checkpoint")
+        return os.path.basename(folder.rstrip("/")) if isinstance(folder, str) else ""
 
 
 def _hands_on(method: Callable[..., Any]) -> bool:

@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,37 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class Figures:
+    """What a rank's training has done up to its last finished step. None = it is not known.
+
+    Args:
+        max_steps: Of the training, with those before the checkpoint that it resumed from.
+        num_steps: Optimizer steps of this call of `train()`.
+        num_samples: Samples whose gradient counted.
+        num_tokens: See `step.tokens`.
+        num_padding_tokens: Places of a micro-batch that hold none of these tokens.
+        waiting_s: Seconds in which this rank waited for other ranks, see `group.waits`.
+        peak_bytes: Most memory so far: of the accelerator's allocator, or of the process on the CPU.
+        held_bytes: That memory now.
+        step_s: Median seconds of a step.
+        loop_s: Seconds from the begin of the first step to the end of the last one.
+        setup_s: Seconds from the call of `train()` to the begin of the first step.
+    """
+
+    max_steps: int | None = None
+    num_steps: int | None = None
+    num_samples: int | None = None
+    num_tokens: int | None = None
+    num_padding_tokens: int | None = None
+    waiting_s: float | None = None
+    peak_bytes: int | None = None
+    held_bytes: int | None = None
+    step_s: float | None = None
+    loop_s: float | None = None
+    setup_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Beat:
     """One look at a page.
 
@@ -50,6 +81,10 @@ class Beat:
         operation: The collective that the rank waits in, "" where it waits in none or not for long.
         longest_s: The longest time between two marks of the main thread within a step's work: a micro-batch, or all
             that the device had still to do when the main thread waited for it. 0.0 before the first step.
+        figures: Of the training; not told between nodes, as what follows.
+        pid: Of the rank's process.
+        device: Name of the device on which it trains, "" before its first training.
+        device_id: By which the driver knows that device; "" where it has none, as the CPU.
     """
 
     step: int = -1
@@ -60,6 +95,10 @@ class Beat:
     collective: int = -1
     operation: str = ""
     longest_s: float = 0.0
+    figures: Figures = Figures()
+    pid: int = -1
+    device: str = ""
+    device_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,8 +121,14 @@ class Node:
 _MAIN = struct.Struct("@qqqdd")
 # Written by the pulse thread: time, number of the collective, its name.
 _PULSE = struct.Struct("@dq112s")
-_SIZE = 256
+# Written by the main thread once a step: a `Figures` in its order, -1 for None.
+_FIGURES = struct.Struct("@qqqqqdqqddd")
+# Written once: the process, its device.
+_PROCESS = struct.Struct("@q64s48s")
+_SIZE = 512
 _PULSE_OFFSET = 64
+_FIGURES_OFFSET = 256
+_PROCESS_OFFSET = 384
 _NAME_BYTES = 112
 _MAX_TEXT_BYTES = 2**20
 # In these the main thread launches work, or waits for what the device has to do.
@@ -111,6 +156,8 @@ class BeatPage:
         self._longest_s = {"first step": 0.0, "later": 0.0}
         # A restarted rank must not look like the one before it.
         self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1, b""))
+        self.note(Figures())
+        self.name_device("", "")
         self.mark(Phase.SCRIPT)
 
     def mark(
@@ -144,6 +191,16 @@ class BeatPage:
             # Before the first micro-batch of a step UPDATE means what is between two steps.
             self._is_working = phase in _WORKING and not (phase == Phase.UPDATE and self.micro_batch == 0)
         self._put(0, _MAIN.pack(self.step, self.phase, self.micro_batch, now_s, self.longest_s))
+
+    def note(self, figures: Figures) -> None:
+        """Shows the figures of the training. Called by the main thread once a step; takes some microseconds."""
+        values = astuple(figures)
+        self._put(_FIGURES_OFFSET, _FIGURES.pack(*(-1 if value is None else value for value in values)))
+
+    def name_device(self, name: str, device_id: str) -> None:
+        """Says on which device this rank trains; see `Beat`."""
+        texts = (text.encode("ascii", "replace")[:limit] for text, limit in ((name, 64), (device_id, 48)))
+        self._put(_PROCESS_OFFSET, _PROCESS.pack(os.getpid(), *texts))
 
     @property
     def longest_s(self) -> float:
@@ -229,7 +286,35 @@ def _parse(data: bytes) -> Beat:
     step, phase, micro_batch, progress_s, longest_s = _MAIN.unpack_from(data, 0)
     alive_s, collective, name = _PULSE.unpack_from(data, _PULSE_OFFSET)
     operation = name.rstrip(b"\0").decode("ascii")
-    return Beat(step, Phase(phase), micro_batch, progress_s, alive_s, collective, operation, longest_s)
+    figures = Figures(*(None if value < 0 else value for value in _FIGURES.unpack_from(data, _FIGURES_OFFSET)))
+    pid, *texts = _PROCESS.unpack_from(data, _PROCESS_OFFSET)
+    device = (text.rstrip(b"\0").decode("ascii") for text in texts)
+    times_s = (progress_s, alive_s)
+    return Beat(step, Phase(phase), micro_batch, *times_s, collective, operation, longest_s, figures, pid, *device)
+
+
+class BeatReader:
+    """Reads the pages of one machine's ranks again and again, in microseconds.
+
+    Args:
+        run_dir: The run's private folder.
+        num_ranks: So many pages it may have.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], num_ranks: int) -> None:
+        self._run_dir = Path(run_dir)
+        self._num_ranks = num_ranks
+        self._pages: dict[int, mmap.mmap] = {}
+
+    def read(self) -> dict[int, Beat]:
+        """As `read_beats`."""
+        if len(self._pages) < self._num_ranks:
+            for path in self._run_dir.glob("beat_rank_*"):
+                rank = int(path.name.rpartition("_")[2])
+                if rank not in self._pages and path.stat().st_size == _SIZE:
+                    with path.open("rb") as file:
+                        self._pages[rank] = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+        return {rank: _parse(page[:]) for rank, page in sorted(self._pages.items())}
 
 
 def _path(run_dir: str | os.PathLike[str], rank: int) -> Path:

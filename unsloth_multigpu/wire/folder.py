@@ -16,7 +16,7 @@ from unsloth_multigpu.wire.process import is_alive
 
 logger = get_logger(__name__)
 
-_RUN_DIR_PREFIX = "unsloth_multigpu_"
+RUN_DIR_PREFIX = "unsloth_multigpu_"
 # What events, beats and stacks of a run need at least.
 _SPACE_BYTES = 2**18
 
@@ -28,12 +28,12 @@ def private_dir() -> Iterator[Path]:
     Raises:
         LaunchError: The folder for temporary files cannot be written, or is full.
     """
-    for old in Path(tempfile.gettempdir()).glob(f"{_RUN_DIR_PREFIX}*"):
-        pid = old.name.removeprefix(_RUN_DIR_PREFIX).split("_")[0]
+    for old in Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*"):
+        pid = old.name.removeprefix(RUN_DIR_PREFIX).split("_")[0]
         if pid.isdigit() and not is_alive(int(pid)) and _is_mine(old):
             shutil.rmtree(old, ignore_errors=True)
     try:
-        path = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}_"))
+        path = Path(tempfile.mkdtemp(prefix=f"{RUN_DIR_PREFIX}{os.getpid()}_"))
         _check_space(path)
     except OSError as error:
         raise LaunchError(

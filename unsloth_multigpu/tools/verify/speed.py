@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from unsloth_multigpu.report import RankReport, RunReport
 
@@ -36,8 +35,7 @@ class Speed:
 
 def speed_of(ranks: Sequence[RankReport]) -> Speed:
     """What the ranks of a run have measured, in one row."""
-    report: Any = RunReport(tuple(ranks))
-    first: Any = ranks[0]
+    report, first = RunReport(tuple(ranks)), ranks[0]
     num_timed = max(0, first.num_steps - 1)
     step_s = first.step_s if num_timed >= MIN_STEPS else None
     num_tokens = report.num_tokens

@@ -1,0 +1,111 @@
+"""Trains, and writes each rank's figures: its report, its log, what stood on the pages after the last step.
+
+Usage: figures.py --num-gpus N --out FOLDER [--options JSON] --jobs JSON
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-gpus", type=int, required=True)
+parser.add_argument("--out", type=Path, required=True)
+parser.add_argument("--options", type=json.loads, default={})
+parser.add_argument("--jobs", type=json.loads, required=True)
+args = parser.parse_args()
+ump.enable_multi_gpu(num_gpus=args.num_gpus, **args.options)
+
+import torch  # noqa: E402
+from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from unsloth_multigpu.wire.beat import read_beats  # noqa: E402
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Images(torch.nn.Module):
+    """A model without tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, pixel_values, labels):
+        logits = self.layer(pixel_values)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Slow(TrainerCallback):
+    """Holds rank 1 up before each step, and looks at the pages at the end."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.pages = None
+
+    def on_step_begin(self, *_, **__):
+        if RANK == 1:
+            time.sleep(self.seconds)
+
+    def on_train_end(self, *_, **__):
+        folder = os.environ.get("UNSLOTH_MULTIGPU_RUN_DIR")
+        if folder and RANK == 0:
+            self.pages = {rank: dataclasses.asdict(beat) for rank, beat in read_beats(folder).items()}
+
+
+def end_to_end(rows):
+    """Rows in one line, without a mask."""
+    ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
+    positions = torch.tensor([[i for row in rows for i in range(len(row["input_ids"]))]])
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.clone()}
+
+
+def train(job):
+    torch.manual_seed(0)
+    callback = Slow(job.get("slow", 0.0))
+    data = {"train_dataset": RaggedRows(job.get("rows", 24)), "data_collator": collate}
+    if job.get("kind") == "images":
+        torch.manual_seed(0)
+        data = {"train_dataset": [{"pixel_values": torch.randn(4), "labels": i % 2} for i in range(24)]}
+    elif job.get("kind") == "end to end":
+        data["data_collator"] = end_to_end
+    trainer = Trainer(
+        model=Images() if job.get("kind") == "images" else tiny_llama(),
+        args=TrainingArguments(
+            **{
+                "output_dir": str(args.out / job["name"]),
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "num_train_epochs": 1,
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": [],
+                "disable_tqdm": True,
+                **job.get("arguments", {}),
+            }
+        ),
+        **data,
+        callbacks=[callback],
+    )
+    begin = time.monotonic()
+    result = trainer.train(**job.get("train", {}))
+    report = ump.get_multi_gpu_status().report
+    return {
+        "seconds": time.monotonic() - begin,
+        "runtime": result.metrics["train_runtime"],
+        "log": trainer.state.log_history,
+        "pages": callback.pages,
+        "report": None if report is None else dataclasses.asdict(report),
+        "summary": None if report is None else report.summary(),
+        "numbers": None if report is None else [report.tokens_per_s, report.waiting, report.padding],
+    }
+
+
+facts = {job["name"]: train(job) for job in args.jobs}
+args.out.mkdir(parents=True, exist_ok=True)
+(args.out / f"facts_{RANK}.json").write_text(json.dumps(facts))

@@ -1,0 +1,355 @@
+"""A running job as a table: what the pages of its ranks say, in words. Rates are those of the last seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from unsloth_multigpu.report import share, total
+from unsloth_multigpu.wire.beat import Beat, BeatReader, Figures, Phase
+from unsloth_multigpu.wire.run import Run
+
+# Rates are taken between the newest look and one that is at least so old.
+_WINDOW_S = 10.0
+# A rank is marked that has said nothing for so long, and for so many of its own steps.
+_QUIET_S, _QUIET_STEPS = 5.0, 5.0
+_TRAINS = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
+_TAIL_BYTES = 4096
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the driver says of a rank's card; None = it does not say.
+
+    Args:
+        utilization: Part of the time in which it computed, in percent.
+        temperature_c: In degrees Celsius.
+        used_bytes: Its memory in use, by all processes.
+    """
+
+    utilization: int | None = None
+    temperature_c: int | None = None
+    used_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was done in a time. None = it is not known.
+
+    Args:
+        steps_per_s: Optimizer steps.
+        samples_per_s: Samples whose gradient counted.
+        tokens_per_s: Tokens.
+        waiting: Part of the time in which it waited for others.
+        padding: Part of the places of its micro-batches that is padding.
+    """
+
+    steps_per_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    waiting: float | None = None
+    padding: float | None = None
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank, at one moment.
+
+    Args:
+        rank: Which rank.
+        beat: Its page.
+        state: Of its process: "running", "stopped" by a signal, or "gone".
+        quiet_s: Seconds since it last said where it is.
+        rates: Of its own work.
+        held_bytes: Memory now: of the process on the CPU, what torch has allocated on an accelerator.
+        gpu: None where the driver cannot be asked.
+        log: Last line of its log; "" where it has none, as rank 0.
+    """
+
+    rank: int
+    beat: Beat
+    state: str
+    quiet_s: float
+    rates: Rates
+    held_bytes: int | None
+    gpu: Gpu | None
+    log: str
+
+    @property
+    def is_stuck(self) -> bool:
+        """True where it says nothing for longer than its steps let one expect."""
+        if self.state != "running":
+            return True
+        limit_s = max(_QUIET_S, _QUIET_STEPS * (self.beat.figures.step_s or 0.0))
+        return self.beat.phase in _TRAINS and self.quiet_s > limit_s
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run at one moment: its ranks, and all of them together.
+
+    Args:
+        run: Which run.
+        rows: In the order of ranks.
+        rates: Of all ranks together; of waiting and padding, the mean.
+        elapsed_s: Seconds since the ranks were started.
+    """
+
+    run: Run
+    rows: tuple[RankRow, ...]
+    rates: Rates
+    elapsed_s: float
+
+    @property
+    def step(self) -> int | None:
+        """Of the first rank; None before the training."""
+        return next((row.beat.step for row in self.rows if row.beat.step >= 0), None)
+
+    @property
+    def max_steps(self) -> int | None:
+        """Of the training."""
+        return next((row.beat.figures.max_steps for row in self.rows if row.beat.figures.max_steps), None)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step, at the rate of the steps before."""
+        if self.step is None or self.max_steps is None or not self.rates.steps_per_s:
+            return None
+        return max(self.max_steps - self.step, 0) / self.rates.steps_per_s
+
+    def values(self) -> dict[str, Any]:
+        """JSON values; docs/watch.md lists them."""
+        return {
+            "schema_version": 1,
+            "run": {
+                "pid": self.run.pid,
+                "job": self.run.job,
+                "command": self.run.command,
+                "folder": self.run.folder,
+                "log_dir": self.run.log_dir,
+                "num_ranks": self.run.num_ranks,
+                "elapsed_s": self.elapsed_s,
+                "state": self.run.state(),
+            },
+            "step": self.step,
+            "max_steps": self.max_steps,
+            "eta_s": self.eta_s,
+            **_rates(self.rates),
+            "ranks": [_values(row) for row in self.rows],
+        }
+
+
+class Overview:
+    """Looks at a run again and again.
+
+    Args:
+        run: Which run.
+        cards: Asks the driver for the card of a device id; None = there is no driver to ask.
+    """
+
+    def __init__(self, run: Run, cards: Any = None) -> None:
+        self.run = run
+        self._cards = cards
+        self._reader = BeatReader(run.folder, run.num_ranks)
+        self._looks: deque[tuple[float, dict[int, Figures]]] = deque()
+
+    def look(self) -> Look:
+        """The run now. Rates are those since the training began, until it was looked at for some seconds."""
+        now_s = time.monotonic()
+        beats = self._reader.read()
+        figures = {rank: beat.figures for rank, beat in beats.items()}
+        before = self._before(now_s, figures)
+        gone = {rank: _between(before.get(rank, Figures()), found) for rank, found in figures.items()}
+        rows = tuple(self._row(rank, beat, _rates_of([gone[rank]]), now_s) for rank, beat in beats.items())
+        elapsed_s = time.time() - self.run.begin_s
+        return Look(self.run, rows, _rates_of(list(gone.values())), elapsed_s)
+
+    def _before(self, now_s: float, figures: dict[int, Figures]) -> Mapping[int, Figures]:
+        """An earlier look at the same training, in which some rank had made fewer steps."""
+        steps = [found.num_steps or 0 for found in figures.values()]
+        if self._looks and steps < [found.num_steps or 0 for found in self._looks[-1][1].values()]:
+            self._looks.clear()  # Another training has begun.
+        self._looks.append((now_s, figures))
+        while len(self._looks) > 1 and now_s - self._looks[1][0] >= _WINDOW_S:
+            self._looks.popleft()
+        earlier_s, earlier = self._looks[0]
+        is_old = now_s - earlier_s >= _WINDOW_S
+        has_all = all(_num_steps(earlier.get(rank)) < _num_steps(found) for rank, found in figures.items())
+        return earlier if is_old and has_all else {}
+
+    def _row(self, rank: int, beat: Beat, rates: Rates, now_s: float) -> RankRow:
+        state, rss_bytes = _process(beat.pid)
+        is_on_cpu = not beat.device_id
+        gpu = None if self._cards is None or is_on_cpu else self._cards.ask(beat.device_id)
+        held_bytes = rss_bytes if is_on_cpu else beat.figures.held_bytes
+        log = last_line(Path(self.run.log_dir) / f"rank_{rank}.log") if rank else ""
+        quiet_s = max(0.0, now_s - beat.progress_s)
+        return RankRow(rank, beat, state, quiet_s, rates, held_bytes, gpu, log)
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that is not empty, as it would stand on a terminal: only what can be printed."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    # A progress bar writes its line many times.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    shown = [_CONTROL.sub("", line).strip() for line in lines]
+    return next((line for line in reversed(shown) if line), "")
+
+
+def columns_of(look: Look) -> list[tuple[str, list[str]]]:
+    """The table: each column's name with its cells, rank by rank. A column of which nothing is known is left out."""
+    rows = look.rows
+    columns = {
+        "rank": [str(row.rank) for row in rows],
+        "device": [row.beat.device or "-" for row in rows],
+        "step": [_step(row.beat) for row in rows],
+        "doing": [_doing(row) for row in rows],
+        "samples/s": [_number(row.rates.samples_per_s) for row in rows],
+        "tokens/s": [_number(row.rates.tokens_per_s) for row in rows],
+        "waiting": [_percent(row.rates.waiting) for row in rows],
+        "padding": [_percent(row.rates.padding) for row in rows],
+        "memory": [_gib(row.held_bytes) for row in rows],
+        "peak": [_gib(row.beat.figures.peak_bytes) for row in rows],
+        "GPU": [_unit((row.gpu or Gpu()).utilization, " %") for row in rows],
+        "temp.": [_unit((row.gpu or Gpu()).temperature_c, " C") for row in rows],
+        "log": [row.log for row in rows],
+    }
+    always = ("rank", "device", "step", "doing")
+    return [(name, cells) for name, cells in columns.items() if name in always or set(cells) - {"-", ""}]
+
+
+def headline(look: Look) -> str:
+    """The run in one line."""
+    rates = look.rates
+    parts = [f"{look.run.job} (pid {look.run.pid})", f"running {duration(look.elapsed_s)}"]
+    if look.run.state() == "stopped":
+        parts[1] = "its supervisor was stopped by a signal"
+    if look.step is not None and look.max_steps:
+        parts.append(f"step {look.step} of {look.max_steps}")
+    if look.eta_s is not None:
+        parts.append("done" if not look.eta_s else f"{duration(look.eta_s)} left")
+    speeds = ((rates.samples_per_s, "samples/s"), (rates.tokens_per_s, "tokens/s"))
+    parts += [f"{_number(value)} {unit}" for value, unit in speeds if value is not None]
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """ "48 s", "3 min 05 s" or "2 h 01 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _rates(rates: Rates) -> dict[str, float | None]:
+    names = ("samples_per_s", "tokens_per_s", "waiting", "padding")
+    return {name: getattr(rates, name) for name in names}
+
+
+def _values(row: RankRow) -> dict[str, Any]:
+    beat, figures, gpu = row.beat, row.beat.figures, row.gpu or Gpu()
+    return {
+        "rank": row.rank,
+        "pid": beat.pid,
+        "state": row.state,
+        "device": beat.device or None,
+        "phase": beat.phase.name.lower(),
+        "quiet_s": row.quiet_s,
+        "is_stuck": row.is_stuck,
+        "collective": beat.operation or None,
+        "step": beat.step if beat.step >= 0 else None,
+        **{name: getattr(figures, name) for name in Figures.__dataclass_fields__ if name != "held_bytes"},
+        **_rates(row.rates),
+        "memory_bytes": row.held_bytes,
+        "gpu_utilization": gpu.utilization,
+        "gpu_temperature_c": gpu.temperature_c,
+        "gpu_memory_bytes": gpu.used_bytes,
+        "log": row.log or None,
+    }
+
+
+def _num_steps(figures: Figures | None) -> int:
+    return 0 if figures is None else figures.num_steps or 0
+
+
+def _between(before: Figures, now: Figures) -> dict[str, Any]:
+    names = ("num_steps", "num_samples", "num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
+    pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
+    return {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}
+
+
+def _rates_of(gone: Sequence[Mapping[str, Any]]) -> Rates:
+    """Of some ranks together. Their time is that of the first."""
+    seconds = gone[0]["loop_s"] if gone else None
+    if not seconds:
+        return Rates()
+    counts = {name: total(g[name] for g in gone) for name in ("num_samples", "num_tokens", "num_padding_tokens")}
+    per_s = {name: None if count is None else count / seconds for name, count in counts.items()}
+    num_tokens, num_padding = counts["num_tokens"], counts["num_padding_tokens"]
+    return Rates(
+        gone[0]["num_steps"] / seconds,
+        per_s["num_samples"],
+        per_s["num_tokens"],
+        share((g["waiting_s"], g["loop_s"]) for g in gone),
+        share([(num_padding, None if num_tokens is None else num_tokens + (num_padding or 0))]),
+    )
+
+
+def _process(pid: int) -> tuple[str, int | None]:
+    try:
+        process = psutil.Process(pid)
+        status = process.status()
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return "gone", None
+        state = "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
+        return state, int(process.memory_info().rss)
+    except (psutil.NoSuchProcess, ValueError):
+        return "gone", None
+
+
+def _doing(row: RankRow) -> str:
+    if row.state != "running":
+        return "its process was stopped by a signal" if row.state == "stopped" else "its process is gone"
+    phase = row.beat.phase.name.lower().replace("_", " ")
+    return f"{phase}, no progress for {duration(row.quiet_s)}" if row.is_stuck else phase
+
+
+def _step(beat: Beat) -> str:
+    if beat.step < 0:
+        return "-"
+    return str(beat.step) if beat.figures.max_steps is None else f"{beat.step} / {beat.figures.max_steps}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}".replace("%", " %")
+
+
+def _gib(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**30:.2f} GiB"
+
+
+def _unit(value: int | None, unit: str) -> str:
+    return "-" if value is None else f"{value}{unit}"

@@ -1,0 +1,121 @@
+"""`unsloth-multigpu top`: finds the run, and shows it until it ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.overview import Overview, duration
+from unsloth_multigpu.tools.top.card import open_cards
+from unsloth_multigpu.wire.run import Run, find_runs, read_run
+
+_EVERY_S = 0.5
+
+
+def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
+    """Shows a run.
+
+    Args:
+        name: Process id of its supervisor, or its folder; None = the one that there is.
+        once: Look once.
+        as_json: Print JSON.
+
+    Returns:
+        0: the run was shown, and has ended where it was followed.
+
+    Raises:
+        ConfigError: `as_json` without `once`.
+        SetupError: There is no such run, or there are several.
+    """
+    if as_json and not once:
+        raise ConfigError("top: --json prints one object; expected --once beside it.", hint="Add --once.")
+    run = choose_run(name)
+    with open_cards() as cards:
+        overview = Overview(run, cards)
+        if as_json:
+            print(json.dumps(overview.look().values()))
+        elif once or not sys.stdout.isatty():
+            _print_once(overview)
+        else:
+            _follow(overview)
+    return 0
+
+
+def choose_run(name: str | None) -> Run:
+    """The run that is meant.
+
+    Raises:
+        SetupError: It is over, is another user's, or it is not clear which is meant.
+    """
+    runs = find_runs()
+    if name is None:
+        if len(runs) == 1:
+            return runs[0]
+        if not runs:
+            raise SetupError(
+                "No job of yours runs on this machine.",
+                hint="A job is seen from its first second on. With another TMPDIR than here, name its folder.",
+            )
+        raise SetupError(f"{len(runs)} jobs run here.\n{_listed(runs)}", hint=f"Name one: top {runs[0].pid}")
+    if name.isdecimal():
+        found = [run for run in runs if run.pid == int(name)]
+        if found:
+            return found[0]
+    else:
+        run = read_run(Path(name))
+        if run is not None and run.state() != "over":
+            return run
+        if run is None and Path(name).is_dir():
+            raise SetupError(
+                f"{name} is no run of yours: it has no run.json, or others than you may use it.",
+                hint=_hint(runs),
+            )
+    raise SetupError(f"No job {name} runs on this machine: it is over, or never was.", hint=_hint(runs))
+
+
+def _hint(runs: list[Run]) -> str:
+    return f"Running now:\n{_listed(runs)}" if runs else "No job of yours runs here now."
+
+
+def _listed(runs: list[Run]) -> str:
+    lines = []
+    for run in runs:
+        stopped = ", stopped by a signal" if run.state() == "stopped" else ""
+        since = duration(time.time() - run.begin_s)
+        lines.append(f"  {run.pid}  {run.num_ranks} ranks, for {since}{stopped}: {run.command[:100]}")
+    return "\n".join(lines)
+
+
+def _print_once(overview: Overview) -> None:
+    from rich.console import Console
+
+    from unsloth_multigpu.tools.top.table import render
+
+    if not sys.stdout.isatty():
+        # Wide enough for all columns: a file has no edge.
+        Console(width=200).print(render(overview.look()))
+        return
+    Console().print(render(overview.look()))
+
+
+def _follow(overview: Overview) -> None:
+    """Until the run ends, or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from unsloth_multigpu.tools.top.table import render
+
+    run: Any = overview.run
+    console = Console()
+    try:
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            while run.state() != "over" and Path(run.folder).is_dir():
+                live.update(render(overview.look()), refresh=True)
+                time.sleep(_EVERY_S)
+        console.print(f"{run.job} (pid {run.pid}) has ended.", highlight=False)
+    except KeyboardInterrupt:
+        console.print("The job runs on.", highlight=False)

@@ -1,0 +1,263 @@
+"""Measures this rank's training: tokens, padding, waiting, memory and seconds. No collective, and nothing waits."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.report import RankReport, RunReport
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.tokens import TokenCount
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.wire.beat import BeatPage, Figures
+
+# The median of a step's seconds is that of so many last ones.
+_MOST_STEPS = 512
+# Reading an allocator's counters takes some 100 microseconds. They keep the peak themselves.
+_MEMORY_EVERY_S = 1.0
+
+
+class Meter(Part):
+    """Writes the figures of this rank on its page after each step.
+
+    Seconds of a step go from the end of the step before to its own end, without evaluations and checkpoints.
+
+    Seconds of waiting are those of `train.waiting` and of our own collectives. Where the ranks hold parts of the
+    weights, they meet in every layer; what of that is waiting is not known, so `waiting_s` is None.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        manager: This rank's manager.
+        beat: This rank's page.
+        steps: Deals the samples; None where the script's own batches are trained on.
+
+    Attributes:
+        figures: Up to the last finished step.
+        resumed_step: Steps that were done before this training.
+        runtime_s: What the Trainer itself calls the seconds of the training; None where it does not say.
+        is_sharded: The ranks hold parts of the weights.
+    """
+
+    place = "figures"
+
+    def __init__(
+        self,
+        trainer: TrainerLike,
+        manager: DDPManager,
+        beat: BeatPage,
+        steps: StepFeed | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._waits = manager.waits
+        self._beat = beat
+        self._feed = steps
+        self._tokens = TokenCount()
+        self._is_alone = manager.identity.world_size == 1
+        self.figures = Figures()
+        self.resumed_step = 0
+        self.runtime_s: float | None = None
+        self.is_sharded = False
+        self._called_s = self._begin_s = self._since_s = time.monotonic()
+        self._waited_before_s = 0.0
+        self._num_steps = self._num_micro_batches = 0
+        self._steps_s = _Median()
+        self._memory_s = float("-inf")
+        self._peak_bytes = self._held_bytes = 0
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The page shows no figures of an earlier training."""
+        self._beat.note(self.figures)
+        self._beat.name_device(*_device_names(self._trainer.args.device))
+        yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"training_step": self._training_step, "compute_loss": self._compute_loss}
+
+    def is_needed(self, seam: str) -> bool:
+        return False  # Then it only knows less.
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._begin_s = self._since_s = time.monotonic()
+        self.resumed_step = state.global_step
+        self._waits.settle()
+        self._waited_before_s = self._waits.seconds
+        self._write(state)
+
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        now_s = time.monotonic()
+        self._num_steps += 1
+        self._steps_s.add(now_s - self._since_s)
+        self._since_s = now_s
+        self._tokens.end_step()
+        self._waits.poll()
+        if state.global_step >= state.max_steps:
+            self._settle()
+        self._write(state)
+
+    def on_evaluate(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._since_s = time.monotonic()
+
+    def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._since_s = time.monotonic()
+
+    def on_log(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        runtime_s = kwargs.get("logs", {}).get("train_runtime")
+        if isinstance(runtime_s, int | float):
+            self.runtime_s = float(runtime_s)
+
+    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        # A callback may have ended the training early.
+        if state.global_step < state.max_steps and self._num_steps:
+            self._settle()
+            self._write(state)
+
+    def report(self, counts: tuple[int, int, int], train_s: float, sent_bytes: int | None) -> RankReport:
+        """This rank's share; see `RankReport`. The rank is 0, until it is gathered.
+
+        Args:
+            counts: Of steps, samples and micro-batches.
+            train_s: Seconds inside `Trainer.train`.
+            sent_bytes: What was sent.
+        """
+        num_steps, num_samples, num_micro_batches = counts
+        found = self.figures
+        return RankReport(
+            rank=0,
+            num_steps=num_steps,
+            num_samples=num_samples,
+            num_micro_batches=num_micro_batches,
+            train_s=train_s,
+            sent_bytes=sent_bytes,
+            num_tokens=found.num_tokens,
+            num_padding_tokens=found.num_padding_tokens,
+            waiting_s=found.waiting_s,
+            peak_bytes=found.peak_bytes,
+            step_s=found.step_s,
+            loop_s=found.loop_s,
+            setup_s=found.setup_s,
+            runtime_s=self.runtime_s,
+        )
+
+    def report_alone(self) -> RunReport:
+        """Of a process that is not steered."""
+        train_s = time.monotonic() - self._called_s
+        mine = self.report((self._num_steps, 0, self._num_micro_batches), train_s, None)
+        return RunReport((mine,), max_steps=self.figures.max_steps, resumed_step=self.resumed_step)
+
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.training_step`, of a whole step where we deal the samples."""
+        self._num_micro_batches += 1
+        return original(*args, **kwargs)
+
+    def _compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.compute_loss` of one micro-batch. An evaluation calls it, too."""
+        if model.training:
+            micro_batch = None if self._feed is None else self._feed.current
+            self._tokens.add(inputs, is_filler=micro_batch is not None and micro_batch.piece.is_filler)
+        return original(model, inputs, *args, **kwargs)
+
+    @property
+    def _num_samples(self) -> int | None:
+        return self._feed.num_samples if self._feed is not None and self._feed.metrics.is_dealing else None
+
+    def _settle(self) -> None:
+        self._tokens.settle()
+        self._waits.settle()
+        self._memory_s = float("-inf")
+
+    def _write(self, state: StateLike) -> None:
+        self._read_memory()
+        waited_s = 0.0 if self._is_alone else self._waits.seconds - self._waited_before_s
+        self.figures = Figures(
+            max_steps=state.max_steps,
+            num_steps=self._num_steps,
+            num_samples=self._num_samples,
+            num_tokens=self._tokens.num_tokens,
+            num_padding_tokens=self._tokens.num_padding_tokens,
+            waiting_s=None if self.is_sharded else waited_s,
+            peak_bytes=self._peak_bytes,
+            held_bytes=self._held_bytes,
+            step_s=self._steps_s.value(),
+            loop_s=self._since_s - self._begin_s if self._num_steps else None,
+            setup_s=self._begin_s - self._called_s,
+        )
+        self._beat.note(self.figures)
+
+    def _read_memory(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._memory_s < _MEMORY_EVERY_S:
+            return
+        self._memory_s = now_s
+        self._held_bytes, peak_bytes = _memory(self._trainer.args.device)
+        # A script may set the allocator's peak back.
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+
+def gather_reports(manager: DDPManager, mine: RankReport) -> tuple[RankReport, ...]:
+    """The reports of all ranks, in their order. Collective."""
+    names = [field.name for field in dataclasses.fields(RankReport)]
+    row = [-1.0 if getattr(mine, name) is None else float(getattr(mine, name)) for name in names]
+    return tuple(_report_from(rank, names, row) for rank, row in enumerate(manager.gather_floats(row)))
+
+
+def _report_from(rank: int, names: Sequence[str], row: Sequence[float]) -> RankReport:
+    values: dict[str, Any] = {}
+    for name, value in zip(names, row, strict=True):
+        is_count = name.startswith("num_") or name.endswith("_bytes")
+        values[name] = None if value < 0 else int(value) if is_count else value
+    return RankReport(**{**values, "rank": rank})
+
+
+class _Median:
+    """Of the last numbers. In the first step kernels are compiled: it counts only while it is the only one."""
+
+    def __init__(self) -> None:
+        self._numbers: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._num_added = 0
+
+    def add(self, number: float) -> None:
+        self._num_added += 1
+        if self._num_added == 2 or len(self._numbers) == _MOST_STEPS:
+            self._sorted.remove(self._numbers.popleft())
+        self._numbers.append(number)
+        bisect.insort(self._sorted, number)
+
+    def value(self) -> float | None:
+        """None before the first number."""
+        middle = len(self._sorted) // 2
+        if not self._sorted:
+            return None
+        return self._sorted[middle] if len(self._sorted) % 2 else sum(self._sorted[middle - 1 : middle + 1]) / 2
+
+
+def _device_names(device: torch.device) -> tuple[str, str]:
+    """Its name, and the one by which its driver knows it."""
+    if device.type == "cpu":
+        return "cpu", ""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return str(properties.name), str(getattr(properties, "uuid", ""))
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes now, and at most so far: what torch has allocated on an accelerator; on the CPU the process's own."""
+    if device.type != "cpu":
+        counters: Mapping[str, int] = torch.get_device_module(device).memory_stats(device)
+        return counters["allocated_bytes.all.current"], counters["allocated_bytes.all.peak"]
+    import psutil
+
+    # psutil has no word for the peak on Linux.
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held_bytes = int(psutil.Process().memory_info().rss)
+    return held_bytes, max(held_bytes, peak_bytes)

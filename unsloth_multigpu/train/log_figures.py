@@ -1,0 +1,109 @@
+"""Adds five numbers of all ranks to what the Trainer logs: throughput, waiting, padding, slowest rank, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.report import share, total
+from unsloth_multigpu.train.figures import Meter
+from unsloth_multigpu.wire.beat import BeatReader, Figures
+
+PREFIX = "multigpu/"
+_GIB = 2**30
+
+
+class LogFigures(Part):
+    """Adds the numbers on rank 0, to each line with a training loss. They tell of the time since the line before.
+
+    They are read from the pages of the ranks, without a collective: those of rank 0's machine, and of rank 0 alone
+    where another launcher has started the ranks, which then have no common folder. A number that is not known is left
+    out.
+
+    Args:
+        meter: Of this rank.
+        rank: This rank, the first one.
+        reader: Of the pages of this machine; None = there are none.
+    """
+
+    place = "log"
+
+    def __init__(self, meter: Meter, rank: int, reader: BeatReader | None) -> None:
+        self._meter = meter
+        self._rank = rank
+        self._reader = reader
+        self._before: dict[int, Figures] = {}
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        self._before = {}
+        yield
+
+    def overrides(self) -> dict[str, Override]:
+        return {"log": self._log}
+
+    def is_needed(self, seam: str) -> bool:
+        return False
+
+    def _log(self, original: Callable[..., Any], logs: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Trainer.log`."""
+        if isinstance(logs, dict) and "loss" in logs and self._meter.figures.num_steps:
+            logs = {**logs, **self._numbers()}
+        return original(logs, *args, **kwargs)
+
+    def _numbers(self) -> dict[str, float]:
+        beats = {} if self._reader is None else self._reader.read()
+        now = {rank: beat.figures for rank, beat in beats.items()} | {self._rank: self._meter.figures}
+        before, self._before = self._before, now
+        return numbers_between(before, now, self._rank)
+
+
+def log_figures(meter: Meter, manager: DDPManager, run_dir: str | None) -> list[LogFigures]:
+    """The part, where this rank is to have it.
+
+    Args:
+        meter: Of this rank.
+        manager: This rank's manager.
+        run_dir: The run's private folder; None without a supervisor of ours.
+    """
+    identity = manager.identity
+    if identity.rank > 0 or not manager.config.log_metrics:
+        return []
+    reader = None if run_dir is None else BeatReader(run_dir, identity.local_world_size)
+    return [LogFigures(meter, identity.rank, reader)]
+
+
+def numbers_between(before: Mapping[int, Figures], now: Mapping[int, Figures], rank: int) -> dict[str, float]:
+    """The numbers of the time between two looks at the same ranks.
+
+    Args:
+        before: Rank -> its figures; a rank that is missing began in between.
+        now: The same.
+        rank: Whose clock counts.
+    """
+    gone = {r: _difference(before.get(r, Figures()), figures) for r, figures in now.items()}
+    num_tokens, num_padding = (total(g[n] for g in gone.values()) for n in ("num_tokens", "num_padding_tokens"))
+    seconds = gone[rank]["loop_s"]
+    found: dict[str, float | None] = {}
+    if num_tokens is not None and num_padding is not None and seconds:
+        found["tokens_per_s"] = round(num_tokens / seconds, 2)
+        found["padding"] = round(num_padding / ((num_tokens + num_padding) or 1), 5)
+    waiting = share((g["waiting_s"], g["loop_s"]) for g in gone.values())
+    if waiting is not None:
+        found["waiting"] = round(waiting, 5)
+        if len(gone) > 1:
+            # The others wait for the rank that waits least.
+            found["slowest_rank"] = min(gone, key=lambda r: gone[r]["waiting_s"] or 0.0)
+    peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
+    if peaks:
+        found["peak_memory_gib"] = round(max(peaks) / _GIB, 4)
+    return {PREFIX + name: value for name, value in found.items() if value is not None}
+
+
+def _difference(before: Figures, now: Figures) -> dict[str, Any]:
+    names = ("num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
+    pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
+    return {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}

@@ -1,0 +1,113 @@
+"""The runs of this user that are there now: what a supervisor writes of itself into its private folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from unsloth_multigpu.wire.folder import RUN_DIR_PREFIX
+
+State = Literal["running", "stopped", "over"]
+_FILE = "run.json"
+_SCRIPT_MODULE = "unsloth_multigpu.cli.script"
+# psutil gives the time at which a process began in hundredths of a second.
+_NEAR_S = 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of this machine.
+
+    Args:
+        pid: Of its supervisor, which in a notebook is the kernel.
+        pid_begin_s: When that process began, in seconds since 1970: another one may have its number by now.
+        begin_s: When the ranks were started, in seconds since 1970.
+        job: Short name: of the script, or "notebook".
+        command: As it was started.
+        num_ranks: Of this machine.
+        log_dir: Folder of rank_N.log.
+        folder: The run's private folder.
+    """
+
+    pid: int
+    pid_begin_s: float
+    begin_s: float
+    job: str
+    command: str
+    num_ranks: int
+    log_dir: str
+    folder: str
+
+    def state(self) -> State:
+        """Whether its supervisor lives: "stopped" where a signal has stopped it, "over" where it is gone."""
+        try:
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.pid_begin_s) > _NEAR_S:
+                return "over"
+            status = process.status()
+        except psutil.NoSuchProcess:
+            return "over"
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return "over"
+        return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
+
+
+def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Path) -> Run:
+    """Lets others see this run. Called by its supervisor, in the folder that only this user can read."""
+    pid = os.getpid()
+    begin_s = psutil.Process(pid).create_time()
+    run = Run(pid, begin_s, time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
+    # Written whole: a reader may look at any time.
+    part = run_dir / f".{_FILE}"
+    part.write_text(json.dumps(dataclasses.asdict(run)), encoding="utf-8")
+    part.replace(run_dir / _FILE)
+    return run
+
+
+def job_of(command: Sequence[str]) -> str:
+    """The short name of a command of ranks: that of the script, or of the module."""
+    words = _program(command)
+    if words[:1] == ["-m"] and len(words) > 1:
+        return words[1]
+    return os.path.basename(words[0]) if words else "python"
+
+
+def shown_command(command: Sequence[str]) -> str:
+    """The command of ranks as the user has typed it."""
+    return shlex.join(["python", *_program(command)])
+
+
+def _program(command: Sequence[str]) -> list[str]:
+    words = list(command)
+    words = words[1:] if words[:1] == [sys.executable] else words
+    return words[2:] if words[:2] == ["-m", _SCRIPT_MODULE] else words
+
+
+def find_runs() -> list[Run]:
+    """All runs of this user whose supervisor lives, the newest first."""
+    folders = {Path(tempfile.gettempdir()), Path("/tmp")}
+    runs = [read_run(path) for folder in folders for path in folder.glob(f"{RUN_DIR_PREFIX}*")]
+    alive = [run for run in runs if run is not None and run.state() != "over"]
+    return sorted({run.pid: run for run in alive}.values(), key=lambda run: run.begin_s, reverse=True)
+
+
+def read_run(folder: Path) -> Run | None:
+    """The run of a private folder; None where there is none, or where it is not this user's alone."""
+    try:
+        found = folder.lstat()
+        is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077 and found.st_uid == os.getuid()
+        return Run(**json.loads((folder / _FILE).read_text(encoding="utf-8"))) if is_private else None
+    except (OSError, ValueError, TypeError):
+        return None  # It is just being made, or swept away.
