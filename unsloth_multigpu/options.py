@@ -14,9 +14,9 @@ from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
-from unsloth_multigpu.row import Nodes, Scope, did_you_mean, rows, take_values
+from unsloth_multigpu.row import CommandOption, Nodes, Scope, did_you_mean, rows, take_values
 from unsloth_multigpu.strategy import DDP, STRATEGIES, Strategy
-from unsloth_multigpu.table import OptionTable
+from unsloth_multigpu.table import SECTIONS, OptionTable
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 # Variables that the launcher hands to its ranks; they are no options.
@@ -130,8 +130,8 @@ def given_options(arguments: Mapping[str, Any], environment: Mapping[str, str] |
     return {**_read_files(variables, searches=environment is None), **_read_environment(variables), **given}
 
 
-def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, tuple[type[Any], str]]:
-    """The options of a run that a command has: name -> type of the value, text of `--help`.
+def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> dict[str, CommandOption]:
+    """The options of a run that a command has, by their names, in the order of the sections.
 
     Args:
         command: "run", "verify" or "chaos".
@@ -139,9 +139,16 @@ def command_options(command: str, defaults: Mapping[str, Any] | None = None) -> 
     """
     others = defaults or {}
     return {
-        name: (row.kind.value_type, row.line(str(others[name]) if name in others else None))
+        name: CommandOption(
+            row.kind.value_type,
+            row.line(str(others[name]) if name in others else None),
+            row.kind.shown(),
+            row.kind.words(),
+            row.section,
+        )
+        for section in SECTIONS
         for name, row in rows(MultiGPUConfig).items()
-        if command in row.commands
+        if command in row.commands and row.section == section
     }
 
 

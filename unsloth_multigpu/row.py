@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from unsloth_multigpu.errors import ConfigError
 
@@ -46,6 +46,14 @@ class Kind:
 
     value_type: ClassVar[type[Any]] = str  # Of a value on the command line; bool is a switch there.
 
+    def words(self) -> tuple[str, ...]:
+        """The texts that it takes, or that one begins with; none where these are not words."""
+        return ()
+
+    def shown(self) -> str:
+        """What stands for a value in `--help`."""
+        return self.value_type.__name__.upper()
+
     def parse(self, shown: str, text: str) -> Any:
         """The value that a text of a variable means.
 
@@ -74,18 +82,27 @@ class Choice(Kind):
     """One of some words.
 
     Args:
-        words: All of them.
+        known: All of them.
         hint: What to do, with {name} in it; None = take the first word.
     """
 
-    words: tuple[str, ...]
+    known: tuple[str, ...]
     hint: str | None = None
+
+    def words(self) -> tuple[str, ...]:
+        """All of them."""
+        return self.known
+
+    def shown(self) -> str:
+        """All of them."""
+        return f"{{{','.join(self.known)}}}"
 
     def take(self, name: str, value: Any) -> Any:
         """One of the words."""
-        if value not in self.words:
-            hint = f"Set {name}={self.words[0]!r}." if self.hint is None else self.hint.format(name=name)
-            raise ConfigError(f"{name}={value!r}; expected {either(self.words)}.", hint=hint)
+        if value not in self.known:
+            hint = f"Set {name}={self.known[0]!r}." if self.hint is None else self.hint.format(name=name)
+            meant = did_you_mean(value, {word: repr(word) for word in self.known}) if isinstance(value, str) else ""
+            raise ConfigError(f"{name}={value!r}; expected {either(self.known)}.", hint=meant + hint)
         return value
 
 
@@ -103,6 +120,10 @@ class Count(Kind):
     none_means: str | None = None
     hint: str | None = None
     value_type = int
+
+    def shown(self) -> str:
+        """N."""
+        return "N"
 
     def parse(self, shown: str, text: str) -> Any:
         """Of digits."""
@@ -138,6 +159,10 @@ class Number(Kind):
     below: float | None = None
     value_type = float
 
+    def shown(self) -> str:
+        """NUMBER."""
+        return "NUMBER"
+
     def parse(self, shown: str, text: str) -> Any:
         """As Python writes numbers."""
         try:
@@ -172,6 +197,10 @@ class Seconds(Number):
     least: float | None = None
     never: bool = False
     reason: str = ""
+
+    def shown(self) -> str:
+        """SECONDS."""
+        return "SECONDS"
 
     def take(self, name: str, value: Any) -> Any:
         """A float, in seconds."""
@@ -209,6 +238,10 @@ class Switch(Kind):
 class Text(Kind):
     """A text that is not empty, of which no more is known here."""
 
+    def shown(self) -> str:
+        """TEXT."""
+        return "TEXT"
+
     def take(self, name: str, value: Any) -> Any:
         """The text."""
         if not isinstance(value, str) or not value:
@@ -218,6 +251,10 @@ class Text(Kind):
 
 class PrometheusFile(Kind):
     """The path of a file that Prometheus' textfile collector reads."""
+
+    def shown(self) -> str:
+        """FILE.prom."""
+        return "FILE.prom"
 
     def take(self, name: str, value: Any) -> Any:
         """The path."""
@@ -232,6 +269,10 @@ class PrometheusFile(Kind):
 
 class Folder(Kind):
     """The name of a folder, or a path."""
+
+    def shown(self) -> str:
+        """FOLDER."""
+        return "FOLDER"
 
     def take(self, name: str, value: Any) -> Any:
         """The name."""
@@ -267,6 +308,10 @@ class Speeds(Kind):
 class Nodes(Kind):
     """How many nodes: a number, or "MIN:MAX" for nodes that come and go."""
 
+    def shown(self) -> str:
+        """N|MIN:MAX."""
+        return "N|MIN:MAX"
+
     def take(self, name: str, value: Any) -> Any:
         """The text."""
         value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -281,6 +326,10 @@ class Nodes(Kind):
 
 class Endpoint(Kind):
     """HOST:PORT."""
+
+    def shown(self) -> str:
+        """HOST:PORT."""
+        return "HOST:PORT"
 
     def take(self, name: str, value: Any) -> Any:
         """The text."""
@@ -376,6 +425,24 @@ def take_values(options: Any) -> None:
         value = getattr(options, name)
         if value is not None or row.default is not None:
             object.__setattr__(options, name, row.kind.take(name, value))
+
+
+class CommandOption(NamedTuple):
+    """An option of a command. A table of them may have plain tuples, too: type and text alone.
+
+    Args:
+        kind: Type of its value; bool for a switch.
+        text: What it means.
+        shown: What stands for a value in `--help`; "" = the name of the type.
+        words: What a value is one of, or begins with, for the completion of shells.
+        group: Heading under which `--help` lists it; "" = under none.
+    """
+
+    kind: type[Any]
+    text: str
+    shown: str = ""
+    words: tuple[str, ...] = ()
+    group: str = ""
 
 
 def flag(name: str) -> str:

@@ -158,6 +158,14 @@ STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (DDP, AllReduc
 class StrategyKind(Kind):
     """A strategy, or the text that names one: "diloco", "diloco:every_steps=8,outer_momentum=0"."""
 
+    def words(self) -> tuple[str, ...]:
+        """The names."""
+        return tuple(STRATEGIES)
+
+    def shown(self) -> str:
+        """The names, and that options may follow."""
+        return f"{{{','.join(STRATEGIES)}}}[:OPTION=VALUE,...]"
+
     def parse(self, shown: str, text: str) -> Strategy:
         """See `read_strategy`."""
         return read_strategy(shown, text)

@@ -74,12 +74,17 @@ def test_doctor_finds_every_planted_fault(tmp_path):
     run = run_python([*DOCTOR, "--num-gpus", "2"], tmp_path, {**variables, "UNSLOTH_MULTIGPU_DEVICE": "cpu"})
     assert run.code == 1, run.out
     failed = [line.strip() for line in run.out.splitlines() if line.startswith("  FAIL")]
-    assert any(line.startswith("FAIL  peft  ") and "0.1.0 (<0.22,>=0.18)" in line for line in failed), run.out
+    assert any(line.startswith("FAIL  peft  ") and "0.1.0 (>=0.18,<0.22)" in line for line in failed), run.out
     assert any("wrong sums, by rank [0, 1]" in line for line in failed), run.out
     assert any("peft.peft_model:PeftModel.save_pretrained" in line and "is known for >=0.18" in line for line in failed)
     assert run.out.count("Hint: ") >= len(failed)
-    assert f"{len(failed)} failed" in run.out.splitlines()[-1]
-    assert "ok    transformers.trainer:Trainer.train" in run.out
+    last = run.out.splitlines()[-1]
+    assert last.startswith(f"NOT READY: {len(failed)} of ")
+    assert "peft (versions)" in last
+    assert "2 x cpu (all-reduce)" in last
+    # Patches that are well are counted.
+    assert "ok    transformers.trainer:Trainer.train" not in run.out
+    assert "seams are as tested; --verbose lists them" in run.out
 
 
 def test_stuck_all_reduce_names_its_rank(tmp_path):
@@ -107,9 +112,12 @@ def test_ended_all_reduce_leaves_no_rank(tmp_path):
 def test_stopped_doctor_leaves_no_process(tmp_path, number, code):
     process = start(DOCTOR, tmp_path, {"TMPDIR": str(tmp_path)})
     wait_until(lambda: len(orphans(str(tmp_path))) >= 2, 60, "two probes")
+    # What is known by then has been shown.
+    assert process.stdout.readline() == "versions\n"
     process.send_signal(number)
     run = finish(process, 30)
-    assert (run.code, run.out, run.err) == (code, "", "")
+    assert (run.code, run.err) == (code, "")
+    assert "\nall-reduce\n" not in run.out
     # The kernel ends the ranks of a launcher that was ended; on a busy machine that takes a moment.
     wait_until(lambda: not orphans(str(tmp_path)), 5, "the end of every process")
     assert list(tmp_path.iterdir()) == []

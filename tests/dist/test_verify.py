@@ -37,7 +37,7 @@ def receipt(folder: Path, name: str = "receipt.json"):
 def left(folder: Path) -> list[str]:
     """Every file in the folder, but those that are there on purpose and temporary ones of libraries."""
     files = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
-    expected = ("train.py", "tiny_llama.py", "__pycache__", "scratch", "receipt.json")
+    expected = ("train.py", "tiny_llama.py", "__pycache__", "scratch", "receipt.json", "receipt.log")
     return [str(p) for p in files if p.parts[0] not in expected]
 
 
@@ -59,12 +59,31 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert all(weight["relative"] < 1e-4 for weight in found["weights"])
     assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 3]
     assert left(tmp_path) == []
+    # Beside the proof stands how much sooner it is: each number is what the ranks have measured.
+    one, many = (found["figures"][name] for name in ("one", "many"))
+    assert [len(one["ranks"]), len(many["ranks"])] == [1, 3]
+    assert sum(r["num_tokens"] for r in many["ranks"]) == one["ranks"][0]["num_tokens"] > 0
+    assert (one["num_timed"], many["num_timed"]) == (3, 3)
+    assert one["step_s"] == one["ranks"][0]["step_s"] > 0
+    assert found["figures"]["times_as_fast"] == pytest.approx(one["step_s"] / many["step_s"])
+    assert many["peak_bytes"] == max(r["peak_bytes"] for r in many["ranks"]) > 2**20
+    assert one["waiting"] is None
+    assert 0 < many["waiting"] < 1
+    assert f"3 ranks train {found['figures']['times_as_fast']:.2f} times as fast: a step takes " in run.out
+    assert "\npeak memory of a rank  " in run.out
+    # On the screen is what verify does. What the script printed is in the file that it names.
+    said = [line for line in run.err.splitlines() if not line.startswith("no accelerator is visible: num_gpus=3 runs")]
+    assert [line for line in said if not line.startswith("verify: 4 steps on ")] == []
+    printed = (tmp_path / "receipt.log").read_text()
+    assert printed.count("'loss': ") >= 8
+    assert printed.count("\n===== one process =====\n") == printed.count("\n===== 3 ranks =====\n") == 1
 
 
 @pytest.mark.slow
 def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
     run = verify(tmp_path, "--steps", 2, "--json", "found.json", "train.py", "--fault", "scaled")
     assert run.code == 77, run.err
+    assert "How much sooner 2 ranks train is not said: the first step warms up, and 1 more give no median." in run.out
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in run.out
     assert "Look for code of the script that depends on the rank" in run.out
     found = receipt(tmp_path, "found.json")
@@ -148,6 +167,7 @@ def test_exit_code_of_the_script_is_passed_on(tmp_path):
     run = verify(tmp_path, "train.py")
     assert run.code == 3
     assert "words\n" in run.err
+    assert "ended with exit code 3. All of its output: receipt.log\n" in run.err
     assert run.out == ""
 
 
@@ -157,12 +177,13 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     assert run.code == 124
     assert "did not reach its end within timeout_s=5 seconds" in run.err
     # By SIGTERM, which the whole run must hear of.
-    err = tmp_path / "err"
-    with err.open("w") as file:
-        process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")}, stderr=file)
-        wait_until(lambda: "here" in err.read_text(), 60, "the script")
-        process.send_signal(signal.SIGTERM)
-        assert finish(process).code == 128 + signal.SIGTERM
+    assert "\nhere\n" in run.err
+    printed = tmp_path / "receipt.log"
+    printed.unlink()
+    process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")})
+    wait_until(lambda: printed.exists() and "here" in printed.read_text(), 60, "the script")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).code == 128 + signal.SIGTERM
     assert orphans(str(tmp_path)) == []
     assert list((tmp_path / "scratch").glob("unsloth_multigpu*")) == []
 

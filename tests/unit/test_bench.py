@@ -22,8 +22,11 @@ from tests.helpers.run import orphans
 from unsloth_multigpu import start
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
+from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.bench import arm as bench_arm
 from unsloth_multigpu.tools.bench import command as bench
+from unsloth_multigpu.tools.bench import plot
+from unsloth_multigpu.tools.bench import run as bench_run
 from unsloth_multigpu.tools.bench import worker as bench_worker
 from unsloth_multigpu.tools.bench.arm import (
     ARMS,
@@ -35,6 +38,7 @@ from unsloth_multigpu.tools.bench.arm import (
     speed_of,
 )
 from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
+from unsloth_multigpu.tools.bench.headline import headline
 from unsloth_multigpu.tools.bench.meter import Meter
 from unsloth_multigpu.tools.bench.option import BenchOptions
 from unsloth_multigpu.tools.bench.page import render_page
@@ -50,7 +54,7 @@ from unsloth_multigpu.tools.bench.result import (
     summarize,
     waiting_share,
 )
-from unsloth_multigpu.tools.bench.run import run_arm
+from unsloth_multigpu.tools.bench.run import Pace, run_arm
 from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
 from unsloth_multigpu.tools.bench.strategy_result import (
     epoch_records,
@@ -60,8 +64,12 @@ from unsloth_multigpu.tools.bench.strategy_result import (
     strategy_tables,
     summarize_strategies,
 )
-from unsloth_multigpu.tools.bench.table import COLUMNS, conditions, render_table, result_table
+from unsloth_multigpu.tools.bench.table import COLUMNS, Table, conditions, result_table
 from unsloth_multigpu.tools.plain_json import json_text
+
+
+def shown(table: Table) -> str:
+    return "\n".join(aligned([table.columns, *table.rows], num_left=1))
 
 
 def step(wall_s=1.0, cpu_s=1.0, compute_s=1.0, micro_batches=((2, 10, 15),), samples=(0, 1)) -> MeasuredStep:
@@ -135,7 +143,7 @@ def test_arm_without_others_has_nothing_to_compare() -> None:
     assert (result.times_baseline, result.times_reference, result.norm_difference, result.has_same_samples) == (
         None,
     ) * 4
-    assert render_table(result_table([result])).splitlines()[1].split().count("-") == 4
+    assert shown(result_table([result])).splitlines()[1].split().count("-") == 4
 
 
 def test_cost_of_the_guard_is_a_ratio_within_each_round() -> None:
@@ -144,8 +152,8 @@ def test_cost_of_the_guard_is_a_ratio_within_each_round() -> None:
     ours, unguarded = summarize(runs, 0)
     assert ours.times_unguarded == Spread(0.75, 0.5, 1.0)
     assert unguarded.times_unguarded == Spread(1.0, 1.0, 1.0)
-    table = render_table(result_table([ours, unguarded])).splitlines()
-    assert table[0].split("  x one_process")[1].split()[:3] == ["x", "unguarded", "padding"]
+    table = shown(result_table([ours, unguarded])).splitlines()
+    assert table[0].split("  x one_process")[1].split()[:3] == ["x", "unguarded", "samples"]
     assert "0.750 (0.500-1.000)" in table[1]
 
 
@@ -268,7 +276,7 @@ def test_help_names_every_arm_and_option(capsys) -> None:
 
 def test_slow_rank_gives_the_planner_time_to_notice() -> None:
     def options(*arguments: str) -> BenchOptions:
-        return BenchOptions.from_arguments(main._parser(main.find_commands()).parse_args(["bench", *arguments]), [])
+        return BenchOptions.from_arguments(main.make_parser(main.find_commands()).parse_args(["bench", *arguments]), [])
 
     # The check of replicas after the first step is counted in the second.
     assert options().num_warmup == 2
@@ -483,7 +491,7 @@ def test_what_the_training_is_told_of_memory_and_rows(monkeypatch, tmp_path) -> 
     said = "\n".join(conditions(options, 0, "cpu", "1"))
     assert "full training, gradient checkpointing\n" in said
     assert "in each step, rows end to end\n" in said
-    parsed = main._parser(main.find_commands()).parse_args(["bench", "--strategies", "all", "--padding-free"])
+    parsed = main.make_parser(main.find_commands()).parse_args(["bench", "--strategies", "all", "--padding-free"])
     with pytest.raises(ConfigError, match="--padding-free is for --arms"):
         BenchOptions.from_arguments(parsed, [])
 
@@ -491,7 +499,7 @@ def test_what_the_training_is_told_of_memory_and_rows(monkeypatch, tmp_path) -> 
 def test_reserved_memory_is_shown_where_there_is_any() -> None:
     on_card = dataclasses.replace(rank(0, step()), reserved_bytes=3 * 2**20)
     for records, cell in (([rank(0, step())], " 0 MiB "), ([on_card, rank(1, step())], " 0 MiB (3 reserved) ")):
-        assert cell in render_table(result_table(summarize({"ours": [records]}, 0)))
+        assert cell in shown(result_table(summarize({"ours": [records]}, 0)))
 
 
 def test_copy_of_a_model_is_watched_by_the_same_meter() -> None:
@@ -634,7 +642,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th", "small"):
+        if self.open and self.open[-1] in ("td", "th", "small", "span"):
             self.cells.append(data)
 
 
@@ -644,11 +652,12 @@ def test_report_stands_alone() -> None:
 
     runs = {"one_process": [run(1, 1.0)] * 2, "ours": [run(2, 1.0 + 1e-7), run(4, 1.0)], "torchrun": [run(1, 1.0)] * 2}
     results = summarize(runs, 1)
-    plots = draw_plots(results, runs, 1)
+    plots = draw_plots(results, runs, 1, "fp32")
     assert set(plots) == {"speed.png", "shares.png", "steps.png", "norms.png"}
     assert all(png.startswith(b"\x89PNG") and len(png) > 5000 for png in plots.values())
     page = Page()
-    text = render_page(["CPU: a <b>, 2 cores", "batch: 8"], [result_table(results)], plots)
+    text = render_page(["5 < 6", "Twice."], ["CPU: a <b>, 2 cores", "batch: 8"], [result_table(results)], plots)
+    assert '<p class="headline">5 &lt; 6</p>\n<p class="headline result">Twice.</p>' in text
     assert "<dt>CPU</dt><dd>a &lt;b&gt;, 2 cores</dd>" in text
     page.feed(text)
     assert page.open == []
@@ -658,9 +667,58 @@ def test_report_stands_alone() -> None:
     assert {"3.00", "2.00-4.00"} <= set(page.cells)
 
 
+def test_first_sentences_say_what_came_out() -> None:
+    def run(wall_s: float, norm: float = 1.0, samples=(0, 1)) -> list[list[RankRecord]]:
+        return [[rank(0, step(wall_s=wall_s, samples=samples), norms=[norm])]]
+
+    def said(dtype: str = "fp32", **runs) -> str:
+        options = BenchOptions(arms=tuple(runs), device="cpu", dtype=dtype, num_steps=7, num_repeats=1)
+        what, result = headline(summarize(runs, 0), [], options)
+        assert what.endswith(f"trained in {len(runs)} ways, on 2 CPU ranks, 7 timed steps, 1 round(s).")
+        return result
+
+    one, two = run(2.0), run(0.8)
+    assert said(one_process=one, ours=run(1.0, 1 + 1e-7), torchrun=two) == (
+        "With the line: 2.00 times as fast as one process, and 0.80 times as fast as torchrun; each step has the "
+        "samples of one process, and its gradient norm differs by 1e-07, which is rounding."
+    )
+    assert said(one_process=one, ours=run(1.0)).endswith("and its gradient norm to the last bit.")
+    assert said(one_process=one, ours=run(1.0, 1.001)).endswith(
+        "differs by 1e-03, which is MORE than rounding (bound 1e-04)."
+    )
+    assert said(one_process=one, ours=run(1.0, 1.001), dtype="bf16").endswith("differs by 1e-03, which is rounding.")
+    assert said(one_process=one, ours=run(1.0, samples=(0, 2))).endswith(
+        "its steps have OTHER samples than those of one_process."
+    )
+    assert said(ours=run(1.0)).startswith("With the line: 15 tokens in a second; without one_process there is nothing")
+    assert said(torchrun=two) == "Most tokens in a second: torchrun, 19."
+
+
+def test_rest_of_a_benchmark_is_told_when_it_is_known(capsys, monkeypatch) -> None:
+    clock = iter([0.0, 60.0, 60.0, 80.0, 80.0, 180.0, 180.0, 220.0])
+    monkeypatch.setattr(bench_run.time, "monotonic", lambda: next(clock))
+    with Pace(["ours", "torchrun"], 2) as pace:
+        assert pace.left_s() is None
+        left = []
+        for label, name in (("round 1/2", "ours"), ("round 1/2", "torchrun"), ("round 2/2", "torchrun")):
+            with pace.told(label, name):
+                pass
+            left.append(pace.left_s())
+        # Of an arm that has run, its own time; of another one the mean of what has.
+        assert left == [60.0 + 2 * 60.0, 60.0 + 20.0, 60.0]
+        with pace.told("round 2/2", "ours"):
+            pass
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == (
+        "bench: 4 runs, one after the other: ours, torchrun in each of 2 round(s); the first tells how long they take"
+    )
+    assert lines[1] == "bench: 1 of 4, round 1/2  ours                     60.0 s with start-up, about 3 min left"
+    assert lines[4] == "bench: 4 of 4, round 2/2  ours                     40.0 s with start-up"
+
+
 def test_plots_do_without_a_run_to_compare_with() -> None:
     runs = {"ours": [[rank(0, step(), step())]]}
-    assert len(draw_plots(summarize(runs, 1), runs, 1)) == 4
+    assert len(draw_plots(summarize(runs, 1), runs, 1, "bf16")) == 4
 
 
 def test_command_line_loads_no_library_to_show_its_help() -> None:
@@ -791,13 +849,19 @@ def test_strategies_are_summarized() -> None:
     assert [len(row) for row in (*speed.rows, *epochs.rows)] == [len(speed.columns)] * 3 + [len(epochs.columns)] * 3
     assert speed.rows[2][speed.columns.index("MB sent/step")] == "-"
     assert "40.0% (30.0%-50.0%)" in epochs.rows[2]
-    assert render_table(epochs).splitlines()[0].endswith("accuracy 2")
+    assert shown(epochs).splitlines()[0].endswith("accuracy 2")
 
 
-def test_learning_is_drawn(tmp_path) -> None:
+def test_learning_is_drawn(monkeypatch) -> None:
+    original = plot._png_of
     runs = learned_runs()
+    figures = []
+    monkeypatch.setattr(plot, "_png_of", lambda figure: (figures.append(figure), original(figure))[1])
     plots = draw_curves(summarize_strategies(runs, learning(num_steps=2)))
+    # Strategies that learn the same are drawn at the same places.
+    for axes in figures[0].axes:
+        assert {tuple(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2} == {(1, 2)}
     assert list(plots) == ["accuracy_curves.png"]
     assert plots["accuracy_curves.png"].startswith(b"\x89PNG")
     # One strategy has no norms.
-    assert len(draw_plots(summarize(runs, 1), runs, 1)) == 4
+    assert len(draw_plots(summarize(runs, 1), runs, 1, "bf16")) == 4

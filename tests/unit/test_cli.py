@@ -27,7 +27,10 @@ from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.tools.doctor import allreduce, device, findings, probe, seam
 from unsloth_multigpu.tools.doctor import command as doctor
+from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.tools.verify import command as verify
+from unsloth_multigpu.tools.verify.output import HEADING, RunOutput
+from unsloth_multigpu.tools.verify.run import ScriptRun
 from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).parents[2]
@@ -155,8 +158,26 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["run", "-m"], "run: no module was given.\nHint: "),
         (["run", "absent.py", "--num-gpus", "2"], "run: there is no file 'absent.py'.\nHint: "),
         (["run", "--num-gpus", "two", "train.py"], "argument --num-gpus: invalid int value: 'two'\nHint: "),
-        (["run", "--num-gpu", "2", "train.py"], "arguments: --num-gpu\nHint: unsloth-multigpu run --help lists"),
-        (["doctor", "--jsn"], "doctor: unrecognized arguments: --jsn\nHint: unsloth-multigpu doctor --help lists"),
+        (
+            ["run", "--num-gpu", "2", "train.py"],
+            "arguments: --num-gpu\nHint: Did you mean --num-gpus? unsloth-multigpu run --help lists",
+        ),
+        (
+            ["doctor", "--jsn"],
+            "doctor: unrecognized arguments: --jsn\nHint: Did you mean --json? unsloth-multigpu doctor ",
+        ),
+        (
+            ["run", "--no-sed-per-rank", "train.py"],
+            "Hint: Did you mean --no-seed-per-rank? unsloth-multigpu run --help",
+        ),
+        (["run", "--zzz=1", "train.py"], "arguments: --zzz=1\nHint: unsloth-multigpu run --help lists"),
+        (["verfy", "train.py"], "Hint: Did you mean verify? unsloth-multigpu --help lists"),
+        (
+            ["bench", "--device", "gpu"],
+            "argument --device: invalid choice: 'gpu' (choose from auto, cpu, cuda)\nHint: ",
+        ),
+        (["bench", "--model-size", "smal"], "Hint: Did you mean small? unsloth-multigpu bench --help lists"),
+        (["run", "--balance", "token", "train.py"], "Hint: Did you mean 'tokens'? Set balance='auto'."),
         (["run", "--num-gpus", "0", "train.py"], "num_gpus=0; expected a whole number of at least 1"),
         (["run", "--global-batch", "some", "train.py"], "global_batch='some'; expected 'keep' or 'scale'.\nHint: "),
         (["verify"], "verify: no script was given.\nHint: "),
@@ -221,12 +242,52 @@ def test_verify_takes_its_options_before_and_directly_after_the_script(arguments
     assert main.split_program(["verify", *arguments]) == (["verify", *own], behind, program)
 
 
-def test_verify_says_what_it_takes_from_behind_the_script(started, monkeypatch, capsys):
+# Each is a way in which a script may have an option --steps of its own; the last two are none.
+STEPS = {
+    "argparse": ("parser.add_argument('--steps', type=int)", True),
+    "click": ("@click.option('--steps/--no-steps')\ndef main(): pass", True),
+    "docopt": ('"""Usage: train.py [--steps=N]"""', True),
+    "dataclass": ("class Options:\n    steps: int = 5", True),
+    "typer": ("def main(steps: int = 5): pass", True),
+    "attribute": ("from library import parser\nprint(parser.parse_args().steps)", True),
+    "beside": ("from beside.settings import args", True),
+    "unreadable": ("def (", True),
+    "values": ("TrainingArguments(save_strategy='steps', save_steps=5)  # --steps\nsteps = 5", False),
+    "longer": ("parser.add_argument('--steps-per-epoch')\nparser.add_argument('--max-steps')", False),
+}
+
+
+@pytest.mark.parametrize(("source", "is_taken"), STEPS.values(), ids=STEPS)
+def test_verify_says_what_it_takes_from_behind_a_script_that_may_have_it(
+    started, monkeypatch, capsys, tmp_path, source, is_taken
+):
     monkeypatch.setattr(verify, "run_verify", lambda options, program: 0)
-    assert main.main(["verify", "--steps", "2", "train.py", "--json", "b.json", "--lr", "1"]) == 0
-    assert capsys.readouterr().err.startswith("verify: takes --json b.json; put `--` before the script")
-    assert main.main(["verify", "--steps", "2", "--", "train.py", "--json", "b.json"]) == 0
+    (tmp_path / "train.py").write_text(source)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "settings.py").write_text("from . import more\nparser.add_argument('--steps')")
+    told = "verify: takes --steps 2 itself, and train.py seems to have --steps, too; put `--` before the script "
+    assert main.main(["verify", "train.py", "--steps", "2", "--lr", "1"]) == 0
+    assert capsys.readouterr().err == (f"{told}where it is meant for it\n" if is_taken else "")
+    assert main.main(["verify", "--steps", "2", "--", "train.py", "--steps", "3"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_output_of_the_runs_replaces_its_own_file_and_no_other(tmp_path):
+    receipt = tmp_path / "receipt.json"
+    output = RunOutput(receipt)
+    for label, text in (("one process", b"first\n"), ("2 ranks", b"10%\r 50%\r100%\nsecond \xff\n\n")):
+        with output.open_for(label) as stream:
+            stream.write(text)
+    assert output.tail() == "100%\nsecond \ufffd"
+    assert output.tail(1) == "second \ufffd"
+    printed = (tmp_path / "receipt.log").read_bytes()
+    assert printed.startswith(f"{HEADING}\n\n===== one process =====\nfirst\n".encode())
+    RunOutput(receipt)
+    assert (tmp_path / "receipt.log").read_text() == f"{HEADING}\n"
+    (tmp_path / "receipt.log").write_text("loss 0.5\n")
+    with pytest.raises(ConfigError, match=r"receipt\.log, where the output of both runs goes, is another file"):
+        RunOutput(receipt)
+    assert (tmp_path / "receipt.log").read_text() == "loss 0.5\n"
 
 
 def test_verify_replaces_receipts_and_nothing_else(tmp_path):
@@ -263,7 +324,7 @@ def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, ca
 
     monkeypatch.setattr(start, "ranks_to_start", ranks_to_start)
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
-    monkeypatch.setattr(verify, "_run", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(ScriptRun, "run", lambda *arguments: pytest.fail("a run was started"))
     assert main.main(["verify", "--num-gpus", "4", "train.py"]) == SetupError.exit_code
     assert "num_gpus=4, but 1 GPU(s) are visible" in capsys.readouterr().err
     assert asked == [4]
@@ -463,7 +524,7 @@ def test_all_reduce_row_follows_the_outcome(outcome, state, text):
 def test_version_outside_its_range_fails(monkeypatch, name, version, state):
     before = versions.installed_version
     monkeypatch.setattr(versions, "installed_version", lambda n: version if n == name else before(n))
-    (row,) = [row for row in findings.version_rows({}) if row.name == name]
+    (row,) = [row for row in findings.version_rows() if row.name == name]
     assert row.state == state
     assert row.facts["installed"] == version
     assert bool(row.hint) == (state == "FAIL" or version == "2.99.0+cu130")
@@ -485,20 +546,86 @@ def test_text_is_aligned_ascii_with_hints():
     rows = [
         findings.CheckRow("versions", "torch", "ok", "2.13"),
         findings.CheckRow("versions", "transformers", "FAIL", "3.0", "Upgrade.", log=("last words",)),
-        findings.CheckRow("devices", "cpu", "ok", "2 cores"),
     ]
-    assert doctor.render(rows).splitlines() == [
+    assert [text for text, _ in doctor.section_lines(rows)] == [
         "versions",
         "  ok    torch         2.13",
         "  FAIL  transformers  3.0",
         "        Hint: Upgrade.",
         "        | last words",
-        "",
-        "devices",
-        "  ok    cpu  2 cores",
-        "",
-        "3 checks, 1 failed",
     ]
+
+
+def test_seams_that_are_well_are_one_line_unless_all_are_asked_for():
+    rows = [
+        findings.CheckRow("seams", "a:b", "ok", "landed"),
+        findings.CheckRow("seams", "a:c", "FAIL", "gone", "Mend it."),
+        findings.CheckRow("seams", "a:d", "note", "not loaded on this kind of machine"),
+    ]
+    assert [text for text, _ in doctor.section_lines(rows)] == [
+        "seams",
+        "  FAIL  a:c  gone",
+        "        Hint: Mend it.",
+        "  ok    2 seams are as tested; --verbose lists them",
+    ]
+    assert len(doctor.section_lines(rows, is_verbose=True)) == 1 + 3 + 1
+
+
+def card(index: int, name: str, gib: float) -> findings.CheckRow:
+    facts = {"name": name, "total_bytes": int(gib * 2**30), "free_bytes": 0}
+    return findings.CheckRow("devices", f"cuda:{index}", "ok", name, facts=facts)
+
+
+T4S = [card(0, "Tesla T4", 14.7), card(1, "Tesla T4", 14.7)]
+ALONE = "enable_multi_gpu() trains in this process alone, on "
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "line"),
+    [
+        (T4S, {}, "A script with the line would run 2 ranks on 2 x Tesla T4 (14.7 GiB each)."),
+        (
+            [*T4S, card(2, "L4", 22.0)],
+            {},
+            "A script with the line would run 3 ranks on 2 x Tesla T4 (14.7 GiB each) and L4 (22.0 GiB).",
+        ),
+        (T4S, {"nnodes": "2", "rdzv_id": "a", "rdzv_endpoint": "b:1"}, " (14.7 GiB each) on this node, of nnodes=2."),
+        (T4S[:1], {}, f"1 GPU is visible (CUDA_VISIBLE_DEVICES=0): {ALONE}Tesla T4 (14.7 GiB)."),
+        (T4S, {"num_gpus": 1}, f"2 GPUs are visible, and num_gpus=1 is set: {ALONE}Tesla T4 (14.7 GiB)."),
+        ([*T4S, *T4S], {"num_gpus": 2}, "2 x Tesla T4 (14.7 GiB each). 2 more are not used (num_gpus=2)."),
+        (T4S, {"device": "cpu"}, f"device='cpu' is set: {ALONE}the CPU."),
+        ([], {}, f"No GPU is visible: {ALONE}the CPU."),
+        ([], {"num_gpus": 2}, "a script with the line would run 2 ranks on the CPU (num_gpus is set)."),
+        (T4S, {"enable_ddp": False}, "with a copy of the model on 2 device(s)."),
+    ],
+)
+def test_last_line_says_what_a_script_would_run_on(monkeypatch, rows, options, line):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    host = findings.CheckRow("devices", "memory", "ok", "", facts={"total_bytes": 1, "available_bytes": 1})
+    told = verdict([*rows, host], MultiGPUConfig.resolve(options, {}))
+    assert told.endswith(line)
+    failed = findings.CheckRow("versions", "peft", "FAIL", "", "Install it.")
+    told = verdict([failed, *rows, host], MultiGPUConfig.resolve(options, {}))
+    assert told.startswith(f"NOT READY: 1 of {2 + len(rows)} checks failed: peft (versions). Once that is mended: ")
+    assert told.endswith(line)
+
+
+def test_each_section_is_shown_when_it_is_known(monkeypatch, capsys):
+    shown = []
+
+    def check_machine(num_gpus, limit_s):
+        yield "looks", [findings.CheckRow("versions", "torch", "ok", "2.13")]
+        shown.append(capsys.readouterr().out)
+        yield "", T4S
+        shown.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(doctor, "check_machine", check_machine)
+    assert doctor.run_doctor(None, as_json=False, limit_s=1.0) == 0
+    assert shown == [
+        "versions\n  ok    torch  2.13\n",
+        "\ndevices\n  ok    cuda:0  Tesla T4\n  ok    cuda:1  Tesla T4\n",
+    ]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("A script with the line would run 2 ranks on 2 x Tesla")
 
 
 def test_page_of_seams_is_up_to_date():

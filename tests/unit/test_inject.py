@@ -1,11 +1,13 @@
 """Faults as data, what they do to a rank, and what `unsloth-multigpu chaos` makes of the records."""
 
+import io
 import json
 import os
 import resource
 import socket
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from tests.helpers.injector import fail_at, faults_in, records
 from tests.helpers.run import wait_until
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.cli.main import main
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.tool import Tool, tool_of
@@ -23,14 +26,15 @@ from unsloth_multigpu.tools.chaos import run as chaos_run
 from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, newest_checkpoint
 from unsloth_multigpu.tools.chaos.command import Judge
 from unsloth_multigpu.tools.chaos.fault import CURABLE, DAMAGES, KINDS, ChaosRequest, End, Fault, limit_s, parse_fault
-from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
+from unsloth_multigpu.tools.chaos.leavings import written_since
+from unsloth_multigpu.tools.chaos.plan import Costs, Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import (
     FaultRow,
     RunTrace,
     compare_samples,
     compare_weights,
     markdown,
-    text_table,
+    show,
 )
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.train.loop import Loop
@@ -297,6 +301,81 @@ def test_weights_are_compared_by_bits_and_by_size(tmp_path):
     assert [compare_weights(folders[0], folder) for folder in folders] == [0.0, 0.0, 0.25, None]
 
 
+COSTS = Costs(run_s=20.0, cold_s=8.0, num_steps=10, hang_timeout_s=5.0, resumes=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected_s"),
+    [
+        # The way to the fault, its end, and the run once more.
+        ("kill@1:5", 8 + 6 + 1.5 + 20),
+        ("stop@1:5", 8 + 6 + 5 + 20),
+        ("stop@1:5:evaluate", 8 + 6 + 50 + 20),
+        ("kill@1:99", 8 + 12 + 1.5 + 20),
+        ("slow@1:5", 20),
+    ],
+)
+def test_time_of_a_fault_is_expected_from_the_run_without(fault, expected_s):
+    trial = Trial(fault, (parse_fault(fault),))
+    assert COSTS.of(trial) == pytest.approx(expected_s)
+    goes_on = trial.faults[0].kind == "slow"
+    assert replace(COSTS, resumes=False).of(trial) == pytest.approx(expected_s - (0 if goes_on else 20))
+
+
+def test_time_of_several_faults_over_one_run_is_that_of_its_starts():
+    trial = torn_trial(5, ["a", "b", "c"])
+    assert replace(COSTS, resumes=False).of(trial) == pytest.approx(3 * (8 + 1.5) + 6 + 20)
+
+
+def test_arguments_are_turned_aside_and_stay_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    work = tmp_path / "work"
+    chaos = tool_of(RunContext.read(ChaosRequest("records", (), str(work)).variables()))
+
+    def aside(**values) -> SimpleNamespace:
+        args = SimpleNamespace(**{"push_to_hub": True, "logging_dir": None, **values})
+        chaos.adjust_arguments(args)
+        chaos.adjust_arguments(args)  # As where arguments are copied.
+        assert not args.push_to_hub
+        return args
+
+    here = work / "output" / tmp_path.relative_to("/")
+    assert aside(output_dir="out/a").output_dir == str(here / "out/a")
+    assert aside(output_dir=tmp_path / "out" / "a").output_dir == str(here / "out/a")
+    assert aside(output_dir=None).output_dir == str(here / "trainer_output")
+    assert aside(output_dir="../b", logging_dir="curves").logging_dir == str(here / "curves")
+    assert aside(output_dir="../b").output_dir == str(here.parent / "b")
+    assert aside(output_dir=f"{work}/mine").output_dir == f"{work}/mine"
+    assert chaos.adjusted(MultiGPUConfig(log_dir="mine")).log_dir == str(work / "logs")
+    # Faults that a test plants leave a script's folders alone.
+    left = SimpleNamespace(output_dir="out", push_to_hub=True)
+    plain = tool_of(RunContext.read(ChaosRequest("records").variables()))
+    plain.adjust_arguments(left)
+    assert (left.output_dir, left.push_to_hub) == ("out", True)
+    assert plain.adjusted(MultiGPUConfig(log_dir="mine")).log_dir == "mine"
+
+
+def test_files_that_a_run_has_written_are_found(tmp_path):
+    for name in ("old", ".hidden", "__pycache__/a.pyc", ".git/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    since_ns = (tmp_path / "old").stat().st_mtime_ns + 1
+    for name, late_ns in (("final/a", 5), ("final/b", 0), ("c", 9), ("__pycache__/a.pyc", 5), (".hidden", 5)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, ns=(since_ns + late_ns,) * 2)
+    assert written_since(tmp_path, since_ns) == ["c", "final/a", "final/b"]
+    assert written_since(tmp_path, since_ns + 6) == ["c"]
+
+
+def test_help_names_every_kind_of_fault(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        main(["chaos", "--help"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if " Kinds: " in line)
+    assert all(f" {kind}," in line or f" {kind} (" in line for kind in KINDS)
+
+
 def test_table_shows_what_was_found():
     rows = [
         FaultRow("kill@1:5", "rank 1 was killed | x. The other ranks were stopped.", 0.31, 137, 0, 6, 9.1, 0, 0, 0.0),
@@ -307,7 +386,11 @@ def test_table_shows_what_was_found():
     assert lines[2] == "| kill@1:5 | rank 1 was killed \\| x. | 0.3 | 137 | 0 | 6 | 9.1 | 0 / 0 | equal |"
     assert lines[3] == "| nan@1:5 | - | - | 0 | 0 | - | - | 0 / 0 | off by 2.0e-03 |"
     assert lines[4] == "| kill@1:5:evaluate | not met: no such phase | - | - | - | - | - | - | - |"
-    assert "    rank 1 was killed" in text_table(rows)
+    show(rows, Screen(stream := io.StringIO()))
+    fault, told, *others = stream.getvalue().splitlines()[1:]
+    assert fault.split() == ["kill@1:5", "0.3", "137", "0", "6", "9.1", "0", "/", "0", "equal"]
+    assert told == "    rank 1 was killed | x."
+    assert len(others) == 4
 
 
 def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypatch):

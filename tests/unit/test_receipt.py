@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections import Counter
@@ -15,18 +16,28 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu import session
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.report import RankReport
 from unsloth_multigpu.tool import tool_of
 from unsloth_multigpu.tools.verify import comparison, reasons
 from unsloth_multigpu.tools.verify import page as table
 from unsloth_multigpu.tools.verify import recorder as receipt
+from unsloth_multigpu.tools.verify.speed import Speed, speed_of, speed_rows, speed_verdict, times_as_fast
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest, Verify
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.wire.context import RunContext
+
+
+def page_of(*arguments, **options) -> str:
+    stream = io.StringIO()
+    table.show(Screen(stream), *arguments, **options)
+    return stream.getvalue().removesuffix("\n")
+
 
 ROWS = [[5, 6, 7], [8, 9], [5, 6, 7], [1]]
 
@@ -236,7 +247,7 @@ def test_runs_that_have_nothing_are_not_said_to_agree(steps, weights, reason):
     found = judged_alike(steps, weights)
     assert len(found.reasons) == 1
     assert found.reasons[0].startswith(reason)
-    text = table.render(found, [], run_of().facts, 2)
+    text = page_of(found, [], run_of().facts, 2)
     assert "ONE PROCESS AND 2 RANKS WERE NOT SHOWN TO AGREE: " in text
     assert not judged_alike([(None, None, {})], ()).agree
 
@@ -301,7 +312,7 @@ def test_samples_of_all_ranks_are_put_together(tmp_path):
     assert comparison.read_run(tmp_path) is None
     for rank, samples in enumerate(({"a": 1}, {"a": 2, "b": 1})):
         steps = [{"step": 1, "loss": 2.0 + rank, "grad_norm": 0.5, "samples": samples}]
-        record = {"rank": rank, "steps": steps, "gradient_shares": {"w": 1.0}, "facts": {"rank": rank}}
+        record = {"rank": rank, "steps": steps, "gradient_shares": {"w": 1.0}, "facts": {"rank": rank}, "ranks": []}
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(record))
     found = comparison.read_run(tmp_path)
     assert found.steps == (comparison.TrainedStep(1, 2.0, 0.5, Counter(a=3, b=1)),)
@@ -309,13 +320,13 @@ def test_samples_of_all_ranks_are_put_together(tmp_path):
 
 
 def test_table_shows_figures_marks_and_verdict():
-    text = table.render(judged([STEPS[0], (2.25, 0.51, {"c": 2})]), [], run_of().facts, 2)
+    text = page_of(judged([STEPS[0], (2.25, 0.51, {"c": 2})]), [], run_of().facts, 2)
     first, second = (line for line in text.splitlines() if line[:4].strip().isdigit())
     assert first.split() == ["1", "3", "same", "2.5", "2.5", "0.0e+00", "0.7", "0.7", "0.0e+00"]
     assert second.split() == ["2", "OTHER", "2.25", "2.25", "0.0e+00", "0.5", "0.51", "!2.0e-02"]
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: other samples (3 and 2" in text
     found = {"name": "dropout", "found": "p 0.1", "advice": "--no-dropout"}
-    text = table.render(judged(STEPS), [found], run_of().facts, 3)
+    text = page_of(judged(STEPS), [found], run_of().facts, 3)
     assert "  dropout: p 0.1. For agreement: --no-dropout." in text
     assert "\nCompared: the beginning of the script's first train(). What comes after it was not run.\n" in text
     assert text.endswith("One process and 3 ranks agree over 2 steps.")
@@ -377,7 +388,7 @@ def record(trainer, folder, steps=None, **options):
     recorder = receipt.Recorder(trainer, request, 0, MultiGPUConfig(), steps)
     with Loop(trainer, [recorder]).steering():
         trainer.train()
-    recorder.write()
+    recorder.write(None)
     return json.loads((folder / "rank_0.json").read_text())
 
 
@@ -565,3 +576,64 @@ def test_training_that_nobody_follows_does_not_begin():
             Trainer.train(None)
     finally:
         registry.undo()
+
+
+def measured(rank=0, num_steps=5, step_s=0.5, num_tokens=1000, num_padding_tokens=0, waiting_s=0.0, peak_bytes=2**30):
+    return RankReport(
+        rank, num_steps, 9, 3, 9.0, None, num_tokens, num_padding_tokens, waiting_s, peak_bytes, step_s, loop_s=4.0
+    )
+
+
+ALONE = speed_of([measured(num_padding_tokens=250)])
+RANKS = speed_of(
+    [
+        measured(0, step_s=0.25, num_tokens=600, waiting_s=0.0),
+        measured(1, step_s=9.0, num_tokens=400, waiting_s=1.0, peak_bytes=3 * 2**29),
+    ]
+)
+
+
+def test_speed_of_a_run_is_that_of_all_its_ranks():
+    assert Speed(4, 0.5, 400.0, 0.2, None, 2**30) == ALONE
+    # Seconds of a step are rank 0's, which every rank ends with the others; of memory the rank with most counts.
+    assert Speed(4, 0.25, 800.0, 0.0, 0.125, 3 * 2**29) == RANKS
+    assert times_as_fast(ALONE, RANKS) == 2.0
+    text = page_of(judged(STEPS), [], run_of().facts, 2, (ALONE, RANKS)).splitlines()
+    begin = text.index("measured               1 process   2 ranks")
+    assert text[begin + 1 : begin + 8] == [
+        "median s per step          0.500     0.250",
+        "tokens/s                     400       800",
+        "padding                    20.0%      0.0%",
+        "waiting                        -     12.5%",
+        "peak memory of a rank   1.00 GiB  1.50 GiB",
+        "",
+        "2 ranks train 2.00 times as fast: a step takes 0.250 s instead of 0.500 s, median of 4 steps behind the "
+        "first.",
+    ]
+    # The verdict is the last line all the same.
+    assert text[-1] == "One process and 2 ranks agree over 2 steps."
+
+
+def test_median_of_few_steps_is_none():
+    short = speed_of([measured(num_steps=3)])
+    assert (short.num_timed, short.step_s, short.tokens_per_s, short.padding) == (2, None, None, 0.0)
+    assert times_as_fast(short, RANKS) is None
+    assert speed_verdict(short, RANKS, "2 ranks", is_larger_step=False) == (
+        "How much sooner 2 ranks train is not said: the first step warms up, and 2 more give no median. "
+        "Give --steps 4 or more."
+    )
+    assert speed_of([measured(num_steps=4)]).step_s == 0.5
+
+
+def test_steps_with_more_samples_are_compared_by_their_tokens():
+    said = speed_verdict(ALONE, RANKS, "2 ranks", is_larger_step=True)
+    assert said.startswith("2 ranks: 2.00 times the tokens in a second; a step takes 0.250 s instead of 0.500 s, ")
+    assert said.endswith(", with more samples in it.")
+
+
+def test_what_was_not_measured_is_left_open():
+    blind = speed_of(
+        [measured(num_tokens=None, num_padding_tokens=None, waiting_s=None, peak_bytes=None, step_s=None)] * 2
+    )
+    assert blind == Speed(4, None, None, None, None, None)
+    assert [row[1:] for row in speed_rows(blind, blind)] == [("-", "-")] * 5

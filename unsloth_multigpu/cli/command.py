@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unsloth_multigpu.row import flag
+from unsloth_multigpu.row import CommandOption, flag
 
-# Name -> type of the value, bool for a switch, and what it means.
-OptionTable = Mapping[str, tuple[type[Any], str]]
+# Name -> what it is; a plain tuple has the type of the value, bool for a switch, and what it means.
+OptionTable = Mapping[str, "CommandOption | tuple[type[Any], str]"]
 
 
 class Command:
@@ -36,13 +36,12 @@ class Command:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Adds its options to its parser."""
-        for name, (kind, text) in self.table().items():
-            text = text.replace("%", "%%")
-            if kind is bool:
-                action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
-                parser.add_argument(flag(name), action=action, help=text)
-            else:
-                parser.add_argument(flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
+        groups: dict[str, argparse._ActionsContainer] = {"": parser}
+        for name, entry in self.table().items():
+            option = CommandOption(*entry)
+            if option.group not in groups:
+                groups[option.group] = parser.add_argument_group(option.group)
+            _add_option(groups[option.group], name, option)
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         """Runs it and returns its exit code.
@@ -52,3 +51,16 @@ class Command:
             program: The script and its arguments, or `-m`, a module and its arguments.
         """
         raise NotImplementedError
+
+
+def _add_option(group: argparse._ActionsContainer, name: str, option: CommandOption) -> None:
+    text = option.text.replace("%", "%%")
+    if option.kind is bool:
+        action = "store_true" if name.startswith("no_") else argparse.BooleanOptionalAction
+        group.add_argument(flag(name), action=action, help=text)
+        return
+    shown = option.shown or option.kind.__name__.upper()
+    # No `choices`: the rules of a run's options are those of its config, which says more about a wrong value.
+    argument = group.add_argument(flag(name), type=option.kind, metavar=shown, help=text)
+    if option.words:
+        argument.completer = lambda **_: option.words  # type: ignore[attr-defined]  # argcomplete's own way.

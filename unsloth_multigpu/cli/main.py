@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from unsloth_multigpu.cli.arguments import may_take
 from unsloth_multigpu.cli.command import Command, OptionTable
+from unsloth_multigpu.cli.completion import COMPLETES, complete
+from unsloth_multigpu.cli.parser import make_parser, usage_of
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, command_options, variable
-from unsloth_multigpu.row import flag
-from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.row import CommandOption, flag
 from unsloth_multigpu.wire.identity import read_identity
 
 RANK_MODULE = "unsloth_multigpu.cli.script"
@@ -41,7 +43,7 @@ class RunCommand(Command):
     runs_program = True
 
     def table(self) -> OptionTable:
-        return {"config": (str, _CONFIG_HELP), **command_options("run")}
+        return {"config": CommandOption(str, _CONFIG_HELP, "FILE"), **command_options("run")}
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> NoReturn:
         if options.config is not None:
@@ -65,17 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     Args:
         argv: Arguments without the program's name; None = `sys.argv[1:]`.
     """
-    own, behind, program = split_program(list(sys.argv[1:] if argv is None else argv))
     commands = find_commands()
-    options, unknown = _parser(commands).parse_known_args([*own, *behind])
-    command = commands[options.command]
+    parser = make_parser(commands)
+    if COMPLETES in os.environ:
+        complete(parser)
+    own, behind, program = split_program(list(sys.argv[1:] if argv is None else argv))
     try:
+        options, unknown = parser.parse_known_args([*own, *behind])
+        command = commands[options.command]
         if unknown:
-            hint = f"unsloth-multigpu {command.name} --help lists what there is."
+            meant = parser.meant_by(command.name, unknown)
+            hint = f"{meant}unsloth-multigpu {command.name} --help lists what there is."
             raise ConfigError(f"{command.name}: unrecognized arguments: {' '.join(unknown)}", hint=hint)
         if command.runs_program:
             _check_program(program, command.name)
-            _check_behind(command.name, own, behind)
+            _check_behind(command, own, behind, program)
         return command.run(options, program)
     except MultiGPUError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -97,7 +103,7 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
     if command is None or not command.runs_program:
         return list(arguments), [], []
     table = command.table()
-    take_value = {flag(name) for name, (kind, _) in table.items() if kind is not bool}
+    take_value = {flag(name) for name, (kind, *_) in table.items() if kind is not bool}
     i = 1
     while i < len(arguments) and arguments[i].startswith("-") and arguments[i] not in ("-m", "--"):
         i += 2 if arguments[i] in take_value else 1
@@ -106,24 +112,32 @@ def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[
         return own, [], program[1:]
     if not command.takes_options_behind:
         return own, [], program
-    switches = {switch for name, (kind, _) in table.items() if kind is bool for switch in _switches(name)}
+    switches = {switch for name, (kind, *_) in table.items() if kind is bool for switch in _switches(name)}
     start = end = 2 if program[:1] == ["-m"] else 1
     while end < len(program) and (program[end] in switches or program[end].split("=")[0] in take_value):
         end += 2 if program[end] in take_value else 1
     return own, program[start:end], [*program[:start], *program[end:]]
 
 
-def _check_behind(command: str, own: Sequence[str], behind: Sequence[str]) -> None:
-    """Options that stand after a script may be meant for the script."""
+def _check_behind(command: Command, own: Sequence[str], behind: Sequence[str], program: Sequence[str]) -> None:
+    """Options that stand after a script are the script's where it has such, which only its author can tell apart."""
     before, after = ({_bare(argument) for argument in part if argument.startswith("--")} for part in (own, behind))
     if both := sorted(before & after):
         raise ConfigError(
-            f"{command}: {both[0]} is given before and behind the script.",
+            f"{command.name}: {both[0]} is given before and behind the script.",
             hint="Give it once; after `--` before the script, all that follows is the script's own.",
         )
-    if behind:
-        taken = " ".join(behind)
-        print(f"{command}: takes {taken}; put `--` before the script where it is meant for it", file=sys.stderr)
+    own_flags = {flag(name) for name in command.table()}
+    given = [argument.partition("=")[0] for argument in behind if argument.startswith("--")]
+    # The other flag of a switch would mean the same option.
+    names = sorted((option if option in own_flags else _bare(option)).removeprefix("--") for option in given)
+    if shared := [name for name in names if may_take(program, name)]:
+        taken, also = " ".join(behind), ", ".join(f"--{name}" for name in shared)
+        print(
+            f"{command.name}: takes {taken} itself, and {program[0]} seems to have {also}, too; put `--` before the "
+            "script where it is meant for it",
+            file=sys.stderr,
+        )
 
 
 def _bare(argument: str) -> str:
@@ -133,37 +147,6 @@ def _bare(argument: str) -> str:
 def _switches(name: str) -> list[str]:
     # `--dropout` without `--no-` is left to scripts, many of which have it.
     return [flag(name)] if name.startswith("no_") else [flag(name), flag(f"no_{name}")]
-
-
-class _Parser(argparse.ArgumentParser):
-    """Ends a wrong command line as this package ends a wrong argument: with the exit code of ConfigError."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(ConfigError.exit_code, f"error: {message}\nHint: {self.prog} --help lists what there is.\n")
-
-
-def _parser(commands: Mapping[str, Command]) -> _Parser:
-    parser = _Parser(prog="unsloth-multigpu", description="One-GPU training scripts on every GPU.", allow_abbrev=False)
-    version = installed_version("unsloth-multigpu") or "(not installed)"
-    parser.add_argument("--version", action="version", version=f"unsloth-multigpu {version}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(commands) + "}")
-    for name, command in commands.items():
-        usage = _usage(name) if command.runs_program else None
-        own = subparsers.add_parser(
-            name,
-            help=command.help,
-            description=command.description,
-            allow_abbrev=False,
-            usage=usage,
-        )
-        command.add_options(own)
-    return parser
-
-
-def _usage(command: str) -> str:
-    return f"""unsloth-multigpu {command} [options] [--] train.py [arguments of train.py ...]
-       unsloth-multigpu {command} [options] -m package.module [arguments of the module ...]"""
 
 
 def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
@@ -189,7 +172,7 @@ def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
 
 
 def _check_program(program: Sequence[str], command: str) -> None:
-    usage = f"usage: {_usage(command)}"
+    usage = f"usage: {usage_of(command)}"
     if not program or (program[0] == "-m" and len(program) == 1):
         what = "module" if program else "script"
         raise ConfigError(f"{command}: no {what} was given.", hint=f"Name it after the options.\n{usage}")

@@ -73,10 +73,8 @@ def has_own_line(program: Sequence[str]) -> bool:
     Args:
         program: The script and its arguments, or `-m`, a module and its arguments.
     """
-    path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
-    if path is not None and path.is_dir():
-        path /= "__main__.py"
-    if path is None or not path.is_file():
+    path = program_file(program)
+    if path is None:
         return False
     try:
         tree = ast.parse(path.read_bytes())
@@ -84,6 +82,18 @@ def has_own_line(program: Sequence[str]) -> bool:
         return False
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any("enable_multi_gpu" in (getattr(f, "attr", None), getattr(f, "id", None)) for f in called)
+
+
+def program_file(program: Sequence[str]) -> Path | None:
+    """The file that a program begins with; None where there is none.
+
+    Args:
+        program: The script and its arguments, or `-m`, a module and its arguments.
+    """
+    path = _module_file(program[1]) if program[0] == "-m" else Path(program[0])
+    if path is not None and path.is_dir():
+        path /= "__main__.py"
+    return path if path is not None and path.is_file() else None
 
 
 def _module_file(name: str) -> Path | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord
     from unsloth_multigpu.tools.bench.strategy_result import StrategyResult
 
+_TOGETHER = "all arms in turns"
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "accelerate", "peft", "datasets")
 
 
@@ -100,13 +101,14 @@ def _run_rounds(
             return run(name, folders[name], turns=folder, check=check)
 
         num_steps = options.num_warmup + options.num_steps
-        with bench_run.told(label, "all arms"):
+        with pace.told(label, _TOGETHER):
             return run_together(num_ranks, num_steps, folder, options.timeout_s, run_in_turns)
 
     is_together = options.interleave == "steps"
-    return bench_run.run_rounds(
-        list(by_name), options.num_repeats, run_round if is_together else bench_run.one_by_one(run)
-    )
+    with bench_run.Pace([_TOGETHER] if is_together else list(by_name), options.num_repeats) as pace:
+        return bench_run.run_rounds(
+            list(by_name), options.num_repeats, run_round if is_together else bench_run.one_by_one(run, pace)
+        )
 
 
 def _publish(
@@ -119,7 +121,7 @@ def _publish(
     """Prints the table, and writes the files that were asked for."""
     from unsloth_multigpu.tools.bench.result import summarize
     from unsloth_multigpu.tools.bench.strategy_result import strategy_tables, summarize_strategies
-    from unsloth_multigpu.tools.bench.table import conditions, render_table, result_table
+    from unsloth_multigpu.tools.bench.table import conditions, result_table, show_result
 
     ranks = [rank for rounds in runs.values() for ranks in rounds for rank in ranks]
     devices = ", ".join(sorted({rank.device for rank in ranks}))
@@ -131,16 +133,18 @@ def _publish(
     learned = summarize_strategies(runs, options) if is_learning else []
     tables = strategy_tables(learned, {r.name: r for r in results}) if is_learning else [result_table(results)]
     lines = [*machine_lines(), *conditions(options, num_tokens, devices, num_threads), *variable_lines(), *remarks]
-    print("\n".join([*lines, *(line for t in tables for line in ("", render_table(t), "", *t.legend))]))
+    show_result(lines, tables)
     outcome = json_text(_outcome(options, lines, results, learned, runs))
     if arguments.json:
         Path(arguments.json).write_text(outcome, encoding="utf-8")
     if arguments.report:
+        from unsloth_multigpu.tools.bench.headline import headline
         from unsloth_multigpu.tools.bench.page import write_report
         from unsloth_multigpu.tools.bench.plot import draw_curves, draw_plots
 
-        plots = draw_plots(results, runs, options.num_warmup)
-        page = write_report(Path(arguments.report), lines, tables, draw_curves(learned) | plots if learned else plots)
+        plots = draw_plots(results, runs, options.num_warmup, options.dtype)
+        plots = draw_curves(learned) | plots if learned else plots
+        page = write_report(Path(arguments.report), headline(results, learned, options), lines, tables, plots)
         (page.parent / "bench.json").write_text(outcome, encoding="utf-8")
         tell(f"report: {page}")
 
@@ -175,11 +179,9 @@ def _on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
 
 def check_outputs(json_file: str | None, report: str | None) -> None:
     """Finds out before the measurement whether its result can be kept."""
-    if report and importlib.util.find_spec("matplotlib") is None:
-        raise SetupError(
-            "--report draws plots with matplotlib, which is not installed.",
-            hint="pip install matplotlib",
-        )
+    for library, use in (("matplotlib", "draws plots"), ("jinja2", "fills its page")):
+        if report and importlib.util.find_spec(library) is None:
+            raise SetupError(f"--report {use} with {library}, which is not installed.", hint=f"pip install {library}")
     for flag, path in (("--json", json_file and Path(json_file).parent), ("--report", report and Path(report))):
         if not path:
             continue

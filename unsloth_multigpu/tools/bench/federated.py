@@ -17,7 +17,7 @@ from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.tools.bench.arm import Arm, arm_environment
 from unsloth_multigpu.tools.bench.federated_option import BASELINE, FederatedArm, FederatedOptions, parse_arms
 from unsloth_multigpu.tools.bench.result import Spread
-from unsloth_multigpu.tools.bench.table import Table, render_table, spread_text
+from unsloth_multigpu.tools.bench.table import Table, show_result, spread_text
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.process import find_marked
@@ -82,7 +82,7 @@ def run_federated(arguments: argparse.Namespace) -> int:
         DivergenceError: Two arms trained other weights.
     """
     from unsloth_multigpu.tools.bench.command import check_outputs
-    from unsloth_multigpu.tools.bench.run import one_by_one, run_rounds, tell
+    from unsloth_multigpu.tools.bench.run import Pace, one_by_one, run_rounds, tell
 
     arms = parse_arms(arguments.federated)
     options = FederatedOptions.from_arguments(arguments)
@@ -94,11 +94,11 @@ def run_federated(arguments: argparse.Namespace) -> int:
         )
     options = options.on_device(_device(arguments.device))
     by_name = {arm.name: arm for arm in arms}
-    with exit_on_sigterm():
+    with exit_on_sigterm(), Pace(list(by_name), options.num_repeats) as pace:
         runs, failed = run_rounds(
             list(by_name),
             options.num_repeats,
-            one_by_one(lambda name, folder: _run_arm(by_name[name], options, folder)),
+            one_by_one(lambda name, folder: _run_arm(by_name[name], options, folder), pace),
         )
     if runs[arms[0].name]:
         _publish(arguments.json, options, runs)
@@ -198,8 +198,7 @@ def _publish(file: str | None, options: FederatedOptions, runs: Mapping[str, Seq
 
     lines = [*machine_lines(), *_conditions(options, runs), *variable_lines()]
     rows = _figures(runs)
-    table = Table(COLUMNS, [_cells(name, row, options) for name, row in rows.items()], LEGEND)
-    print("\n".join([*lines, "", render_table(table), "", *LEGEND]))
+    show_result(lines, [Table(COLUMNS, [_cells(name, row, options) for name, row in rows.items()], LEGEND)])
     if file:
         kept = [f.name for f in dataclasses.fields(ArmRun) if f.name != "weights"]
         outcome = {

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE
+from unsloth_multigpu.tools.bench.headline import NORM_BOUNDS, ROUNDINGS
 from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord, Runs, Spread, measure_run
 from unsloth_multigpu.tools.bench.strategy_arm import OURS
 from unsloth_multigpu.tools.bench.strategy_result import StrategyResult
@@ -23,8 +24,6 @@ _MARKS = "osD^vP*X<"
 _WIDTH = 9.0
 # Where equal norms are drawn: below what fp32 can tell apart.
 _NO_DIFFERENCE = 1e-9
-# Of the space between two epochs: strategies that learn the same stand side by side there.
-_DODGE = 0.07
 _STYLE: Any = {
     "font.size": 11,
     "font.family": "sans-serif",
@@ -42,19 +41,20 @@ _STYLE: Any = {
 }
 
 
-def draw_plots(results: Sequence[ArmResult], runs: Runs, num_warmup: int) -> dict[str, bytes]:
+def draw_plots(results: Sequence[ArmResult], runs: Runs, num_warmup: int, dtype: str) -> dict[str, bytes]:
     """Draws every plot: file name -> PNG.
 
     Args:
         runs: `runs[arm][round]` = records of the ranks.
         num_warmup: Steps that are not timed.
+        dtype: "fp32" or "bf16", which decides what rounding is.
     """
     with _house_style():
         figures = {
             "speed.png": _speed(results),
             "shares.png": _shares(results),
             "steps.png": _steps(runs, num_warmup),
-            "norms.png": _norms(results, runs),
+            "norms.png": _norms(results, runs, dtype),
         }
         return {name: _png_of(figure) for name, figure in figures.items()}
 
@@ -67,16 +67,17 @@ def draw_curves(results: Sequence[StrategyResult]) -> dict[str, bytes]:
     with _house_style():
         figure, panels = _new_figure(11.0, rows=3)
         for index, r in enumerate(results):
-            shift = _DODGE * (index - (len(results) - 1) / 2)
             for axes, spreads in zip(panels, (r.accuracies, r.test_losses, r.train_losses), strict=True):
-                _curve(axes, index, [epoch + shift for epoch in range(1, num_epochs + 1)], spreads, r.name)
+                _curve(axes, index, range(1, num_epochs + 1), spreads, r.name)
         titles = ("Accuracy of the next byte, test", "Loss, test", "Loss, mean over the epoch's steps")
         for axes, title in zip(panels, titles, strict=True):
             axes.set_title(title)
         panels[0].yaxis.set_major_formatter(PercentFormatter(1.0))
         panels[-1].set_xlim(0.5, num_epochs + 0.5)
         panels[-1].set_xticks(range(1, num_epochs + 1))
-        panels[-1].set_xlabel("epoch; side by side the strategies, medians of the rounds with smallest and largest")
+        panels[-1].set_xlabel(
+            "epoch; medians of the rounds with smallest and largest; equal strategies lie on each other, mark in mark"
+        )
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return {"accuracy_curves.png": _png_of(figure)}
 
@@ -173,7 +174,7 @@ def _steps(runs: Runs, num_warmup: int) -> Figure:
     return figure
 
 
-def _norms(results: Sequence[ArmResult], runs: Runs) -> Figure:
+def _norms(results: Sequence[ArmResult], runs: Runs, dtype: str) -> Figure:
     # Two panels where there is a run to compare with.
     compared = [r.name for r in results if r.norm_difference is not None and r.name != REFERENCE]
     figure, drawn = _new_figure(6.4 if compared else 3.8, rows=2 if compared else 1)
@@ -193,12 +194,31 @@ def _norms(results: Sequence[ArmResult], runs: Runs) -> Figure:
                 differences = [max(abs(m - o) / (abs(o) or 1.0), _NO_DIFFERENCE) for m, o in pairs]
                 _norm_line(lowest, index, differences, None, linestyle="none")
         lowest.set_yscale("log")
-        lowest.set_ylim(bottom=_NO_DIFFERENCE / 2)
+        _draw_bounds(lowest, dtype)
         lowest.set_ylabel(f"relative difference\nfrom {REFERENCE}\n({_NO_DIFFERENCE:.0e} = none)")
     lowest.xaxis.get_major_locator().set_params(integer=True)
     lowest.set_xlabel("optimizer step")
     figure.legend(loc="outside lower center", ncols=4)
     return figure
+
+
+def _draw_bounds(axes: Axes, dtype: str) -> None:
+    """Lines for one rounding and for what many of them may add up to: without them a small difference looks large."""
+    bound, rounding = NORM_BOUNDS[dtype], ROUNDINGS[dtype]
+    axes.axhspan(_NO_DIFFERENCE / 2, bound, color="#EAF3F9", zorder=0)
+    for height, text in ((bound, f"bound of equal training, {bound:.0e}"), (rounding, f"one rounding of {dtype}")):
+        axes.axhline(height, color=_GREY, linewidth=1.2, linestyle="--", zorder=1)
+        axes.annotate(
+            text,
+            (1.0, height),
+            (-2, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            color="#59636e",
+            fontsize=9,
+        )
+    axes.set_ylim(_NO_DIFFERENCE / 2, max(10 * bound, axes.get_ylim()[1]))
 
 
 def _norms_of(ranks: Sequence[RankRecord]) -> Sequence[float]:
@@ -233,8 +253,9 @@ def _curve(axes: Axes, index: int, places: Sequence[float], spreads: Sequence[Sp
         yerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
         color=_LINES[index % len(_LINES)],
         marker=_MARKS[index % len(_MARKS)],
-        markersize=8,
-        linewidth=1.2,
+        # As in `_norm_line`.
+        markersize=max(3.0, 14 - 1.4 * index),
+        linewidth=max(1.0, 4.2 - 0.4 * index),
         linestyle="-" if index < len(_LINES) else "--",
         capsize=3,
         label=label,

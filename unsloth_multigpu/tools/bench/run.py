@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from unsloth_multigpu.cli.screen import Progress, about
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.tools.bench.arm import Arm, arm_command, arm_environment, num_processes
 from unsloth_multigpu.tools.bench.option import BenchOptions
@@ -55,13 +56,15 @@ def run_rounds(
     return results, None
 
 
-def one_by_one(run: Callable[[str, Path], Result]) -> Callable[[Sequence[str], Path, str], Mapping[str, Result]]:
+def one_by_one(
+    run: Callable[[str, Path], Result], pace: Pace
+) -> Callable[[Sequence[str], Path, str], Mapping[str, Result]]:
     """A round in which arms run one after the other, each in an empty folder of its own."""
 
     def run_round(names: Sequence[str], folder: Path, label: str) -> Mapping[str, Result]:
         results = {}
         for name in names:
-            with told(label, name):
+            with pace.told(label, name):
                 results[name] = run(name, arm_folder(folder, name))
         return results
 
@@ -76,12 +79,58 @@ def arm_folder(folder: Path, name: str) -> Path:
     return made
 
 
-@contextlib.contextmanager
-def told(label: str, name: str) -> Iterator[None]:
-    """Says how long an arm of a round took, if it did not fail."""
-    begin_s = time.monotonic()
-    yield
-    tell(f"{label}  {name:<22} {time.monotonic() - begin_s:6.1f} s with start-up")
+class Pace:
+    """Says how far a benchmark is, and how long the rest takes: a bar on a terminal, a line behind each run elsewhere.
+
+    Args:
+        names: What runs in a round: arms, or all of them together.
+        num_rounds: Each has all of them.
+    """
+
+    def __init__(self, names: Sequence[str], num_rounds: int) -> None:
+        self._progress = Progress("bench")
+        self._num_rounds = num_rounds
+        self._took_s: dict[str, list[float]] = {name: [] for name in names}
+
+    def __enter__(self) -> Pace:
+        each = ", one after the other" if self._total > 1 else ""
+        tells = "; the first tells how long they take" if self._total > 1 else ""
+        self._progress.say(
+            f"{self._total} runs{each}: {', '.join(self._took_s)} in each of {self._num_rounds} round(s){tells}"
+        )
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.clear()
+
+    @property
+    def _total(self) -> int:
+        return len(self._took_s) * self._num_rounds
+
+    def left_s(self) -> float | None:
+        """Expected seconds of the runs that are left: as earlier ones of the same arm, or as the mean of all."""
+        done = [s for took in self._took_s.values() for s in took]
+        if not done:
+            return None
+        usual = sum(done) / len(done)
+        means = {name: sum(took) / len(took) if took else usual for name, took in self._took_s.items()}
+        return sum(means[name] * (self._num_rounds - len(took)) for name, took in self._took_s.items())
+
+    @contextlib.contextmanager
+    def told(self, label: str, name: str) -> Iterator[None]:
+        """Says how long a run took, if it did not fail."""
+        number = 1 + sum(map(len, self._took_s.values()))
+        self._progress.show(f"{label}, {name} ({number} of {self._total}{self._left()})", number - 1, self._total)
+        begin_s = time.monotonic()
+        yield
+        took_s = time.monotonic() - begin_s
+        self._took_s[name].append(took_s)
+        left = self._left() if number < self._total else ""
+        self._progress.say(f"{number} of {self._total}, {label}  {name:<22} {took_s:6.1f} s with start-up{left}")
+
+    def _left(self) -> str:
+        left_s = self.left_s()
+        return "" if left_s is None else f", {about(left_s)} left"
 
 
 def tell(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE, UNGUARDED
 from unsloth_multigpu.tools.bench.option import DEFAULT_OPTIMIZER, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.result import ArmResult, Spread
@@ -26,23 +26,23 @@ COLUMNS = (
     "tokens/s",
     f"x {BASELINE}",
     f"x {REFERENCE}",
+    "samples",
+    "norm difference",
     "padding",
     "waiting",
     "CPU s",
     "peak memory",
     "largest batch",
-    "norm difference",
-    "samples",
 )
-_UNGUARDED_COLUMN = COLUMNS.index("padding")
+_UNGUARDED_COLUMN = COLUMNS.index("samples")
 LEGEND = (
     "tokens/s: tokens that are no padding, of all ranks. Medians of the rounds with (smallest-largest);",
     "the ratios are taken within each round.",
+    f"samples: whether each step has the samples that {REFERENCE} has there.",
+    f"norm difference: of the gradient from {REFERENCE}, relative, the largest of all steps.",
     "padding: part of the computed tokens. waiting: part of the ranks' time for the slowest one.",
     "CPU s: CPU time of the slowest rank of each step, summed: what counts where other programs disturb.",
     "peak memory: of one rank. largest batch: rows x longest row of a micro-batch, in tokens.",
-    f"norm difference: of the gradient from {REFERENCE}, relative, the largest of all steps.",
-    f"samples: whether each step has the samples that {REFERENCE} has there.",
 )
 
 
@@ -54,13 +54,13 @@ def result_table(results: Sequence[ArmResult]) -> Table:
             spread_text(r.tokens_per_s, "{:,.0f}".format),
             spread_text(r.times_baseline, "{:.2f}".format),
             spread_text(r.times_reference, "{:.2f}".format),
+            {True: "same", False: "other", None: "-"}[r.has_same_samples],
+            norm_text(r),
             f"{r.padding_share.median:.1%}",
             f"{r.waiting_share.median:.1%}",
             f"{r.cpu_s.median:.1f}",
             memory_text(r),
             f"{r.largest_tokens:,}",
-            norm_text(r),
-            {True: "same", False: "other", None: "-"}[r.has_same_samples],
         ]
         for r in results
     ]
@@ -83,9 +83,17 @@ def norm_text(result: ArmResult) -> str:
     return "-" if result.norm_difference is None else f"{result.norm_difference:.1e}"
 
 
-def render_table(table: Table) -> str:
-    """The table as aligned text."""
-    return "\n".join(aligned([table.columns, *table.rows], num_left=1))
+def show_result(lines: Sequence[str], tables: Sequence[Table]) -> None:
+    """Prints the conditions and the tables with what explains their columns."""
+    screen = Screen()
+    for line in lines:
+        screen.line(line)
+    for table in tables:
+        screen.line()
+        screen.table(table.columns, table.rows, num_left=1)
+        screen.line()
+        for line in table.legend:
+            screen.line(line)
 
 
 def conditions(options: BenchOptions, num_tokens: int, devices: str, num_threads: str) -> list[str]:

@@ -48,10 +48,10 @@ def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
             "--padding-free, but Unsloth's CPU backend pads all rows.", hint="Leave --padding-free out, or use a GPU."
         )
     from unsloth_multigpu.tools.bench.arm import arm_environment
-    from unsloth_multigpu.tools.bench.run import run_worker, told
+    from unsloth_multigpu.tools.bench.run import Pace, run_worker
 
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
-        with told("model", UNSLOTH):
+        with Pace(["model"], 1) as pace, pace.told(UNSLOTH, "model"):
             run_worker(
                 "that makes the model",
                 [sys.executable, "-m", "unsloth_multigpu.tools.bench.unsloth"],

@@ -15,8 +15,9 @@ class ChaosCommand(Command):
     name = "chaos"
     help = "kill, stop and starve ranks of a script, and see whether its training ends or continues as it should"
     description = (
-        "Runs the script once without faults and then with each, in a new folder, and compares what it says, how soon "
-        "it ends, what it leaves behind, samples and weights. Exit code 0 = every run ended or went on as it should."
+        "Runs the script once without faults and then with each, and compares what it says, how soon it ends, what it "
+        "leaves behind, samples and weights. It runs in this folder; checkpoints and logs of its Trainers go to a "
+        "folder of each run, and nothing is uploaded. Exit code 0 = every run ended or went on as it should."
     )
     runs_program = True
 

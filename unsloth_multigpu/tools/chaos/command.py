@@ -8,16 +8,19 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from unsloth_multigpu.cli.screen import Progress, Screen, about, left_s
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
-from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables, variable
-from unsloth_multigpu.tools.chaos.fault import KINDS, End, limit_s, parse_fault
-from unsloth_multigpu.tools.chaos.plan import Trial, all_trials, random_trial, torn_trial
+from unsloth_multigpu.options import MultiGPUConfig, command_options, file_variables
+from unsloth_multigpu.row import CommandOption
+from unsloth_multigpu.tools.chaos.fault import KINDS, End, Fault, kinds_text, limit_s, parse_fault
+from unsloth_multigpu.tools.chaos.leavings import written_since
+from unsloth_multigpu.tools.chaos.plan import Costs, Trial, all_trials, random_trial, torn_trial
 from unsloth_multigpu.tools.chaos.result import (
     ROUNDING,
     FaultRow,
@@ -25,24 +28,32 @@ from unsloth_multigpu.tools.chaos.result import (
     compare_samples,
     compare_weights,
     markdown,
-    text_table,
+    show,
 )
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
 
-# Options that a run does not have, or that mean something else here: type, text of --help. See cli.main.
-OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
-    "faults": (str, '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank. [all]'),
-    "random": (int, "Instead of --faults, this many random faults over one run, which is started again after each."),
-    "seed": (int, "Of the random faults. [0]"),
-    "resume": (bool, "Start the command again after each fault, to see whether it resumes. [on]"),
-    "json": (str, "File of the results."),
-    "markdown": (str, "File of the table."),
-    "cwd": (str, "Folder in which the script runs; its output then belongs into {run} in its arguments. [a new one]"),
-    "limit_s": (float, "Limit of each start of the ranks, in seconds. [600]"),
+# Options that a run does not have, or that mean something else here: see cli.command.
+OWN_OPTIONS: dict[str, CommandOption] = {
+    "faults": CommandOption(
+        str,
+        '"all", or kind@rank:step[:train|save|evaluate],... with "all" for every rank, as in kill@1:5,stop@0:8. Kinds: '
+        f"{kinds_text()}. [all]",
+        "FAULTS",
+    ),
+    "random": CommandOption(
+        int, "Instead of --faults, this many random faults over one run, which is started again after each.", "N"
+    ),
+    "seed": CommandOption(int, "Of the random faults. [0]", "N"),
+    "resume": CommandOption(bool, "Start the command again after each fault, to see whether it resumes. [on]"),
+    "json": CommandOption(str, "File of the results.", "FILE"),
+    "markdown": CommandOption(str, "File of the table.", "FILE"),
+    "cwd": CommandOption(str, "Folder in which the script runs. [this one]", "FOLDER"),
+    "limit_s": CommandOption(float, "Limit of each start of the ranks, in seconds. [600]", "SECONDS"),
 }
 # With the planner, which measures, each run deals samples in another way, and weights differ by rounding. The limit for
 # hangs is short to save time.
@@ -175,31 +186,71 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise ConfigError(f"--faults {options.faults}: there are {config.num_gpus} ranks.", hint="Count them from 0.")
     # A shell script ignores SIGINT for background jobs, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    fixed = {variable("log_dir"): "logs", "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
+    fixed = {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     environment = {**os.environ, **file_variables(os.environ), **fixed}
-    with private_dir() as folder, exit_on_sigterm():
-        scene = Scene(folder / "whole", program, environment, options.cwd, options.limit_s or 600.0)
-        _say("the run without faults")
+    with private_dir() as folder, exit_on_sigterm(), Progress("chaos") as progress:
+        limit_of_run_s = options.limit_s or 600.0
+        scene = Scene(folder / "whole", program, environment, options.cwd, limit_of_run_s)
+        progress.say(f"the run without faults, at most {limit_of_run_s:g} s, which tells how long the others take")
+        progress.show("the run without faults", 0, 1)
+        since_ns = time.time_ns()
         ended = scene.run((), run_options)
+        progress.clear()
         if ended.code != 0:
             print(f"{_tail(ended)}\nchaos: without a fault the run ended with {ended.code}.", file=sys.stderr)
             return 1 if ended.code is None else 128 - ended.code if ended.code < 0 else ended.code
         judge = _prepare(folder, scene, ended, run_options, resumes=options.resume is not False)
-        num_steps, num_ranks = judge.whole.num_steps, config.num_gpus or 0
-        files = _checkpoint_files(judge.whole)
-        if options.random is not None:
-            trials = [random_trial(options.random, options.seed or 0, num_steps, num_ranks)]
-        elif named is None:
-            trials = all_trials(num_steps, num_ranks, files)
-        else:
-            trials = [torn_trial(f.step, files) if f.kind == "corrupt" else Trial(str(f), (f,)) for f in named]
-        rows = []
-        for number, trial in enumerate(trials, 1):
-            _say(f"{number} of {len(trials)}: {trial.name}")
-            rows.append(judge.try_out(trial))
-            for reason in rows[-1].reasons:
-                _say(f"NOT AS EXPECTED: {reason}")
+        _tell_of_written(progress, written_since(Path(options.cwd or "."), since_ns))
+        trials = _trials(options, named, judge, config.num_gpus or 0)
+        rows = _try_all(trials, judge, ended, progress)
     return _report(rows, judge, options)
+
+
+def _trials(options: argparse.Namespace, named: Sequence[Fault] | None, judge: Judge, num_ranks: int) -> list[Trial]:
+    files = _checkpoint_files(judge.whole)
+    if options.random is not None:
+        return [random_trial(options.random, options.seed or 0, judge.whole.num_steps, num_ranks)]
+    if named is None:
+        return all_trials(judge.whole.num_steps, num_ranks, files)
+    return [torn_trial(f.step, files) if f.kind == "corrupt" else Trial(str(f), (f,)) for f in named]
+
+
+def _try_all(trials: Sequence[Trial], judge: Judge, ended: Ended, progress: Progress) -> list[FaultRow]:
+    """Tries every row, and says how long that takes before and meanwhile.
+
+    Args:
+        ended: The run without faults.
+    """
+    run_s = ended.end_s - ended.start_s
+    hang_timeout_s = float(str(judge.options["hang_timeout_s"]))
+    costs = Costs(run_s, judge.cold_s, judge.whole.num_steps, hang_timeout_s, judge.resumes)
+    expected_s = list(map(costs.of, trials))
+    progress.say(
+        f"it took {run_s:.1f} s, {judge.cold_s:.1f} s of that to the end of the first step; "
+        f"{len(trials)} more with faults take {about(sum(expected_s))}"
+    )
+    rows: list[FaultRow] = []
+    took_s: list[float] = []
+    for number, trial in enumerate(trials, 1):
+        progress.begin(number, len(trials), trial.name, left_s(expected_s, took_s))
+        begin_s = time.monotonic()
+        rows.append(judge.try_out(trial))
+        took_s.append(time.monotonic() - begin_s)
+        for reason in rows[-1].reasons:
+            progress.say(f"{trial.name}: NOT AS EXPECTED: {reason}", "bold red")
+    return rows
+
+
+def _tell_of_written(progress: Progress, files: Sequence[str]) -> None:
+    if not files:
+        return
+    others = f" and {len(files) - 1} more were" if len(files) > 1 else " was"
+    progress.say(
+        f"while it ran, {files[0]}{others} written in the working folder: what a Trainer saves is turned aside, "
+        "what the script saves itself is not, and each run does it again; {run} in its arguments stands for a new "
+        "folder",
+        "yellow",
+    )
 
 
 def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str, object], *, resumes: bool) -> Judge:
@@ -220,7 +271,7 @@ def _prepare(folder: Path, scene: Scene, ended: Ended, run_options: Mapping[str,
     if not Path(begun["output_dir"]).is_relative_to(scene.work.resolve()):
         raise ConfigError(
             f"The script saves in {begun['output_dir']}, where runs would find each other's checkpoints.",
-            hint="Let it save in a relative folder, or write {run} for it in its arguments.",
+            hint="Its Trainer must take it from TrainingArguments; or write {run} for it in the script's arguments.",
         )
     return Judge(folder, scene, whole, first_s - ended.start_s, run_options, resumes)
 
@@ -241,16 +292,14 @@ def _report(rows: Sequence[FaultRow], judge: Judge, options: argparse.Namespace)
         facts = {"schema_version": 1, "command": list(judge.scene.program), "cold_start_s": judge.cold_s}
         result = {**facts, "options": dict(judge.options), "good": is_good, "rows": [asdict(row) for row in rows]}
         Path(options.json).write_text(json_text(result), encoding="utf-8")
-    print(text_table(rows))
-    print(f"cold start to the first step: {judge.cold_s:.1f} s")
+    screen = Screen()
+    show(rows, screen)
+    screen.line(f"cold start to the first step: {judge.cold_s:.1f} s")
     bad = [row.fault for row in rows if row.reasons]
-    print(f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or went on as it should.")
+    told = f"NOT AS EXPECTED: {', '.join(bad)}" if bad else "Every run ended or went on as it should."
+    screen.line(told, "bold red" if bad else "bold green")
     return 0 if is_good else 1
 
 
-def _tail(ended: Ended, num_lines: int = 25) -> str:
-    return "\n".join(ended.output.splitlines()[-num_lines:])
-
-
-def _say(text: str) -> None:
-    print(f"chaos: {text}", file=sys.stderr, flush=True)
+def _tail(ended: Ended) -> str:
+    return last_lines(ended.output)

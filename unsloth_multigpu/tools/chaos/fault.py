@@ -47,6 +47,14 @@ KINDS: dict[str, End] = {
     "store": End.NONE,
     "clock": End.NONE,
 }
+
+
+def kinds_text() -> str:
+    """All kinds, by what they do to a run, for `--help`."""
+    ends = {end: [kind for kind, its in KINDS.items() if its is end] for end in End}
+    return "; ".join(f"{', '.join(kinds)} ({end.value})" for end, kinds in ends.items())
+
+
 # Faults after which ranks that are started again can continue.
 CURABLE = tuple(k for k, end in KINDS.items() if end is not End.STOP and k not in ("kill_supervisor", "sigint_twice"))
 
@@ -127,12 +135,14 @@ class ChaosRequest:
     Args:
         folder: Where each rank leaves `rank_N.jsonl`, and rank 0 the weights at the end of each training.
         faults: To be planted.
+        work: Where the script's checkpoints and logs go; None = where the script says.
     """
 
     folder: str
     faults: Sequence[Fault] = ()
+    work: str | None = None
 
     def variables(self) -> dict[str, str]:
         """The environment that carries this request."""
-        values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults]}
+        values = {"folder": self.folder, "faults": [asdict(f) for f in self.faults], "work": self.work}
         return ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", values).variables()

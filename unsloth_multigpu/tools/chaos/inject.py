@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -27,6 +28,8 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateL
 from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0
+# Of TrainingArguments.
+_DEFAULT_OUTPUT = "trainer_output"
 # Size in bytes that a "full" disk still accepts: less than any file of a checkpoint.
 _DISK_LEFT_BYTES = 4096
 
@@ -36,12 +39,32 @@ class Chaos(Tool):
 
     draws_alike = True
 
-    def __init__(self, folder: str, faults: list[dict[str, Any]]) -> None:
-        self.request = ChaosRequest(folder, tuple(Fault(**fault) for fault in faults))
+    def __init__(self, folder: str, faults: list[dict[str, Any]], work: str | None = None) -> None:
+        self.request = ChaosRequest(folder, tuple(Fault(**fault) for fault in faults), work)
+
+    def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        work = self.request.work
+        return config if work is None else dataclasses.replace(config, log_dir=str(Path(work, "logs")))
+
+    def adjust_arguments(self, args: ArgumentsLike) -> None:
+        """Nothing that a Trainer writes or uploads by itself may land in the user's folders or accounts."""
+        if self.request.work is None:
+            return
+        args.push_to_hub = False
+        args.output_dir = self._aside(args.output_dir or _DEFAULT_OUTPUT)
+        curves = getattr(args, "logging_dir", None)
+        if curves is not None:
+            vars(args)["logging_dir"] = self._aside(curves)
+
+    def _aside(self, folder: str | os.PathLike[str]) -> str:
+        """The place of a folder in the run's own one; the same for the same folder, in every start of the ranks."""
+        work, path = Path(self.request.work or "").resolve(), Path(folder).resolve()
+        return str(path if path.is_relative_to(work) else work.joinpath("output", *path.parts[1:]))
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         if steps is None:
             return None
+        self.adjust_arguments(trainer.args)  # Where a script changes them once more.
         return Injector(trainer, self.request, session.identity.rank, session.config, steps, session.context)
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unsloth_multigpu.launch.watchdog import LONGEST_FACTOR
 from unsloth_multigpu.tools.chaos.fault import CURABLE, DAMAGES, KINDS, End, Fault, parse_fault
 
 # Each kind, on the rank and in the phase where it differs; {last} is the highest rank, {step} one in the middle.
@@ -37,6 +38,8 @@ _ALL = (
     "clock@{last}:{step}",
     "slow@{last}:{step}",
 )
+# From a fault until the last process is gone; measured 0.3 to 2.
+_END_S = 1.5
 # Kinds that can also strike between two files of a checkpoint. No hangs: their limit is ten times longer there.
 _ALSO_WHILE_SAVING = ("raise", "exit", "os_exit", "kill", "segv")
 
@@ -96,3 +99,36 @@ def random_trial(num_faults: int, seed: int, num_steps: int, num_ranks: int) -> 
         phase = draw.choice(("train", "save")) if kind in _ALSO_WHILE_SAVING else "train"
         faults.append(Fault(kind, rank, step, attempt, phase, damage=draw.choice(DAMAGES)))
     return Trial(f"{num_faults} random faults, seed {seed}", tuple(faults), num_restarts=num_faults)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the run without faults took, in seconds.
+
+    Args:
+        run_s: All of it.
+        cold_s: From its start to the end of its first step.
+        num_steps: Optimizer steps of its first training.
+        hang_timeout_s: Option of the run.
+        resumes: The command is started again after each fault.
+    """
+
+    run_s: float
+    cold_s: float
+    num_steps: int
+    hang_timeout_s: float
+    resumes: bool
+
+    def of(self, trial: Trial) -> float:
+        """Expected seconds of a row: each fault with the way to it, and the rest of the training behind the last."""
+        train_s = max(0.0, self.run_s - self.cold_s)
+        total_s = 0.0
+        for fault in trial.faults:
+            end = KINDS[fault.kind]
+            if end is End.NONE:
+                continue
+            hang_s = self.hang_timeout_s * (LONGEST_FACTOR if fault.phase != "train" else 1)
+            total_s += self.cold_s + train_s * min(1.0, fault.step / self.num_steps) / len(trial.faults)
+            total_s += hang_s if end is End.HANG else _END_S
+        goes_on = self.resumes or trial.num_restarts or all(KINDS[f.kind] is End.NONE for f in trial.faults)
+        return total_s + (self.run_s if goes_on else 0.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.text_table import aligned, markdown_table
 
 # Largest difference of a weight, relative to the largest weight, that the rounding of fp32 explains.
@@ -156,9 +157,14 @@ def markdown(rows: Sequence[FaultRow]) -> str:
     return markdown_table(_COLUMNS, [row.cells() for row in rows])
 
 
-def text_table(rows: Sequence[FaultRow]) -> str:
-    """The table for a terminal: what the user reads is under its row."""
+def show(rows: Sequence[FaultRow], screen: Screen) -> None:
+    """The table; where it is no terminal, which would fold it, what the user reads is under its row."""
     cells = [row.cells() for row in rows]
+    if screen.is_terminal:
+        screen.table(_COLUMNS, cells)
+        return
     head, *lines = aligned([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
-    told = ["" if c[1] == "-" else f"    {c[1]}\n" for c in cells]
-    return "".join([f"{head}\n", *(f"{line}\n{more}" for line, more in zip(lines, told, strict=True))])
+    screen.line(head)
+    for line, (_fault, told, *_rest) in zip(lines, cells, strict=True):
+        screen.line(line if told == "-" else f"{line}\n    {told}")
+    screen.line()

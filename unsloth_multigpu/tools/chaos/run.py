@@ -51,10 +51,10 @@ class Scene:
     """Where the runs of one row take place.
 
     Args:
-        folder: Of this row alone: records, and the working folder unless `cwd` is given.
+        folder: Of this row alone: records, and what the script saves.
         program: The script and its arguments, or `-m`, a module and its arguments.
         environment: Variables of every run.
-        cwd: The working folder of the command; None = a new one.
+        cwd: The working folder of the command; None = this process's.
         limit_s: A run is ended this many seconds after its start.
     """
 
@@ -71,7 +71,7 @@ class Scene:
 
     @property
     def work(self) -> Path:
-        """Where the script's files belong."""
+        """Where the script's checkpoints and logs go, and what `{run}` stands for in its arguments."""
         return self.folder / "work"
 
     @property
@@ -89,12 +89,13 @@ class Scene:
         for place in (self.records, self.work):
             place.mkdir(parents=True, exist_ok=True)
         variables = {variable(name): str(value) for name, value in options.items() if value is not None}
-        environment = {**self.environment, **variables, **ChaosRequest(str(self.records), faults).variables()}
+        request = ChaosRequest(str(self.records), faults, str(self.work))
+        environment = {**self.environment, **variables, **request.variables()}
         start_s = time.monotonic()
         # Pipes: a limit on the size of files, which imitates a full disk, must not meet what is printed.
         process = subprocess.Popen(
             self._command(),
-            cwd=self.cwd or self.work,
+            cwd=self.cwd,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -4,51 +4,72 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
 
 _HERE = "unsloth_multigpu.tools.doctor"
+# The section of which only faults are shown unless all is asked for.
+_FOLDED = "seams"
+_STYLES = {"FAIL": "bold red", "note": "yellow"}
 
 
-def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float) -> int:
-    """Checks this machine and prints the result.
+def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float, is_verbose: bool = False) -> int:
+    """Checks this machine and prints the result, each section when it is known.
 
     Args:
         num_gpus: Ranks of the all-reduce; None = all visible accelerators, or two where there is none.
         as_json: Print one JSON object in place of text.
         limit_s: Limit of each check that runs in a process of its own, in seconds.
+        is_verbose: Print the seams that are well, too.
 
     Returns:
         0, or 1 if a row failed.
     """
-    with exit_on_sigterm():
-        rows = check_machine(num_gpus, limit_s)
+    rows: list[CheckRow] = []
+    screen = Screen()
+    with exit_on_sigterm(), Progress("doctor") as progress:
+        for what, section in check_machine(num_gpus, limit_s):
+            progress.clear()
+            rows += section
+            if section and not as_json:
+                lead = [("", None)] if len(rows) > len(section) else []
+                for text, style in [*lead, *section_lines(section, is_verbose=is_verbose)]:
+                    screen.line(text, style)
+            if what and not as_json:
+                progress.show(what, 0, 1)
     has_failed = any(row.state == "FAIL" for row in rows)
     if as_json:
         version = installed_version("unsloth-multigpu")
         print(json.dumps({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]}))
     else:
-        print(render(rows))
+        screen.line()
+        screen.line(verdict(rows, MultiGPUConfig.resolve({})), "bold red" if has_failed else "bold green")
     return 1 if has_failed else 0
 
 
-def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
-    """Runs every check. Libraries are imported in parallel with the others, which use the GPUs one after the other."""
+def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, list[CheckRow]]]:
+    """Runs every check. Libraries are imported in parallel with the others, which use the GPUs one after the other.
+
+    Yields:
+        What is checked next ("" at the end), and the rows of a section as soon as they are known.
+    """
     from unsloth_multigpu.tools.doctor.findings import (
         copy_rows,
         device_rows,
+        driver_rows,
         import_rows,
         reduce_rows,
         seam_rows,
@@ -59,33 +80,36 @@ def check_machine(num_gpus: int | None, limit_s: float) -> list[CheckRow]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
         seams = stack.enter_context(Probe(f"{_HERE}.seam", folder, limit_s))
-        devices = stack.enter_context(Probe(f"{_HERE}.device", folder, limit_s)).outcome()
+        probe = stack.enter_context(Probe(f"{_HERE}.device", folder, limit_s))
+        yield "looks for devices, and copies between them", version_rows()
+        devices = probe.outcome()
+        yield "", [*driver_rows(devices), *device_rows(devices)]
+        yield "adds up a tensor on all ranks", copy_rows(devices)
         environment = _reduce_environment(num_gpus, folder, limit_s)
         reduced = stack.enter_context(Probe(f"{_HERE}.allreduce", folder, limit_s, environment)).outcome()
+        yield "imports the libraries, and tries every patch", reduce_rows(reduced, devices)
         landed = seams.outcome()
-    return [
-        *version_rows(devices),
-        *import_rows(landed),
-        *device_rows(devices),
-        *copy_rows(devices),
-        *reduce_rows(reduced, devices),
-        *seam_rows(landed),
-    ]
+        yield "", import_rows(landed)
+        yield "", seam_rows(landed)
 
 
-def render(rows: Sequence[CheckRow]) -> str:
-    """The rows as aligned text under their headings, and a last line that counts the failures."""
-    lines: list[str] = []
-    for section, group in groupby(rows, key=lambda row: row.section):
-        members = list(group)
-        lines += ["", section] if lines else [section]
-        for row, line in zip(members, aligned([f"{r.state:<4}", r.name, r.text] for r in members), strict=True):
-            lines.append(f"  {line}")
-            if row.hint:
-                lines.append(f"        Hint: {row.hint}")
-            lines += [f"        | {line}" for line in row.log]
-    num_failed = sum(row.state == "FAIL" for row in rows)
-    return "\n".join([*lines, "", f"{len(rows)} checks, {num_failed} failed"])
+def section_lines(rows: Sequence[CheckRow], *, is_verbose: bool = False) -> list[tuple[str, str | None]]:
+    """The rows of one section under its heading, as (aligned text, style).
+
+    Args:
+        is_verbose: With the rows of seams that are well, which are one line otherwise.
+    """
+    section = rows[0].section
+    shown = [row for row in rows if is_verbose or section != _FOLDED or row.state == "FAIL"]
+    lines: list[tuple[str, str | None]] = [(section, "bold")]
+    for row, line in zip(shown, aligned([f"{r.state:<4}", r.name, r.text] for r in shown), strict=True):
+        lines.append((f"  {line}", _STYLES.get(row.state)))
+        if row.hint:
+            lines.append((f"        Hint: {row.hint}", None))
+        lines += [(f"        | {line}", "dim") for line in row.log]
+    if hidden := len(rows) - len(shown):
+        lines.append((f"  ok    {hidden} seams are as tested; --verbose lists them", None))
+    return lines
 
 
 def _reduce_environment(num_gpus: int | None, folder: Path, limit_s: float) -> dict[str, str]:

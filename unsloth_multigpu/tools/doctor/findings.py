@@ -55,8 +55,8 @@ class CheckRow:
     log: tuple[str, ...] = ()
 
 
-def version_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
-    """Interpreter, system, libraries and driver against what is supported."""
+def version_rows() -> list[CheckRow]:
+    """Interpreter, system and libraries against what is supported."""
     python, needed = platform.python_version(), ".".join(map(str, _MIN_PYTHON))
     rows = [
         CheckRow("versions", "python", "ok", f"{python} (>={needed})")
@@ -68,19 +68,30 @@ def version_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
     ]
     for row in versions.version_rows():
         facts = {"installed": row.installed, "supported": row.supported}
-        text = f"{row.installed or 'not installed'} ({row.supported})"
-        hint = "" if row.ok else row.reason or f'pip install "{row.name}{row.supported}"'
+        text = f"{row.installed or 'not installed'} ({supported_text(row.supported)})"
+        hint = "" if row.ok else row.reason or f'pip install "{row.name}{supported_text(row.supported)}"'
         if row.is_newer:
             hint = "Newer than tested: `unsloth-multigpu verify train.py` compares the first steps with one process."
         state: State = "FAIL" if not row.ok else "ok" if row.installed and not row.is_newer else "note"
         rows.append(CheckRow("versions", row.name, state, text, hint, facts))
-    rows.append(_nearest_row())
+    return [*rows, _nearest_row()]
+
+
+def supported_text(specifier: str) -> str:
+    """A range from its lower bound to its upper one: `>=2.6,<2.16`. packaging sorts its parts by their characters."""
+    return ",".join(sorted(specifier.split(","), key=lambda part: part.startswith("<")))
+
+
+def driver_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
+    """The driver, and what torch is built for."""
+    if "error" in devices:
+        return []
     driver, _ = _nvidia_driver()
     built_for = f"CUDA {devices['cuda']}" if devices.get("cuda") else f"ROCm {devices.get('rocm')}"
     if not devices.get("cuda") and not devices.get("rocm"):
         built_for = "the CPU"
     text = f"NVIDIA driver {driver or 'none'}, torch is built for {built_for}"
-    return [*rows, CheckRow("versions", "driver", "ok" if driver else "note", text, facts={"driver": driver})]
+    return [CheckRow("devices", "driver", "ok" if driver else "note", text, facts={"driver": driver})]
 
 
 def import_rows(landed: Mapping[str, Any]) -> list[CheckRow]:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.shard.description import Description
 from unsloth_multigpu.shard.memory import (
     GIB,
@@ -35,12 +36,14 @@ DEFAULT_GPUS = "1,2,4,8"
 _RANK_MODULE = "unsloth_multigpu.cli.script"
 _COLUMNS = ("GPUs", "way", "weights", "gradients", "optimizer", "activations", "overhead", "total")
 _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
-OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
-    "gpus": (str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]"),
-    "memory": (str, "Memory of one GPU, such as 24GiB or 80GB. [the smallest of this machine]"),
-    "tokens": (int, "Tokens of the longest sample. [that of the script's data set]"),
-    "json": (bool, "Print one JSON object. [a table]"),
-    "timeout_s": (float, f"Limit of the script's way to train(), in seconds. [{DEFAULT_LIMIT_S:g}]"),
+OWN_OPTIONS: dict[str, CommandOption] = {
+    "gpus": CommandOption(str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]", "N,N,..."),
+    "memory": CommandOption(str, "Memory of one GPU, such as 24GiB or 80GB. [the smallest of this machine]", "SIZE"),
+    "tokens": CommandOption(int, "Tokens of the longest sample. [that of the script's data set]", "N"),
+    "json": CommandOption(bool, "Print one JSON object. [a table]"),
+    "timeout_s": CommandOption(
+        float, f"Limit of the script's way to train(), in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"
+    ),
 }
 
 

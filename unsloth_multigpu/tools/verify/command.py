@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import ConfigError, DivergenceError, RankTimeoutError, SetupError
+from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
+from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.verify.page import COMPARED, render
+from unsloth_multigpu.tools.verify.output import RunOutput
+from unsloth_multigpu.tools.verify.page import COMPARED, show
+from unsloth_multigpu.tools.verify.run import ScriptFailed, ScriptRun, tell_output
+from unsloth_multigpu.tools.verify.speed import Speed, speed_of, times_as_fast
+from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
-from unsloth_multigpu.wire.process import end_command
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.verify.comparison import Comparison, RunRecord
@@ -28,18 +31,18 @@ SCHEMA_VERSION = 1
 DEFAULT_STEPS = 5
 DEFAULT_FILE = "receipt.json"
 DEFAULT_LIMIT_S = 3600.0
-_STDERR = 2
-_RANK_MODULE = "unsloth_multigpu.cli.script"
-# The supervisor gives its ranks 30 seconds to end.
-_TERMINATE_LIMIT_S = 40.0
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-# Options that a run does not have, or that mean something else here: type, text of --help. See cli.main.
-OWN_OPTIONS: dict[str, tuple[type[Any], str]] = {
-    "num_gpus": (int, "Ranks that are compared with one process. [all visible GPUs; 2 CPU ranks without one]"),
-    "steps": (int, f"Optimizer steps that are compared. [{DEFAULT_STEPS}]"),
-    "no_dropout": (bool, "Set every dropout probability to 0 in both runs. [as in the script]"),
-    "json": (str, f"File of the receipt. [{DEFAULT_FILE}]"),
-    "timeout_s": (float, f"Limit of each of the two runs, in seconds. [{DEFAULT_LIMIT_S:g}]"),
+# Options that a run does not have, or that mean something else here: see cli.command.
+OWN_OPTIONS: dict[str, CommandOption] = {
+    "num_gpus": CommandOption(
+        int, "Ranks that are compared with one process. [all visible GPUs; 2 CPU ranks without one]", "N"
+    ),
+    "steps": CommandOption(int, f"Optimizer steps that are compared. [{DEFAULT_STEPS}]", "N"),
+    "no_dropout": CommandOption(bool, "Set every dropout probability to 0 in both runs. [as in the script]"),
+    "json": CommandOption(
+        str, f"File of the receipt; what the script prints goes to a .log beside it. [{DEFAULT_FILE}]", "FILE"
+    ),
+    "timeout_s": CommandOption(float, f"Limit of each of the two runs, in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"),
 }
 
 
@@ -59,8 +62,6 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
         SetupError: More ranks than GPUs, or the script trained nothing that could be followed.
         RankTimeoutError: A run took longer than `options.timeout_s`.
     """
-    from unsloth_multigpu.tools.verify.tool import ReceiptRequest
-
     num_steps = DEFAULT_STEPS if options.steps is None else options.steps
     limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
     if num_steps < 1:
@@ -72,29 +73,39 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     config = MultiGPUConfig.resolve({**given, "num_gpus": options.num_gpus, "timeout_s": limit_s})
     num_ranks = _num_ranks(config)
     variables = {variable(name): str(value) for name, value in given.items() if value is not None}
+    output = RunOutput(file)
     records = []
-    with private_dir() as folder, exit_on_sigterm():
+    with private_dir() as folder, exit_on_sigterm(), Progress("verify") as progress:
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
             place = folder / name
             place.mkdir()
-            label = "one process" if num_gpus == 1 else f"{num_gpus} ranks"
-            print(f"verify: {num_steps} steps on {label}", file=sys.stderr, flush=True)
-            environment = {**_common_variables(folder), **variables, **_devices(config, num_gpus)}
             request = ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout)
-            environment.update(request.variables())
+            environment = {
+                **_common_variables(folder),
+                **variables,
+                **_devices(config, num_gpus),
+                **request.variables(),
+            }
+            label = "one process" if num_gpus == 1 else f"{num_gpus} ranks"
             # The request has the place in it, as JSON, which writes only ASCII as it is.
-            code = _run(program, environment, limit_s, f"{folder.name}/{name}")
-            if code != 0:
-                print(f"verify: the run on {label} ended with exit code {code}.", file=sys.stderr)
-                return code
-            records.append(_read(place, program))
+            run = ScriptRun(label, program, environment, place, f"{folder.name}/{name}", num_steps, limit_s)
+            try:
+                run.run(output, progress)
+                records.append(_read(place, program))
+            except ScriptFailed as failed:
+                return failed.code
+            except SetupError:
+                tell_output(output, progress, "")
+                raise
             _check_followed(config, given, records[-1])
         one, many = records
         comparison = _compare(folder, one, many)
-    receipt = _receipt(program, one, many, comparison)
+    speeds = (speed_of(one.ranks), speed_of(many.ranks)) if one.ranks and many.ranks else None
+    receipt = _receipt(program, one, many, comparison, speeds)
     file.write_text(json_text(receipt), encoding="utf-8")
-    print(render(comparison, receipt["sources"], many.facts, num_ranks))
-    print(f"receipt: {file}")
+    screen = Screen()
+    show(screen, comparison, receipt["sources"], many.facts, num_ranks, speeds)
+    screen.line(f"receipt: {file}, output of both runs: {output.path}")
     return 0 if comparison.agree else DivergenceError.exit_code
 
 
@@ -162,28 +173,6 @@ def _devices(config: MultiGPUConfig, num_gpus: int) -> dict[str, str]:
     return {name: os.environ.get(name, "0").split(",")[0]}
 
 
-def _run(program: Sequence[str], environment: Mapping[str, str], limit_s: float, marker: str) -> int:
-    """Runs the program to its end, its output on this process's stderr; returns the exit code as a shell shows it."""
-    # An absolute path: the script may change its working directory before it starts the ranks.
-    name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
-    command = [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
-    sys.stderr.flush()
-    # A group of its own, which can be ended as a whole.
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=_STDERR, env=environment, start_new_session=True
-    )
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        raise RankTimeoutError(
-            f"The run did not reach its end within timeout_s={limit_s:g} seconds.",
-            hint="Compare fewer --steps, or raise --timeout-s where it only takes long.",
-        ) from None
-    finally:
-        end_command(process, marker, _TERMINATE_LIMIT_S)
-    return 128 - code if code < 0 else code
-
-
 def _read(folder: Path, program: Sequence[str]) -> RunRecord:
     from unsloth_multigpu.tools.verify.comparison import read_run
 
@@ -221,7 +210,13 @@ def _compare(folder: Path, one: RunRecord, many: RunRecord) -> Comparison:
     return compare(one, many, weights, bounds)
 
 
-def _receipt(program: Sequence[str], one: RunRecord, many: RunRecord, comparison: Comparison) -> dict[str, Any]:
+def _receipt(
+    program: Sequence[str],
+    one: RunRecord,
+    many: RunRecord,
+    comparison: Comparison,
+    speeds: tuple[Speed, Speed] | None,
+) -> dict[str, Any]:
     sources = {source["name"]: source for run in (one, many) for source in run.facts["sources"]}
     facts = [{k: v for k, v in run.facts.items() if k not in ("sources", "versions")} for run in (one, many)]
     return {
@@ -234,6 +229,14 @@ def _receipt(program: Sequence[str], one: RunRecord, many: RunRecord, comparison
         "bounds": asdict(comparison.bounds),
         "versions": many.facts["versions"],
         "runs": {"one": facts[0], "many": facts[1]},
+        "figures": None if speeds is None else _figures(one, many, *speeds),
         "steps": [asdict(step) for step in comparison.steps],
         "weights": [asdict(weight) for weight in comparison.weights],
     }
+
+
+def _figures(one: RunRecord, many: RunRecord, *speeds: Speed) -> dict[str, Any]:
+    """What both runs took: in one row each, and of each rank."""
+    runs = {"one": (one, speeds[0]), "many": (many, speeds[1])}
+    found = {name: {**asdict(speed), "ranks": [asdict(r) for r in run.ranks]} for name, (run, speed) in runs.items()}
+    return {"times_as_fast": times_as_fast(*speeds), **found}

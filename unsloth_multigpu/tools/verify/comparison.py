@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from unsloth_multigpu.report import RankReport
+
 # Facts that must be equal in both runs: otherwise they are two different trainings.
 _SAME_FACTS = ("device", "precision", "optimizer", "trainer")
 # A tensor of which fewer elements moved, and not nearly all, is left out: in bf16 weights a small learning rate is
@@ -48,11 +50,13 @@ class RunRecord:
         steps: In their order.
         gradient_shares: For each trained tensor, its largest share of a step's gradient norm.
         facts: Device, precision, versions and the like, see `tools.verify.recorder`.
+        ranks: What each rank has measured; none where the training was not measured.
     """
 
     steps: tuple[TrainedStep, ...]
     gradient_shares: dict[str, float]
     facts: dict[str, Any]
+    ranks: tuple[RankReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ def read_run(folder: Path) -> RunRecord | None:
         same_step = [s for record in records for s in record["steps"] if s["step"] == figures["step"]]
         samples = sum((Counter(s["samples"]) for s in same_step), Counter[str]())
         steps.append(TrainedStep(figures["step"], figures["loss"], figures["grad_norm"], samples))
-    return RunRecord(tuple(steps), first["gradient_shares"], first["facts"])
+    ranks = tuple(RankReport(**values) for values in first["ranks"])
+    return RunRecord(tuple(steps), first["gradient_shares"], first["facts"], ranks)
 
 
 def compare_updates(one: Path, many: Path, shares: dict[str, float], noise: float) -> list[WeightDifference]:

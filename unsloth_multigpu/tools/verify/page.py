@@ -5,58 +5,72 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.cli.screen import Screen
+from unsloth_multigpu.tools.verify.speed import COLUMNS, Speed, speed_rows, speed_verdict
+
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.verify.comparison import Comparison, StepDifference, WeightDifference
 
 COMPARED = "Compared: the beginning of the script's first train(). What comes after it was not run."
-_WIDTH = 12
 
 
-def render(
-    comparison: Comparison, sources: Sequence[Mapping[str, str]], facts: Mapping[str, Any], num_ranks: int
-) -> str:
-    """Text for a terminal: a line for each step, the weights, what may differ without a fault, and the verdict.
+def show(
+    screen: Screen,
+    comparison: Comparison,
+    sources: Sequence[Mapping[str, str]],
+    facts: Mapping[str, Any],
+    num_ranks: int,
+    speeds: tuple[Speed, Speed] | None = None,
+) -> None:
+    """A line for each step, the weights, what may differ without a fault, what both runs took, and the verdict.
 
     Args:
+        screen: Where to.
         comparison: What was found.
         sources: Reasons for legitimate differences: name, found, advice.
         facts: Of the run on several ranks, see `tools.verify.recorder`.
         num_ranks: Its ranks.
+        speeds: Of one process and of the ranks; None where they were not measured.
     """
     bounds = comparison.bounds
     ranks = f"{num_ranks} ranks"
-    titles = [f"{title:>{_WIDTH}}" for title in ("1 process", ranks, "difference")]
-    lines = [
-        f"{facts['trainer']}, {facts['precision']}, {facts['optimizer']}, {facts['device']}",
-        COMPARED,
-        "",
-        f"{'':14}{'loss':>{3 * _WIDTH}}{'gradient norm':>{3 * _WIDTH + 4}}",
-        f"step  samples {''.join(titles)}    {''.join(titles)}",
-        *(_step_line(step, comparison) for step in comparison.steps),
-        f"{'bound':<14}{'':{2 * _WIDTH}}{bounds.loss:>{_WIDTH}.0e}{'':{2 * _WIDTH + 4}}{bounds.grad_norm:>{_WIDTH}.0e}",
-        "",
-        _weights_line(comparison.weights, bounds.weights),
-    ]
+    screen.line(f"{facts['trainer']}, {facts['precision']}, {facts['optimizer']}, {facts['device']}")
+    screen.line(COMPARED)
+    screen.line()
+    figures = ("1 process", ranks, "difference")
+    columns = ("step", "samples", f"loss, {figures[0]}", *figures[1:], f"gradient norm, {figures[0]}", *figures[1:])
+    bound = ("bound", "", "", "", f"{bounds.loss:.0e}", "", "", f"{bounds.grad_norm:.0e}")
+    screen.table(columns, [*(_step_cells(step, comparison) for step in comparison.steps), bound], num_left=2)
+    screen.line()
+    screen.line(_weights_line(comparison.weights, bounds.weights))
     if sources:
-        lines += ["", "May differ without a fault:"]
-        lines += [f"  {s['name']}: {s['found']}. For agreement: {s['advice']}." for s in sources]
-    lines += ["", *_verdict(comparison, ranks, bool(sources))]
-    return "\n".join(lines)
+        screen.line()
+        screen.line("May differ without a fault:")
+        for s in sources:
+            screen.line(f"  {s['name']}: {s['found']}. For agreement: {s['advice']}.")
+    if speeds is not None:
+        screen.line()
+        screen.table((*COLUMNS, ranks), speed_rows(*speeds), num_left=1)
+        is_larger = any(source["name"] == "larger steps" for source in sources)
+        screen.line()
+        screen.line(speed_verdict(*speeds, ranks, is_larger_step=is_larger))
+    screen.line()
+    for line in _verdict(comparison, ranks, bool(sources)):
+        screen.line(line, "bold green" if comparison.agree else "bold red")
 
 
-def _step_line(step: StepDifference, comparison: Comparison) -> str:
+def _step_cells(step: StepDifference, comparison: Comparison) -> tuple[str, ...]:
     samples = f"{step.num_samples[0]} same" if step.has_same_samples else "OTHER"
-    bounds = comparison.bounds
-    loss = _figures(step.loss, step.loss_difference, bounds.loss)
-    grad_norm = _figures(step.grad_norm, step.grad_norm_difference, bounds.grad_norm)
-    return f"{step.step:>4}  {samples:<8}{loss}    {grad_norm}".rstrip()
+    loss = _figures(step.loss, step.loss_difference, comparison.bounds.loss)
+    grad_norm = _figures(step.grad_norm, step.grad_norm_difference, comparison.bounds.grad_norm)
+    return str(step.step), samples, *loss, *grad_norm
 
 
-def _figures(values: tuple[float | None, float | None], difference: float, bound: float) -> str:
+def _figures(values: tuple[float | None, float | None], difference: float, bound: float) -> tuple[str, str, str]:
     """Both runs' values and their difference, which is marked where it is above the bound."""
-    shown = "".join(f"{'-' if value is None else format(value, '.6g'):>{_WIDTH}}" for value in values)
+    one, many = ("-" if value is None else format(value, ".6g") for value in values)
     mark = "" if difference <= bound else "!"
-    return f"{shown}{mark + format(difference, '.1e'):>{_WIDTH}}"
+    return one, many, mark + format(difference, ".1e")
 
 
 def _weights_line(weights: Sequence[WeightDifference], bound: float) -> str:

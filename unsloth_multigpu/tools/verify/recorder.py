@@ -22,10 +22,11 @@ from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.shard.engine import find_engine
 from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_reasons, turn_dropout_off
-from unsloth_multigpu.tools.verify.tool import ReceiptRequest
+from unsloth_multigpu.tools.verify.tool import ReceiptRequest, write_steps_done
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import installed_version
 
@@ -165,6 +166,8 @@ class Recorder(Part):
             self._figures[self._step()].update(found)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        if self._rank == 0:
+            write_steps_done(self._request.folder, self._step())
         self._steer(control)
 
     def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
@@ -191,8 +194,12 @@ class Recorder(Part):
         if self._rank == 0:
             save_file(updates, Path(self._request.folder) / UPDATES_FILE)
 
-    def write(self) -> None:
-        """Leaves what was recorded in the request's folder."""
+    def write(self, report: RunReport | None) -> None:
+        """Leaves what was recorded in the request's folder.
+
+        Args:
+            report: What all ranks have measured; None where they have not.
+        """
         self._save_updates()
         if self._steps is not None and (inexact := self._steps.inexact):
             # Found before the first step, or in a later one.
@@ -208,7 +215,13 @@ class Recorder(Part):
             }
             for step in range(1, self._step() + 1)
         ]
-        record = {"rank": self._rank, "steps": steps, "gradient_shares": self._gradient_shares, "facts": self._facts}
+        record = {
+            "rank": self._rank,
+            "steps": steps,
+            "gradient_shares": self._gradient_shares,
+            "facts": self._facts,
+            "ranks": [] if report is None else [asdict(share) for share in report.ranks],
+        }
         (Path(self._request.folder) / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
 
 

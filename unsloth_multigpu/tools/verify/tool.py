@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import SetupError
@@ -15,6 +16,8 @@ from unsloth_multigpu.wire.context import ToolRequest
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.verify.recorder import Recorder
+
+_STEPS_FILE = "steps_done"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,22 @@ class ReceiptRequest:
         return ToolRequest("unsloth_multigpu.tools.verify.tool:Verify", asdict(self)).variables()
 
 
+def write_steps_done(folder: str, num_steps: int) -> None:
+    """Tells the command how many steps are done. By renaming, since it may look at any time."""
+    file = Path(folder, _STEPS_FILE)
+    partial = file.with_suffix(".part")
+    partial.write_text(str(num_steps), encoding="ascii")
+    partial.replace(file)
+
+
+def steps_done(folder: Path) -> int:
+    """How many steps a run has done so far."""
+    try:
+        return int((folder / _STEPS_FILE).read_text(encoding="ascii"))
+    except FileNotFoundError:
+        return 0
+
+
 class Verify(Tool):
     """Records the first steps of a run and ends its ranks; see `ReceiptRequest`."""
 
@@ -46,6 +65,7 @@ class Verify(Tool):
     def __init__(self, **values: Any) -> None:
         self.request = ReceiptRequest(**values)
         self._recorder: Recorder | None = None
+        self._session: Any = None
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
         if not config.enable_ddp:
@@ -71,6 +91,7 @@ class Verify(Tool):
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
         from unsloth_multigpu.tools.verify.recorder import Recorder
 
+        self._session = session
         self._recorder = Recorder(trainer, self.request, session.identity.rank, session.config, steps)
         return self._recorder
 
@@ -78,5 +99,5 @@ class Verify(Tool):
         from unsloth_multigpu.tools.verify.recorder import leave_process
 
         assert self._recorder is not None
-        self._recorder.write()
+        self._recorder.write(self._session.report)
         leave_process()

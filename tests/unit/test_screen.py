@@ -1,0 +1,105 @@
+"""What commands show: plain lines in a pipe, colour, tables and a bar on a terminal; times for people."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from unsloth_multigpu.cli.screen import Progress, Screen, about, left_s
+
+
+class Terminal(io.StringIO):
+    """What a terminal of 60 columns is sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def text(self) -> str:
+        """Without colours and movements of the cursor."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    return Terminal()
+
+
+ROWS = [("ours", "[bold] 10", "a long text that does not fit into the sixty columns of it"), ("group", "9", "OTHER")]
+
+
+def test_pipe_is_sent_plain_lines():
+    stream = io.StringIO()
+    screen = Screen(stream)
+    screen.line("all is well", "bold green")
+    screen.table(("arm", "s", "what"), ROWS, num_left=1)
+    assert stream.getvalue().splitlines() == [
+        "all is well",
+        "arm            s                                                        what",
+        "ours   [bold] 10  a long text that does not fit into the sixty columns of it",
+        "group          9                                                       OTHER",
+    ]
+
+
+def test_terminal_is_sent_colour_and_a_table_that_fits(terminal):
+    screen = Screen(terminal)
+    screen.line("[bold] all :smile: 1 is well", "bold green")
+    screen.table(("arm", "s", "what"), ROWS)
+    assert terminal.getvalue().startswith("\x1b[1;32m[bold] all :smile: 1 is well\x1b[0m\n")
+    assert "\x1b[1;31mOTHER" in terminal.getvalue()
+    assert all(len(line) <= 60 for line in terminal.text.splitlines())
+    assert " ".join(terminal.text.split()).count("columns of it") == 1
+
+
+@pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])
+def test_colour_is_left_out_where_it_is_not_wanted(terminal, monkeypatch, name):
+    monkeypatch.setenv(name, "dumb")
+    Screen(terminal).line("all is well", "green")
+    assert "32m" not in terminal.getvalue()
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(terminal):
+    for stream in (terminal, io.StringIO()):
+        with Progress("chaos", stream) as progress:
+            progress.begin(1, 3, "kill@0:4", 100.0)
+            progress.begin(2, 3, "kill@1:4")
+            progress.show("kill@1:4, step 3", 1.5, 3)
+            progress.say("NOT AS EXPECTED: [x]", "red")
+    assert (
+        stream.getvalue()
+        == "chaos: 1 of 3: kill@0:4, about 2 min left\nchaos: 2 of 3: kill@1:4\nchaos: NOT AS EXPECTED: [x]\n"
+    )
+    assert "chaos: kill@1:4, step 3" in terminal.text
+    assert "chaos: NOT AS EXPECTED: [x]\n" in terminal.text
+    # The bar is taken away and the cursor is back.
+    assert terminal.getvalue().rstrip().endswith(("\x1b[2K", "\x1b[?25h"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "5 s"),
+        (23.0, "25 s"),
+        (54.0, "55 s"),
+        (55.0, "1 min"),
+        (200.0, "3 min"),
+        (3599.0, "1 h"),
+        (7800.0, "2 h 10 min"),
+        (7170.0, "2 h"),
+    ],
+)
+def test_estimates_are_told_no_more_exactly_than_they_are(seconds, text):
+    assert about(seconds) == f"about {text}"
+
+
+def test_what_is_left_follows_the_pace_of_what_is_done():
+    assert left_s([10.0, 20.0, 30.0], []) == 60.0
+    assert left_s([10.0, 20.0, 30.0], [20.0]) == 100.0
+    assert left_s([0.0, 20.0], [5.0]) == 20.0
+    assert left_s([10.0], [3.0]) == 0.0
