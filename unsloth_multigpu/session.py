@@ -154,9 +154,11 @@ class Session:
                 self.context,
                 is_comparison=self.tool.is_comparison,
             )
+            steered.steps.plans_one_process = self.tool.plans_one_process
         of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
         if steered is None:
-            with nullcontext() if of_tool is None else _loop_of(trainer, of_tool):
+            part = of_tool or self._outlook(trainer)
+            with nullcontext() if part is None else _loop_of(trainer, part):
                 result = original_train()
         else:
             steered.of_tool = of_tool
@@ -167,12 +169,22 @@ class Session:
             self.report = steered.report
         return result
 
+    def _outlook(self, trainer: TrainerLike) -> Part | None:
+        """What says what a second GPU would bring; not where a tool takes part."""
+        if self.context.tool is not None:
+            return None
+        from unsloth_multigpu.train.outlook import outlook_of
+
+        return outlook_of(trainer, self.config)
+
     def _steers(self) -> bool:
         """False if this single process is not steered, because no option asks for it."""
         config = self.config
+        if self.identity.world_size > 1 or self.tool.plans_one_process:
+            return True
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
         asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
-        return self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and not self.tool.is_comparison)
+        return (asks_for_plan or asks_for_guard) and not self.tool.is_comparison
 
     def _run_serial(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""

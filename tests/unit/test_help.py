@@ -13,7 +13,7 @@ import pytest
 from unsloth_multigpu.cli import main
 
 FROZEN = Path(__file__).parent / "help.txt"
-COMMANDS = ("", "run", "verify", "plan", "doctor", "bench", "chaos")
+COMMANDS = ("", "run", "verify", "plan", "forecast", "doctor", "bench", "chaos")
 
 
 def shown_help(capsys: pytest.CaptureFixture[str]) -> str:

@@ -26,7 +26,7 @@ _CONFIG_HELP = (
     "pyproject.toml of this folder or of one above."
 )
 # Their order in the list of commands; others that are found come behind.
-_TOOLS = ("verify", "plan", "doctor", "bench", "chaos")
+_TOOLS = ("verify", "plan", "forecast", "doctor", "bench", "chaos")
 
 
 class RunCommand(Command):
