@@ -50,7 +50,7 @@ def advise(work: Workload, rows: Sequence[Forecast], network: Network, most: int
         ]
     head = (
         f"Useful up to {useful:,} GPU{'s' if useful > 1 else ''}: there each does at least {USEFUL:.0%} of what one "
-        f"alone does, with {beyond.num_ranks:,} {beyond.efficiency:.0%}."
+        f"alone does; with {beyond.num_ranks:,} it is {beyond.efficiency:.0%}."
     )
     return [head, *_limit(work, beyond, network)]
 

@@ -224,7 +224,8 @@ def _deal(work: Workload, lengths: Sequence[int], num_ranks: int, *, is_lockstep
     sizes = work.sizes
     # As the feed does: micro-batches stay whole where there is one for each rank.
     whole = work.whole and (len(sizes) >= num_ranks or sizes[0] == 1)
-    if work.is_planned and work.exchange != "now and then":
+    # Ranks that meet seldom do not wait for each other: their samples are dealt in order.
+    if work.is_planned and (work.exchange != "now and then" or num_ranks == 1):
         balance = Balance(work.cost, (1.0,) * num_ranks, work.max_tokens)
         plan = balance_step(lengths, sizes, balance, regroup=work.regroup, is_lockstep=is_lockstep)
     else:

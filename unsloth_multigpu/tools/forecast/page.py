@@ -55,7 +55,7 @@ img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 }}
 </head>
 <body>
 <h1>Forecast of {name}</h1>
-<p class="date">unsloth-multigpu forecast, {date}. Only the first row was measured.</p>
+<p class="date">unsloth-multigpu forecast, {date}. One GPU was measured; every row is computed from it.</p>
 {advice}
 {plot}
 <h2>In numbers</h2>

@@ -55,9 +55,6 @@ def draw(rows: Sequence[Forecast], useful: int, num_samples: int | None) -> byte
         ticks = [2**k for k in range(11)]
         below.set_xticks(ticks, [f"{n:,}" for n in ticks])
         below.set_xlabel("GPUs")
-        names = middle.texts
-        if names:
-            names[0].set_in_layout(False)
         target = io.BytesIO()
         figure.savefig(target, format="png")
         return target.getvalue()
