@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +154,7 @@ class Session:
                 self.context,
                 is_comparison=self.tool.is_comparison,
             )
+            steered.steps.plans_one_process = self.tool.plans_one_process
         of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
         if steered is not None:
             steered.of_tool = of_tool
@@ -162,7 +163,7 @@ class Session:
         elif of_tool is not None:
             result = self._run_alone(trainer, original_train, of_tool)
         else:
-            result = original_train()
+            result = self._run_with_outlook(trainer, original_train)
         self.program.end_training()
         self.tool.end_training()
         return result
@@ -178,12 +179,23 @@ class Session:
         self.report = meter.report_alone()
         return result
 
+    def _run_with_outlook(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
+        """Trains in a process that nothing looks at but what says how much sooner a second GPU would be."""
+        from unsloth_multigpu.train.loop import Loop
+        from unsloth_multigpu.train.outlook import outlook_of
+
+        outlook = None if self.context.tool is not None else outlook_of(trainer, self.config)
+        with nullcontext() if outlook is None else Loop(trainer, [outlook]).steering():
+            return original_train()
+
     def _steers(self) -> bool:
         """False if this single process is not steered, because no option asks for it."""
         config = self.config
+        if self.identity.world_size > 1 or self.tool.plans_one_process:
+            return True
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
         asks_for_guard = config.resume == "auto" or config.on_nan == "skip" or self.events is not None
-        return self.identity.world_size > 1 or ((asks_for_plan or asks_for_guard) and not self.tool.is_comparison)
+        return (asks_for_plan or asks_for_guard) and not self.tool.is_comparison
 
     def _run_serial(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""

@@ -20,9 +20,10 @@ class Tool:
             saved, also not when a signal stops the run; the training resumes from a checkpoint only where the script
             asks for it, and one process is not steered.
         draws_alike: What the script draws without a seed is the same in all runs with the tool.
+        plans_one_process: One process is steered as ranks are, and its steps are planned.
     """
 
-    is_comparison = draws_alike = False
+    is_comparison = draws_alike = plans_one_process = False
 
     def adjusted(self, config: Any) -> Any:
         """The options of the run, given those of the script. Called in the supervisor, too.

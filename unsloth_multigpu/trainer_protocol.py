@@ -30,6 +30,7 @@ class ArgumentsLike(Protocol):
     logging_nan_inf_filter: bool
     logging_steps: float
     max_grad_norm: float
+    max_steps: int
     n_gpu: int
     neftune_noise_alpha: float | None
     optim: Any  # OptimizerNames, equal to its text

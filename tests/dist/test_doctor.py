@@ -55,6 +55,10 @@ def test_doctor_finds_this_machine_ready(tmp_path):
     (reduced,) = (row["facts"] for row in result["rows"] if row["section"] == "all-reduce")
     assert set(reduced["num_wrong_by_rank"]) == {0}
     assert reduced["algorithm_gb_per_s"] > 0
+    # A second, small message tells latency from bandwidth.
+    assert reduced["small_num_bytes"] == 2**20
+    assert 0 < reduced["small_seconds"] < 10
+    assert reduced["num_ranks"] == 1 or reduced["ring_gb_per_s"] > 0
     if reduced["device"] == "cpu":
         assert (reduced["num_ranks"], reduced["backend"]) == (2, "gloo")
     assert rows["imports", "transformers"]["state"] == "ok"

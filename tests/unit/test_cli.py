@@ -102,6 +102,7 @@ HANDED_ON = (
         "shard": "off",
         "balance": "off",
         "device": "cpu",
+        "forecast": False,
         "seed_per_rank": False,
         "timeout_s": 12.5,
         "max_restarts": 4,
@@ -402,14 +403,14 @@ def test_verify_shows_one_process_one_device(monkeypatch):
         with mock.patch.dict(os.environ, {} if before is None else {"CUDA_VISIBLE_DEVICES": before}):
             if before is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            assert verify._devices(MultiGPUConfig(), 1) == {"CUDA_VISIBLE_DEVICES": alone}
-            assert verify._devices(MultiGPUConfig(), 4) == {}
+            assert verify.device_variables("auto", 1) == {"CUDA_VISIBLE_DEVICES": alone}
+            assert verify.device_variables("auto", 4) == {}
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_verify_on_the_cpu_hides_the_gpus_of_both_runs(monkeypatch, num_gpus):
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
-    found = verify._devices(MultiGPUConfig(device="cpu"), num_gpus)
+    found = verify.device_variables("cpu", num_gpus)
     assert found == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -497,6 +498,17 @@ def test_all_reduce_counts_wrong_sums(group, monkeypatch):
     ("outcome", "state", "text"),
     [
         ({"num_wrong_by_rank": [0, 0]}, "ok", "algorithm bandwidth 1.50 GB/s"),
+        (
+            {
+                "num_wrong_by_rank": [0, 0],
+                "small_num_bytes": 2**20,
+                "small_seconds": 0.002,
+                "ring_gb_per_s": 2.5,
+                "ring_latency_us": 40.0,
+            },
+            "ok",
+            "1 MiB in 2.00 ms: as a ring of 2.50 GB/s and 40 us a hop",
+        ),
         ({"num_wrong_by_rank": [0, 5]}, "FAIL", "wrong sums, by rank [0, 5]"),
         ({"error": "no result within 9 s: asleep", "log": ["a", "b"]}, "FAIL", "no result within 9 s: asleep"),
     ],

@@ -19,7 +19,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.table import OLDER, SECTIONS
 
 FROZEN = Path(__file__).parent / "help.txt"
-COMMANDS = ("", "run", "top", "verify", "plan", "doctor", "bench", "chaos")
+COMMANDS = ("", "run", "top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
 
 
 def shown_help(capsys: pytest.CaptureFixture[str]) -> str:

@@ -28,7 +28,7 @@ _CONFIG_HELP = (
     "pyproject.toml of this folder or of one above."
 )
 # Their order in the list of commands; others that are found come behind.
-_TOOLS = ("top", "verify", "plan", "doctor", "bench", "chaos")
+_TOOLS = ("top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
 
 
 class RunCommand(Command):

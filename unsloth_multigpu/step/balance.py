@@ -216,6 +216,16 @@ class Balancer:
         return functools.partial(balance_step, lengths, sizes, known, **how)
 
     @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each sample of the data set; empty where they are not known."""
+        return self._lengths if self.balance is not None else ()
+
+    @property
+    def may_regroup(self) -> bool:
+        """True where rows may be put into other micro-batches, False where they can only be exchanged."""
+        return self._regroup
+
+    @property
     def varies_rows(self) -> bool:
         """True where micro-batches have other numbers of rows than the script asked for."""
         return self.balance is not None and self._regroup and self.balance.cost.is_padded

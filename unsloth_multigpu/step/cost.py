@@ -17,6 +17,10 @@ _MIN_SPREAD = 2.0
 # Ranks whose speeds differ by less get equal shares: it is noise, and the plan stays the same from run to run.
 _EQUAL_WITHIN = 1.15
 _SPEED_GRID = 0.05
+# An explanation with one more number is accepted only if its error is so much smaller.
+_CLEARLY = 0.8
+# What attention may cost, over what the shape of the model says.
+_ATTENTION_FACTORS = (0.25, 0.5, 2.0, 4.0, 8.0)
 # Work of this many times overhead and floor can be told from them.
 _WORK_SHOWS = 2.0
 # Micro-batches are never cut so small that a smaller overhead would matter.
@@ -46,6 +50,7 @@ class CostModel:
         attention: The `q` of `L + q L^2`, per token.
         is_padded: Rows are padded to the longest of their micro-batch; False where a collator lays them end to end.
         pad_multiple: Rows are padded to a multiple of it.
+        is_joined: Rows that lie end to end are one row to attention, of which most is masked.
         possible: Overheads and floors that may be the true ones as far as is known: a plan has to suit them all. Empty
             where the model's own are taken for true.
     """
@@ -55,6 +60,7 @@ class CostModel:
     attention: float = 0.0
     is_padded: bool = True
     pad_multiple: int = 1
+    is_joined: bool = False
     possible: tuple[tuple[float, float], ...] = ()
 
     def padded(self, length: int) -> int:
@@ -70,6 +76,8 @@ class CostModel:
         """Cost of the rows of one micro-batch, without overhead and floor."""
         if self.is_padded:
             return len(lengths) * self.row_work(max(lengths))
+        if self.is_joined:
+            return self.row_work(sum(lengths))
         return sum(self.row_work(length) for length in lengths)
 
     def tokens(self, lengths: Sequence[int]) -> int:
@@ -119,11 +127,7 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
         return model
     samples = without_outliers(model, samples)
-    no_floor = _fit_line(samples, 0.0)
-    floors = [2.0**k for k in range(1, 20) if works[0] < 2.0**k < works[-1] / _MIN_SPREAD] or [0.0]
-    best = min((_fit_line(samples, floor) for floor in floors), key=lambda line: line.error)
-    # A floor is accepted only if it fits clearly better than a line without one.
-    line = best if best.error < 0.8 * no_floor.error else no_floor
+    line = _best_line(samples)
     # If launching takes longer than computing, all micro-batches take the same time and the slope is noise of either
     # sign. Then all of the measured time is overhead.
     if line.slope * works[-1] <= line.intercept:
@@ -131,6 +135,43 @@ def fit_cost(model: CostModel, samples: Sequence[tuple[float, float]]) -> CostMo
     else:
         found = replace(model, overhead_tokens=_power_of_two(line.intercept / line.slope), floor_tokens=line.floor)
     return replace(found, possible=_possible(samples)) if model.possible else found
+
+
+def fit_time(model: CostModel, samples: Sequence[tuple[Sequence[int], float]]) -> tuple[CostModel, float]:
+    """What micro-batches cost, not rounded, and the seconds of a token: for a forecast of time, not for a plan.
+
+    What attention costs is known from the shape of a model, and not from its kernels: those that know no ends of rows
+    compute a joined micro-batch whole, and mask it. Other factors are taken where they clearly fit better.
+
+    Args:
+        model: What was assumed so far. It stays where the samples cannot tell.
+        samples: Lengths of the rows of each micro-batch, and its seconds; at least one.
+    """
+    kept = set(without_outliers(model, [(model.work(lengths), seconds) for lengths, seconds in samples]))
+    samples = [sample for sample in samples if (model.work(sample[0]), sample[1]) in kept]
+    works = sorted(model.work(lengths) for lengths, _ in samples)
+    if len(works) < _MIN_SAMPLES or works[-1] < _MIN_SPREAD * max(works[0], 1.0):
+        return model, statistics.median(seconds / model.of(lengths) for lengths, seconds in samples)
+    factors = [replace(model, attention=model.attention * factor) for factor in _ATTENTION_FACTORS]
+    joined = [] if model.is_padded else [replace(m, is_joined=True) for m in (model, *factors)]
+    tried = {m: _best_line([(m.work(lengths), s) for lengths, s in samples]) for m in (model, *factors, *joined)}
+    best = min(tried, key=lambda m: tried[m].error)
+    if tried[best].error > _CLEARLY * tried[model].error:
+        best = model
+    line = tried[best]
+    if line.slope <= 0:  # All took the same time, whatever was in them.
+        most, seconds = works[-1], statistics.median(seconds for _, seconds in samples)
+        return replace(model, overhead_tokens=0.0, floor_tokens=most), seconds / most
+    return replace(best, overhead_tokens=line.intercept / line.slope, floor_tokens=line.floor), line.slope
+
+
+def _best_line(samples: Sequence[tuple[float, float]]) -> _Line:
+    """With a floor where it fits clearly better than without one."""
+    works = sorted(work for work, _ in samples)
+    no_floor = _fit_line(samples, 0.0)
+    floors = [2.0**k for k in range(1, 20) if works[0] < 2.0**k < works[-1] / _MIN_SPREAD] or [0.0]
+    best = min((_fit_line(samples, floor) for floor in floors), key=lambda line: line.error)
+    return best if best.error < _CLEARLY * no_floor.error else no_floor
 
 
 def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool:

@@ -54,6 +54,7 @@ class StepFeed(Part):
         is_placed_later: The model comes to its device, and is sharded, only when the loader is there. Then the loss is
             tried, and it is decided how samples are dealt, when the training begins.
         loader: Of whole steps; None before the training, and where the trainer's own batches are used.
+        plans_one_process: Steps are planned in one process as well.
     """
 
     place = "feed"
@@ -83,7 +84,7 @@ class StepFeed(Part):
         self.current: MicroBatch | None = None
         self._is_begun = False
         self.inexact = ""
-        self.is_lockstep = self.is_placed_later = False
+        self.is_lockstep = self.is_placed_later = self.plans_one_process = False
         # Makes the decisions that wait for the model.
         self._decide: Callable[[], None] | None = None
 
@@ -122,7 +123,12 @@ class StepFeed(Part):
         """False in a single process that is only guarded: it keeps the script's own micro-batches."""
         config = self.manager.config
         asks_for_plan = config.balance == "tokens" or config.max_tokens_per_micro_batch is not None
-        return self.manager.identity.world_size > 1 or asks_for_plan
+        return self.manager.identity.world_size > 1 or asks_for_plan or self.plans_one_process
+
+    @property
+    def scale(self) -> LossScale:
+        """How the loss scales, once it was tried."""
+        return self._scale
 
     def _total_train_batch_size(self, original: Callable[..., int], *args: Any) -> int:
         """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""

@@ -36,6 +36,7 @@ from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
 from unsloth_multigpu.train.figures import Meter, gather_reports
 from unsloth_multigpu.train.log_figures import log_figures
 from unsloth_multigpu.train.loop import Loop
+from unsloth_multigpu.train.outlook import outlook_of
 from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
@@ -120,6 +121,8 @@ class DDPTrainer:
                 *([] if is_comparison else log_figures(self.meter, manager, run_dir)),
             ]
             self.parts += [OneDecision(trainer, manager, run_dir, beat), wrapping, trained, buffers]
+        elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
+            self.parts.append(outlook)
         if context.shard_choice is not None:
             self.parts.append(Calibration(context.shard_choice))
         if not is_comparison:

@@ -22,6 +22,8 @@ DEFAULT_CPU_RANKS = 2
 _ELEMENT_BYTES = 4
 _GPU_ELEMENTS = 256 * 2**20 // _ELEMENT_BYTES
 _CPU_ELEMENTS = 16 * 2**20 // _ELEMENT_BYTES
+# Latency and bandwidth are told apart by a second, small message.
+_SMALL_ELEMENTS = 2**20 // _ELEMENT_BYTES
 _NUM_ROUNDS = 5
 # Below 2^16, so that the sum over up to 254 ranks stays within 32 bits.
 _MODULUS = 65521
@@ -69,14 +71,17 @@ def _measure_in_rank() -> None:
     manager = DDPManager(identity, config)
     manager.open_group()
     num_elements = _CPU_ELEMENTS if device.type == "cpu" else _GPU_ELEMENTS
-    mine = time_all_reduce(num_elements, device)
+    few_wrong, small_s = time_all_reduce(_SMALL_ELEMENTS, device)
+    many_wrong, large_s = time_all_reduce(num_elements, device)
+    mine = (few_wrong + many_wrong, large_s, small_s)
     # Over the store: the result must not travel over the network that is tested.
     manager.publish(f"doctor/{identity.rank}", json.dumps(mine))
     if identity.rank == 0:
         limit_s = manager.config.timeout_s
         texts = [manager.wait_for(f"doctor/{r}", f"rank {r}", timeout_s=limit_s) for r in range(identity.world_size)]
         verdicts = [json.loads(text) for text in texts]
-        num_bytes, slowest_s = num_elements * _ELEMENT_BYTES, max(seconds for _, seconds in verdicts)
+        num_bytes, slowest_s = num_elements * _ELEMENT_BYTES, max(seconds for _, seconds, _ in verdicts)
+        small = (_SMALL_ELEMENTS * _ELEMENT_BYTES, max(seconds for _, _, seconds in verdicts))
         outcome = {
             "num_ranks": identity.world_size,
             "backend": str(dist.get_backend()),
@@ -84,10 +89,23 @@ def _measure_in_rank() -> None:
             "num_bytes": num_bytes,
             "seconds": slowest_s,
             "algorithm_gb_per_s": num_bytes / slowest_s / 1e9,
-            "num_wrong_by_rank": [wrong for wrong, _ in verdicts],
+            "small_num_bytes": small[0],
+            "small_seconds": small[1],
+            **_link_of(small, (num_bytes, slowest_s), identity.world_size),
+            "num_wrong_by_rank": [wrong for wrong, _, _ in verdicts],
         }
         Path(sys.argv[1]).write_text(json.dumps(outcome), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def _link_of(small: tuple[float, float], large: tuple[float, float], num_ranks: int) -> dict[str, float]:
+    """Latency and bandwidth of a ring in which messages of two sizes take as long as these; nothing for one rank."""
+    from unsloth_multigpu.step.link import fit_link
+
+    if num_ranks == 1:
+        return {}
+    link = fit_link("ring", small, large, num_ranks)
+    return {"ring_latency_us": 1e6 * link.latency_s, "ring_gb_per_s": link.bytes_per_s / 1e9}
 
 
 def _supervise_ranks() -> dict[str, Any]:

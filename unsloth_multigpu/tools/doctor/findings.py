@@ -151,6 +151,11 @@ def reduce_rows(reduced: Mapping[str, Any], devices: Mapping[str, Any]) -> list[
         f"{reduced['num_bytes'] / 2**20:g} MiB over {reduced['backend']} in {1000 * reduced['seconds']:.1f} ms, "
         f"algorithm bandwidth {reduced['algorithm_gb_per_s']:.2f} GB/s"
     )
+    if "ring_gb_per_s" in reduced:  # Of two sizes; not of one rank.
+        speed += (
+            f"; {reduced['small_num_bytes'] / 2**20:g} MiB in {1000 * reduced['small_seconds']:.2f} ms: as a ring of "
+            f"{reduced['ring_gb_per_s']:.2f} GB/s and {reduced['ring_latency_us']:.0f} us a hop"
+        )
     if any(reduced["num_wrong_by_rank"]):
         text = f"wrong sums, by rank {reduced['num_wrong_by_rank']}; {speed}"
         return [CheckRow("all-reduce", name, "FAIL", text, hint, dict(reduced))]

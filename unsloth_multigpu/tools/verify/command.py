@@ -83,7 +83,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             environment = {
                 **_common_variables(folder),
                 **variables,
-                **_devices(config, num_gpus),
+                **device_variables(config.device, num_gpus),
                 **request.variables(),
             }
             label = "one process" if num_gpus == 1 else f"{num_gpus} ranks"
@@ -158,11 +158,11 @@ def _common_variables(folder: Path) -> dict[str, str]:
     }
 
 
-def _devices(config: MultiGPUConfig, num_gpus: int) -> dict[str, str]:
+def device_variables(device: str, num_gpus: int) -> dict[str, str]:
     """The variables that show a run its devices: none, or one to one process, which would use DataParallel for more."""
     from unsloth_multigpu.start import visible_accelerators
 
-    if config.device == "cpu":
+    if device == "cpu":
         # Set here and not by the run: a library may count the cards before the script asks for the CPU.
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     kind, num_devices = visible_accelerators()

@@ -48,6 +48,22 @@ _SAVERS = (
 # save_total_limit would remove checkpoints at the end.
 _SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
 _TRACKERS = "transformers.integrations"
+# What `saving_nothing` changes of a Trainer, for the `keeps` of a part.
+CHANGED = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
+
+
+@contextmanager
+def saving_nothing(trainer: TrainerLike) -> Iterator[None]:
+    """While it is open, nothing of a training is saved, uploaded or sent to trackers."""
+    handler = trainer.callback_handler
+    for name, value in _SETTINGS.items():
+        setattr(trainer.args, name, value)
+    handler.callbacks = [c for c in handler.callbacks if not _is_tracker(c)]
+    with ExitStack() as stack:
+        for owner in (trainer, trainer.model):
+            for name in (n for n in _SAVERS if hasattr(owner, n)):
+                stack.enter_context(instance_attribute(owner, name, _do_nothing))
+        yield
 
 
 class Recorder(Part):
@@ -65,7 +81,7 @@ class Recorder(Part):
     """
 
     place = "recorder"
-    keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
+    keeps = CHANGED
 
     def __init__(
         self,
@@ -95,14 +111,7 @@ class Recorder(Part):
     @contextmanager
     def around(self) -> Iterator[None]:
         """Nothing is saved, uploaded or sent to trackers."""
-        trainer, handler = self._trainer, self._trainer.callback_handler
-        for name, value in _SETTINGS.items():
-            setattr(trainer.args, name, value)
-        handler.callbacks = [c for c in handler.callbacks if not _is_tracker(c)]
-        with ExitStack() as stack:
-            for owner in (trainer, trainer.model):
-                for name in (n for n in _SAVERS if hasattr(owner, n)):
-                    stack.enter_context(instance_attribute(owner, name, _do_nothing))
+        with saving_nothing(self._trainer):
             yield
 
     def overrides(self) -> dict[str, Override]:

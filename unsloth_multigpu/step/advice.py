@@ -1,0 +1,147 @@
+"""What a forecast means, in words: useful up to how many GPUs, what limits, what to change. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unsloth_multigpu.step.forecast import Forecast, Workload, forecast, ladder
+from unsloth_multigpu.step.link import Network
+
+# A GPU that does less than half of what one alone does is better used elsewhere.
+USEFUL = 0.5
+# With fewer samples for each rank no plan can make the ranks equal.
+_FEW_SAMPLES = 4
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+
+
+def useful_up_to(rows: Sequence[Forecast]) -> int:
+    """The largest number of ranks before the efficiency first falls below `USEFUL`.
+
+    Args:
+        rows: From one rank on, see `forecast.curve`.
+    """
+    useful = 1
+    for row in rows:
+        if row.efficiency < USEFUL:
+            break
+        useful = row.num_ranks
+    return useful
+
+
+def advise(work: Workload, rows: Sequence[Forecast], network: Network, most: int) -> list[str]:
+    """Sentences for a user.
+
+    Args:
+        work: What was measured.
+        rows: Of every number of ranks of `forecast.ladder` that has samples, from one on.
+        network: What joins the ranks.
+        most: Of the numbers that were looked at.
+    """
+    useful = useful_up_to(rows)
+    beyond = next((row for row in rows if row.num_ranks > useful), None)
+    if beyond is None:
+        refused = next((n for n in ladder(most) if not work.has_samples(n)), None)
+        if refused is None:
+            return [f"Useful up to {useful:,} GPUs and more: each does at least {USEFUL:.0%} of what one alone does."]
+        return [
+            f"Useful up to {work.num_samples:,} GPUs: a step has {work.num_samples:,} samples, and the run refuses "
+            f"more GPUs than that.",
+            _more_samples(work),
+        ]
+    head = (
+        f"Useful up to {useful:,} GPU{'s' if useful > 1 else ''}: there each does at least {USEFUL:.0%} of what one "
+        f"alone does; with {beyond.num_ranks:,} it is {beyond.efficiency:.0%}."
+    )
+    return [head, *_limit(work, beyond, network)]
+
+
+def _limit(work: Workload, row: Forecast, network: Network) -> list[str]:
+    """What takes most of a row's time, and what would change it."""
+    ideal = row.efficiency  # Of a rank's time: what one process would need for its part.
+    lost = {
+        "link": row.link,
+        "waiting": row.waiting,
+        "update": row.update * (1 - 1 / row.num_ranks) if work.keeps_batch else 0.0,
+        "small": max(0.0, 1 - ideal - row.link - row.waiting - row.update * (1 - 1 / row.num_ranks)),
+    }
+    most = max(lost, key=lambda name: lost[name])
+    each = work.num_samples / row.num_ranks if work.keeps_batch else float(work.num_samples)
+    is_few = work.keeps_batch and each < _FEW_SAMPLES
+    shown = f"{lost[most]:.0%} of the ranks' time with {row.num_ranks:,} GPUs"
+    if most == "link":
+        return [f"What limits is the link, {shown}: {network.describe(row.num_ranks)}.", *_less_link(work, row)]
+    if most == "waiting" and not is_few:
+        how = "are dealt in order" if not work.is_planned else "differ too much to be evened out"
+        return [
+            f"What limits is waiting for the slowest rank, {shown}: samples of different length {how}.",
+            _even_lengths(work),
+        ]
+    if most == "small" and not is_few:
+        return [
+            f"What limits is the time that a micro-batch takes whatever is in it, {shown}.",
+            "Raise per_device_train_batch_size: larger micro-batches cost less for each token.",
+        ]
+    if most == "update" and not is_few:
+        return [
+            f"What limits is what each rank does beside computing, {shown}: the optimizer, loading, logging.",
+            _more_samples(work),
+        ]
+    samples = f"{work.num_samples:,} samples in a step are {each:.3g} for each of {row.num_ranks:,} GPUs"
+    return [f"What limits is the number of samples in a step: {samples}.", _more_samples(work)]
+
+
+def _more_samples(work: Workload) -> str:
+    larger = 'global_batch="scale" lets each GPU take as many samples as one process does now: another training'
+    if not work.keeps_batch:
+        return "Raise gradient_accumulation_steps or per_device_train_batch_size: that changes the training."
+    return (
+        "Raise gradient_accumulation_steps or per_device_train_batch_size, which changes the training as it does on "
+        f"one GPU; {larger}."
+    )
+
+
+def _less_link(work: Workload, row: Forecast) -> list[str]:
+    if row.way == "sharded":
+        return [
+            "A faster link, fewer and larger micro-batches, or DDP where the model fits: shards send all weights in "
+            "each micro-batch."
+        ]
+    ways = ["a faster link", "more samples in a step (gradient_accumulation_steps)"]
+    if work.gradient_bytes > work.weight_bytes / 4:
+        ways.append(f"LoRA, which sends a few per cent of these {work.gradient_bytes / 1e9:.3g} GB")
+        ways.append('grad_compression="bf16"')
+    if work.exchange == "gradients":
+        ways.append('sync="diloco", which meets seldom and is another training')
+    return ["What helps: " + ", ".join(ways) + "."]
+
+
+def _even_lengths(work: Workload) -> str:
+    if not work.keeps_batch:
+        return 'Group samples by length (train_sampling_strategy="group_by_length"), or pack them.'
+    if not work.is_planned:
+        return "Tokenize before the training, so that samples can be dealt by length; or group them by length."
+    return "More samples in a step (gradient_accumulation_steps), or shorter longest samples, even them out."
+
+
+def compare_two(work: Workload, network: Network) -> str | None:
+    """One line about a second GPU; None where it says nothing useful: a short training, or little to gain."""
+    if not work.has_samples(2):
+        return None
+    one, two = (forecast(work, n, network) for n in (1, 2))
+    if one.total_s < 10 * _MINUTE_S or two.total_s > 0.9 * one.total_s:
+        return None
+    times = f"{duration(two.total_s)} instead of {duration(one.total_s)}"
+    return f"2 GPUs would take {times} (forecast, {network.inner.name} assumed)"
+
+
+def duration(seconds: float) -> str:
+    """ "2 h 01 min", "3 d 4 h", "14 min" or "12 s"."""
+    if seconds < _MINUTE_S:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / _MINUTE_S)
+    if minutes < 60:
+        return f"{minutes} min"
+    if seconds < 2 * _DAY_S:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(seconds / _HOUR_S)
+    return f"{hours // 24} d {hours % 24} h"

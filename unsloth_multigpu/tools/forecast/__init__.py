@@ -1,0 +1,36 @@
+"""How long would a script take on N GPUs, and what limits it?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from unsloth_multigpu.cli.command import Command, OptionTable
+
+
+class ForecastCommand(Command):
+    """`unsloth-multigpu forecast`."""
+
+    name = "forecast"
+    help = "forecast the time of a script on 2 to 1,024 GPUs from some steps on one"
+    description = (
+        "Runs the script up to the first steps of its first train() on one rank, and prints how long the training "
+        "would take on other numbers of GPUs, how much of it is waiting and sending, up to how many GPUs are useful, "
+        "and what to change. The training saves nothing, what comes after it is not run. Exit code 0 = there is a "
+        "forecast, 69 = there is none. Options may also stand right after the script; after `--` all that follows the "
+        "script is its own."
+    )
+    runs_program = takes_options_behind = True
+
+    def table(self) -> OptionTable:
+        from unsloth_multigpu.tools.forecast.command import OWN_OPTIONS
+
+        return OWN_OPTIONS
+
+    def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
+        from unsloth_multigpu.tools.forecast.command import run_forecast
+
+        return run_forecast(options, program)
+
+
+COMMAND = ForecastCommand()

@@ -1,0 +1,320 @@
+"""`unsloth-multigpu forecast`: how long would a script take on N GPUs?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
+from unsloth_multigpu.options import variable
+from unsloth_multigpu.row import CommandOption
+from unsloth_multigpu.step.advice import advise, useful_up_to
+from unsloth_multigpu.step.forecast import MOST_RANKS, Forecast, curve, forecast
+from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
+from unsloth_multigpu.tools.doctor.probe import Probe, exit_on_sigterm
+from unsloth_multigpu.tools.forecast.measured import Check, Measured, check, read_measured
+from unsloth_multigpu.tools.forecast.page import check_report, render, write_page
+from unsloth_multigpu.tools.forecast.tool import MeasureRequest
+from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.plan.command import parse_numbers
+from unsloth_multigpu.tools.verify.command import device_variables
+from unsloth_multigpu.wire.folder import private_dir
+from unsloth_multigpu.wire.identity import read_identity
+from unsloth_multigpu.wire.process import end_command
+
+SCHEMA_VERSION = 1
+DEFAULT_GPUS, DEFAULT_STEPS, DEFAULT_LIMIT_S = "2,4,8,64,1024", 16, 3600.0
+_RANK_MODULE = "unsloth_multigpu.cli.script"
+# The supervisor gives its ranks 30 seconds to end.
+_TERMINATE_LIMIT_S = 40.0
+_LOG_LINES = 15
+_REDUCE_LIMIT_S = 120.0
+_MEASURE = "measure"
+OWN_OPTIONS: dict[str, CommandOption] = {
+    "gpus": CommandOption(str, f"Numbers of GPUs, with commas between. [{DEFAULT_GPUS}]", "N,N,..."),
+    "link": CommandOption(
+        str,
+        "What joins the GPUs of a machine: nvlink, pcie, or ethernet:25 (Gbit/s) where each machine has one; measure = "
+        "what an all-reduce on two ranks here takes. [measured where there are two GPUs, else pcie]",
+        "NAME",
+    ),
+    "node_link": CommandOption(str, f"What joins machines, all GPUs of one together. [{NODE_LINK.name}]", "NAME"),
+    "gpus_per_node": CommandOption(int, f"GPUs of a machine. [{GPUS_PER_NODE}; 1 with --link ethernet]", "N"),
+    "steps": CommandOption(int, f"Optimizer steps that are run; the first two are not timed. [{DEFAULT_STEPS}]", "N"),
+    "check": CommandOption(
+        int, "Also trains on so many ranks, and compares the forecast with what they take. [not]", "N"
+    ),
+    "device": CommandOption(str, '"cpu": measures on the CPU. [auto]', "{auto,cpu}"),
+    "clock": CommandOption(
+        str,
+        "wall, or cpu = seconds that a single-threaded CPU rank has computed, without the link. [wall]",
+        "{wall,cpu}",
+    ),
+    "json": CommandOption(bool, "Print one JSON object. [a table]"),
+    "report": CommandOption(str, "Write a page with plots to this file. Needs matplotlib. [none]", "FILE"),
+    "timeout_s": CommandOption(float, f"Limit of each run, in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for, checked."""
+
+    numbers: tuple[int, ...]
+    link: str | None
+    node_link: Link
+    gpus_per_node: int
+    num_steps: int
+    check: int | None
+    device: str
+    clock: str
+    limit_s: float
+    report: Path | None
+
+    @classmethod
+    def read(cls, options: argparse.Namespace) -> Request:
+        """Checks what was given.
+
+        Raises:
+            ConfigError: A value that cannot be used.
+            SetupError: A report that cannot be drawn.
+        """
+        numbers = tuple(parse_numbers(options.gpus or DEFAULT_GPUS))
+        if numbers[-1] > MOST_RANKS:
+            raise ConfigError(f"--gpus {options.gpus}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
+        if options.link not in (None, _MEASURE):
+            parse_link(options.link)
+        default = 1 if (options.link or "").lower().startswith("ethernet") else GPUS_PER_NODE
+        request = cls(
+            numbers=numbers,
+            link=options.link,
+            node_link=parse_link(options.node_link or (options.link if default == 1 else NODE_LINK.name)),
+            gpus_per_node=_or(options.gpus_per_node, default),
+            num_steps=_or(options.steps, DEFAULT_STEPS),
+            check=options.check,
+            device=options.device or "auto",
+            clock=options.clock or "wall",
+            limit_s=_or(options.timeout_s, DEFAULT_LIMIT_S),
+            report=None if options.report is None else Path(options.report),
+        )
+        request.check_values()
+        return request
+
+    def check_values(self) -> None:
+        """Raises ConfigError for a value out of range."""
+        for name, value, least in (
+            ("--gpus-per-node", self.gpus_per_node, 1),
+            ("--steps", self.num_steps, 5),
+            ("--check", self.check or 2, 2),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} {value}; expected at least {least}.", hint="Leave it out for the default.")
+        if self.limit_s <= 0:
+            raise ConfigError(f"--timeout-s {self.limit_s:g}; expected more than 0.", hint="Leave it out.")
+        for name, given, known in (
+            ("--clock", self.clock, ("wall", "cpu")),
+            ("--device", self.device, ("auto", "cpu")),
+        ):
+            if given not in known:
+                raise ConfigError(f"{name} {given!r}; expected {' or '.join(known)}.", hint="Leave it out.")
+        if self.report is not None:
+            check_report(self.report)
+
+
+def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
+    """Measures `program` on one rank, and prints the forecast.
+
+    Args:
+        options: What the command line gave; None = not given.
+        program: The script and its arguments, or `-m`, a module and its arguments.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: An option that cannot be used.
+        SetupError: The script failed, trained too little, or in a way of which nothing can be forecast.
+        RankTimeoutError: A run took longer than its limit.
+    """
+    request = Request.read(options)
+    if read_identity(os.environ) is not None:
+        raise SetupError("forecast starts its rank itself, but is a rank here.", hint="Run it without a launcher.")
+    with private_dir() as folder, exit_on_sigterm():
+        print(
+            f"forecast: runs {request.num_steps} steps of {' '.join(program)} on one rank", file=sys.stderr, flush=True
+        )
+        (record,) = _run(request, program, folder, 1)
+        measured = read_measured(record)
+        network = _network(request, measured, folder)
+        checked = None
+        if request.check is not None:
+            print(f"forecast: runs the same steps on {request.check} ranks", file=sys.stderr, flush=True)
+            records = _run(request, program, folder, request.check)
+            checked = check(measured, records, _without_link(network) if request.clock == "cpu" else network)
+    work = measured.work
+    known = [n for n in sorted({1, *request.numbers}) if work.has_samples(n)]
+    rows = [forecast(work, n, network, measured.way) for n in known]
+    whole = curve(work, network, measured.way)
+    advice = advise(work, whole, network, MOST_RANKS)
+    if options.json:
+        print(json_text(_values(program, request, measured, network, rows, whole, advice, checked)))
+    else:
+        print(render(measured, request.numbers, rows, network, advice, checked))
+    if request.report is not None:
+        write_page(request.report, program, measured, request.numbers, rows, whole, network, advice, checked)
+        print(f"report: {request.report}", file=sys.stderr)
+    return 0
+
+
+def _run(request: Request, program: Sequence[str], folder: Path, num_gpus: int) -> list[dict[str, Any]]:
+    """Runs the first steps of the program on so many ranks, and returns what each has recorded."""
+    place = folder / f"ranks_{num_gpus}"
+    place.mkdir()
+    asked = MeasureRequest(str(place), request.num_steps, num_gpus, request.clock)
+    environment = {
+        variable("log_dir"): str(place / "logs"),
+        # The order of a set of strings may decide the order of samples, which two runs are compared by.
+        "PYTHONHASHSEED": "0",
+        **os.environ,
+        variable("max_restarts"): "0",
+        "WANDB_MODE": "disabled",
+        **({variable("device"): "cpu"} if request.device == "cpu" else {}),
+        **device_variables(request.device, num_gpus),
+        **asked.variables(),
+    }
+    code = _run_to_end(program, environment, request.limit_s, place)
+    found = sorted(place.glob("rank_*.json"), key=lambda file: int(file.stem.split("_")[1]))
+    if code != 0 or len(found) != num_gpus:
+        raise _no_answer(code, place / "log")
+    return [json.loads(file.read_text(encoding="utf-8")) for file in found]
+
+
+def _run_to_end(program: Sequence[str], environment: Mapping[str, str], limit_s: float, place: Path) -> int:
+    # An absolute path: the script may change its working directory before it starts the ranks.
+    name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
+    command = [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
+    with (place / "log").open("wb") as log:
+        # A group of its own, which can be ended as a whole.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment), start_new_session=True
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise RankTimeoutError(
+                f"The run did not make its steps within timeout_s={limit_s:g} seconds.",
+                hint="Run fewer --steps, or raise --timeout-s where it only takes long.",
+            ) from None
+        finally:
+            end_command(process, f"{place.parent.name}/{place.name}", _TERMINATE_LIMIT_S)
+    return code
+
+
+def _no_answer(code: int, log: Path) -> SetupError:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    shown = "".join(f"\n  | {line}" for line in lines[-_LOG_LINES:])
+    if code == 0:
+        return SetupError(
+            f"The script ended without a training that forecast could follow.{shown}",
+            hint="It must call train() of a transformers Trainer; enable_multi_gpu(), if it is there, comes before.",
+        )
+    return SetupError(
+        f"The script ended with exit code {code}; there is no forecast.{shown}",
+        hint="`python -m unsloth_multigpu.cli.script train.py` runs it as this command does.",
+    )
+
+
+def _network(request: Request, measured: Measured, folder: Path) -> Network:
+    """What joins the ranks: as asked for, as measured, or assumed, and it says which."""
+    if request.link not in (None, _MEASURE):
+        assert request.link is not None
+        return Network(parse_link(request.link), request.node_link, request.gpus_per_node)
+    link = None
+    if request.link == _MEASURE or (not measured.facts["is_cpu"] and _num_devices() > 1):
+        link = _measured_link(request, folder)
+    if link is None:
+        assumed = dataclasses.replace(PCIE, source=f"assumed; {PCIE.source}")
+        return Network(assumed, request.node_link, request.gpus_per_node)
+    return Network(link, request.node_link, request.gpus_per_node)
+
+
+def _num_devices() -> int:
+    from unsloth_multigpu.start import visible_accelerators
+
+    return visible_accelerators()[1]
+
+
+def _measured_link(request: Request, folder: Path) -> Link:
+    print("forecast: measures an all-reduce on the ranks of this machine", file=sys.stderr, flush=True)
+    variables = {variable("log_dir"): str(folder / "reduce"), variable("max_restarts"): "0"}
+    if request.device == "cpu":
+        variables[variable("device")] = "cpu"
+    place = Path(tempfile.mkdtemp(dir=folder))
+    with Probe("unsloth_multigpu.tools.doctor.allreduce", place, _REDUCE_LIMIT_S, variables) as probe:
+        found = probe.outcome()
+    if "error" in found:
+        raise SetupError(
+            f"The link could not be measured: {found['error']}",
+            hint="Give --link; `unsloth-multigpu doctor` says more.",
+        )
+    where = f"measured here: {found['num_ranks']} x {found['device']} over {found['backend']}"
+    small = (found["small_num_bytes"], found["small_seconds"])
+    return fit_link("this machine's", small, (found["num_bytes"], found["seconds"]), found["num_ranks"], where)
+
+
+def _without_link(network: Network) -> Network:
+    free = Link("none", math.inf, 0.0, "not counted")
+    return Network(free, free, network.gpus_per_node)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _values(
+    program: Sequence[str],
+    request: Request,
+    measured: Measured,
+    network: Network,
+    rows: Sequence[Forecast],
+    whole: Sequence[Forecast],
+    advice: Sequence[str],
+    checked: Check | None,
+) -> dict[str, Any]:
+    work = measured.work
+    kept = ("trainer", "model", "num_parameters", "num_trained", "device", "asked")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": list(program),
+        **{name: measured.facts[name] for name in kept},
+        "notes": list(measured.notes),
+        "clock": request.clock,
+        "measured": {
+            "num_timed_steps": len(measured.facts["steps"]),
+            "misfit": measured.misfit,
+            "token_s": work.token_s,
+            "overhead_tokens": work.timing.overhead_tokens,
+            "floor_tokens": work.timing.floor_tokens,
+            "update_s": work.update_s,
+            "num_samples": work.num_samples,
+            "gradient_bytes": work.gradient_bytes,
+            "weight_bytes": work.weight_bytes,
+        },
+        "network": asdict(network),
+        "forecasts": [{**asdict(row), "total_s": row.total_s} for row in rows],
+        "refused": [n for n in request.numbers if not work.has_samples(n)],
+        "curve": [{**asdict(row), "total_s": row.total_s} for row in whole],
+        "useful_up_to": useful_up_to(whole),
+        "advice": list(advice),
+        "check": None if checked is None else asdict(checked),
+    }

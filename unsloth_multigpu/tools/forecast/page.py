@@ -1,0 +1,210 @@
+"""The forecast for a terminal, and as a page with its plots inside."""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib.util
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.step.advice import duration, useful_up_to
+from unsloth_multigpu.step.forecast import Forecast, Workload
+from unsloth_multigpu.step.link import Network
+from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.tools.forecast.measured import Check, Measured
+
+_COLUMNS = (
+    "GPUs",
+    "step",
+    "training",
+    "speed-up",
+    "efficiency",
+    "computing",
+    "waiting",
+    "link",
+    "update",
+    "padding",
+)
+_LEGEND = (
+    "speed-up: over the script in one process, with its own micro-batches; efficiency: for each GPU, over one GPU that "
+    "plans its micro-batches. The shares are of the GPUs' time; update = the optimizer, loading and logging; padding: "
+    "of the computed tokens."
+)
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>unsloth-multigpu forecast</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
+h1 {{ font-size: 1.7rem; margin-bottom: 0 }}
+h2 {{ font-size: 1.2rem; margin: 2.2rem 0 .6rem }}
+p.date, p.legend {{ color: #59636e; margin: .2rem 0; font-size: .9rem }}
+p.head {{ font-size: 1.15rem; margin: .8rem 0 .2rem }}
+div.wide {{ overflow-x: auto }}
+table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; white-space: nowrap }}
+th, td {{ padding: .45rem .7rem; text-align: right; border-bottom: 1px solid #d9dee3 }}
+th {{ color: #59636e; font-weight: 600 }}
+tr.beyond td {{ color: #8a8f98 }}
+img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 }}
+</style>
+</head>
+<body>
+<h1>Forecast of {name}</h1>
+<p class="date">unsloth-multigpu forecast, {date}. One GPU was measured; every row is computed from it.</p>
+{advice}
+{plot}
+<h2>In numbers</h2>
+<div class="wide"><table>
+<thead><tr>{head}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table></div>
+<p class="legend">{legend}</p>
+<h2>What it is made from</h2>
+{facts}
+</body>
+</html>
+"""
+
+
+def render(
+    measured: Measured,
+    numbers: Sequence[int],
+    rows: Sequence[Forecast],
+    network: Network,
+    advice: Sequence[str],
+    checked: Check | None,
+) -> str:
+    """The table, what it is made from, and what to do.
+
+    Args:
+        measured: Of one rank.
+        numbers: Of GPUs that were asked for.
+        rows: A forecast for each that has samples, and for one.
+        network: What joins them.
+        advice: See `advice.advise`.
+        checked: Forecast and reality, where several ranks were run.
+    """
+    table = aligned([_COLUMNS, *table_rows(measured.work, numbers, rows)], num_left=0)
+    return "\n".join([*facts(measured, rows, network, checked), "", *table, "", _LEGEND, "", *advice])
+
+
+def facts(measured: Measured, rows: Sequence[Forecast], network: Network, checked: Check | None) -> list[str]:
+    """What was measured, and what was assumed."""
+    work, found = measured.work, measured.facts
+    dealt = "dealt by length" if work.is_planned else "dealt in order"
+    lengths = [n for step in work.steps for n in step]
+    span = f" ({min(lengths)} to {max(lengths)} tokens)" if found["is_length_known"] else ""
+    samples = f"{work.num_samples} samples in a step, {dealt}{span}"
+    if not work.keeps_batch:
+        samples = f"{work.num_samples} samples in a step of each GPU (global_batch='scale')"
+    sync = "sharded" if measured.way == "sharded" else f"sync={found['asked']['sync']}"
+    overhead = work.timing.overhead_tokens
+    lines = [
+        f"{found['model']}, {found['num_parameters']:,} parameters, {found['num_trained']:,} trained; "
+        f"{found['trainer']}, {samples}; {sync}",
+        f"measured on one rank ({found['device']}), {len(found['steps'])} steps: {_short(work.token_s)} a token, "
+        f"{overhead:.0f} tokens more for each micro-batch, {_short(work.update_s)} of a step for the update; the "
+        f"fitted costs repeat these steps within {measured.misfit:.1%}",
+        f"link: {network.describe(max(row.num_ranks for row in rows))}",
+    ]
+    if checked is not None:
+        lines.append(
+            f"check on {checked.num_ranks} ranks: forecast {_short(checked.forecast_s)} a step, measured "
+            f"{_short(checked.measured_s)}; forecast / measured {checked.ratio:.2f}"
+        )
+    return [*lines, *(f"note: {note}" for note in measured.notes)]
+
+
+def table_rows(work: Workload, numbers: Sequence[int], rows: Sequence[Forecast]) -> list[tuple[str, ...]]:
+    """One for each number of GPUs; those with too few samples say so."""
+    found = {row.num_ranks: row for row in rows}
+    return [
+        _cells(found[n]) if n in found else (f"{n:,}", "refused", f"{work.num_samples} samples", *[""] * 7)
+        for n in sorted({1, *numbers})
+    ]
+
+
+def _cells(row: Forecast) -> tuple[str, ...]:
+    shares = (row.computing, row.waiting, row.link, row.update, row.padding)
+    return (
+        f"{row.num_ranks:,}",
+        _short(row.step_s),
+        duration(row.total_s),
+        f"{row.speed_up:.2f}x",
+        f"{row.efficiency:.0%}",
+        *(f"{share:.1%}" for share in shares),
+    )
+
+
+def _short(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return "0 s" if seconds <= 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def check_report(file: Path) -> None:
+    """Finds out before the measurement whether its page can be written.
+
+    Raises:
+        SetupError: It cannot.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SetupError("--report draws plots with matplotlib, which is not installed.", hint="pip install matplotlib")
+    if not file.resolve().parent.is_dir() or file.is_dir():
+        raise SetupError(f"--report {file}: expected a file in a folder that is there.", hint="Make the folder first.")
+
+
+def write_page(
+    file: Path,
+    program: Sequence[str],
+    measured: Measured,
+    numbers: Sequence[int],
+    rows: Sequence[Forecast],
+    whole: Sequence[Forecast],
+    network: Network,
+    advice: Sequence[str],
+    checked: Check | None,
+) -> None:
+    """Writes the page, which holds its plots and needs no other file.
+
+    Args:
+        file: Where.
+        program: The script and its arguments.
+        measured: Of one rank.
+        numbers: Of GPUs that were asked for.
+        rows: A forecast for each that has samples, and for one.
+        whole: From one rank on, see `forecast.curve`: what is drawn.
+        network: What joins the ranks.
+        advice: See `advice.advise`.
+        checked: Forecast and reality, where several ranks were run.
+    """
+    from unsloth_multigpu.tools.forecast.plot import draw
+
+    useful = useful_up_to(whole)
+    png = base64.b64encode(draw(whole, useful, None if measured.work.has_samples(1024) else measured.work.num_samples))
+    cells = table_rows(measured.work, numbers, rows)
+    head, *rest = advice
+    text = _PAGE.format(
+        name=html.escape(" ".join(program)),
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        advice="\n".join([f'<p class="head">{html.escape(head)}</p>', *(f"<p>{html.escape(s)}</p>" for s in rest)]),
+        plot=f'<img src="data:image/png;base64,{png.decode()}" alt="Step time and efficiency against GPUs">',
+        head="".join(f"<th>{column}</th>" for column in _COLUMNS),
+        rows="\n".join(_row(row, is_beyond=int(row[0].replace(",", "")) > useful) for row in cells),
+        legend=html.escape(_LEGEND),
+        facts="\n".join(f"<p>{html.escape(line)}</p>" for line in facts(measured, rows, network, checked)),
+    )
+    file.write_text(text, encoding="utf-8")
+
+
+def _row(cells: Sequence[str], *, is_beyond: bool) -> str:
+    style = ' class="beyond"' if is_beyond else ""
+    return f"<tr{style}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
