@@ -177,7 +177,7 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     assert run.code == 124
     assert "did not reach its end within timeout_s=5 seconds" in run.err
     # By SIGTERM, which the whole run must hear of.
-    assert "\nhere\n" in run.err
+    assert "\nverify: All of its output: receipt.log\n" in run.err
     printed = tmp_path / "receipt.log"
     printed.unlink()
     process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")})
