@@ -69,7 +69,7 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert many["peak_bytes"] == max(r["peak_bytes"] for r in many["ranks"]) > 2**20
     assert one["waiting"] is None
     assert 0 < many["waiting"] < 1
-    assert f"3 ranks train {found['figures']['times_as_fast']:.2f} times as fast: a step takes " in run.out
+    assert f"3 ranks train {found['figures']['times_as_fast']:.2f} times as fast" in run.out
     assert "\npeak memory of a rank  " in run.out
     # On the screen is what verify does. What the script printed is in the file that it names.
     said = [line for line in run.err.splitlines() if not line.startswith("no accelerator is visible: num_gpus=3 runs")]
@@ -177,7 +177,7 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     assert run.code == 124
     assert "did not reach its end within timeout_s=5 seconds" in run.err
     # By SIGTERM, which the whole run must hear of.
-    assert "\nhere\n" in run.err
+    assert "\nverify: All of its output: receipt.log\n" in run.err
     printed = tmp_path / "receipt.log"
     printed.unlink()
     process = start([*VERIFY, "train.py"], tmp_path, {"TMPDIR": str(tmp_path / "scratch")})

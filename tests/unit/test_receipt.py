@@ -610,6 +610,8 @@ def test_speed_of_a_run_is_that_of_all_its_ranks():
         "2 ranks train 2.00 times as fast: a step takes 0.250 s instead of 0.500 s, median of 4 steps behind the "
         "first.",
     ]
+    said = speed_verdict(RANKS, ALONE, "2 ranks", is_larger_step=False)
+    assert said.startswith("2 ranks train 0.50 times as fast, which is SLOWER: a step takes 0.500 s instead of 0.250 s")
     # The verdict is the last line all the same.
     assert text[-1] == "One process and 2 ranks agree over 2 steps."
 

@@ -254,7 +254,7 @@ def _curve(axes: Axes, index: int, places: Sequence[float], spreads: Sequence[Sp
         color=_LINES[index % len(_LINES)],
         marker=_MARKS[index % len(_MARKS)],
         # As in `_norm_line`.
-        markersize=max(3.0, 14 - 1.4 * index),
+        markersize=max(3.0, 20 - 2.2 * index),
         linewidth=max(1.0, 4.2 - 0.4 * index),
         linestyle="-" if index < len(_LINES) else "--",
         capsize=3,

@@ -158,12 +158,16 @@ def markdown(rows: Sequence[FaultRow]) -> str:
 
 
 def show(rows: Sequence[FaultRow], screen: Screen) -> None:
-    """The table; where it is no terminal, which would fold it, what the user reads is under its row."""
+    """The table. What the user reads is too long for a column: it is under its row, on a terminal under the table."""
     cells = [row.cells() for row in rows]
+    short = [[fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells]]
     if screen.is_terminal:
-        screen.table(_COLUMNS, cells)
+        screen.table(short[0], short[1:], num_left=1)
+        for fault, told, *_rest in cells:
+            screen.line(f"{fault}: {told}")
+        screen.line()
         return
-    head, *lines = aligned([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
+    head, *lines = aligned(short)
     screen.line(head)
     for line, (_fault, told, *_rest) in zip(lines, cells, strict=True):
         screen.line(line if told == "-" else f"{line}\n    {told}")

@@ -91,7 +91,8 @@ def speed_verdict(one: Speed, many: Speed, ranks: str, *, is_larger_step: bool) 
         tokens = (one.tokens_per_s or 0.0, many.tokens_per_s or 0.0)
         rate = f"{tokens[1] / tokens[0]:.2f} times the tokens in a second; " if all(tokens) else ""
         return f"{ranks}: {rate}{steps}, with more samples in it."
-    return f"{ranks} train {times:.2f} times as fast: {steps}."
+    slower = "" if times >= 1 else ", which is SLOWER"
+    return f"{ranks} train {times:.2f} times as fast{slower}: {steps}."
 
 
 def _seconds(seconds: float) -> str:
