@@ -8,16 +8,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.helpers.run import wait_until
 from unsloth_multigpu import overview
 from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.launch.metrics_file import MetricsFile, escaped, render
+from unsloth_multigpu.notebook import panel
+from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.overview import Gpu, Overview, columns_of, duration, headline, last_line
 from unsloth_multigpu.train.log_figures import numbers_between
@@ -291,3 +295,62 @@ def test_other_nodes_are_told_no_figures(tmp_path: Path) -> None:
     told = decode_beats(encode_beats(read_beats(tmp_path), now_s).encode(), now_s)
     assert told is not None
     assert told[0].figures == Figures()
+
+
+class Shown:
+    """A front end: what was displayed, and each update of it."""
+
+    def __init__(self) -> None:
+        self.bundles: list[dict[str, str]] = []
+
+    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Shown:
+        assert raw
+        assert display_id
+        assert not self.bundles
+        self.bundles.append(bundle)
+        return self
+
+    def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.bundles.append(bundle)
+
+
+def test_panel_is_updated_while_it_trains_and_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
+    (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
+    (Path(run.log_dir) / "rank_1.log").write_text("<b>1 < 2</b>\n")
+    shown = Shown()
+    table = Panel(run, shown.display)
+    table.begin(lambda: True)
+    wait_until(lambda: len(shown.bundles) > 2, 10.0, "three tables")
+    page.mark(Phase.SCRIPT, step=40)
+    table.end()
+    assert not [thread for thread in threading.enumerate() if "panel" in thread.name]
+    assert "40 / 40" in shown.bundles[-1]["text/plain"]
+    assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in shown.bundles[-1]["text/html"]
+    assert "10 / 40" in shown.bundles[0]["text/plain"]
+
+
+def test_panel_ends_with_its_cell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
+    pages(run, TEN_STEPS)
+    shown, is_in_cell = Shown(), [True]
+    table = Panel(run, shown.display)
+    table.begin(lambda: is_in_cell[0])
+    wait_until(lambda: bool(shown.bundles), 10.0, "a table")
+    is_in_cell[0] = False
+    wait_until(lambda: not [t for t in threading.enumerate() if "panel" in t.name], 10.0, "the end of the thread")
+    table.end()
+
+
+def test_training_without_phases_has_no_panel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that another parallelism has, or that takes less than a second."""
+    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
+    (page,) = pages(run, TEN_STEPS)
+    page.mark(Phase.SCRIPT)
+    shown, looks = Shown(), []
+    table = Panel(run, shown.display)
+    table.begin(lambda: looks.append(1) or True)
+    wait_until(lambda: len(looks) > 3, 10.0, "some looks")
+    table.end()
+    assert shown.bundles == []
