@@ -225,7 +225,7 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
         "waiting": [_percent(row.rates.waiting) for row in rows],
         "padding": [_percent(row.rates.padding) for row in rows],
         "memory": [_gib(row.held_bytes) for row in rows],
-        "peak": [_gib(row.beat.figures.peak_bytes) for row in rows],
+        "peak": [_gib(_peak(row)) for row in rows],
         "GPU": [_unit((row.gpu or Gpu()).utilization, " %") for row in rows],
         "temp.": [_unit((row.gpu or Gpu()).temperature_c, " C") for row in rows],
         "log": [row.log for row in rows],
@@ -334,6 +334,12 @@ def _doing(row: RankRow) -> str:
         return phase
     where = f", in {row.beat.operation}" if row.beat.operation else ""
     return f"{phase}{where}, no progress for {duration(row.quiet_s)}"
+
+
+def _peak(row: RankRow) -> int | None:
+    """The page has that of the last step."""
+    peak_bytes = row.beat.figures.peak_bytes
+    return None if peak_bytes is None else max(peak_bytes, row.held_bytes or 0)
 
 
 def _step(beat: Beat) -> str:

@@ -145,7 +145,7 @@ def test_training_that_was_cut_off_between_two_ranks_steps_goes_on_with_equal_ra
     assert moments[0] == moments[1]
     assert steps == [3, 3]
     report = _run(notebook, "print(ump.get_multi_gpu_status().report.summary(), ump.get_multi_gpu_status().launcher)")
-    assert "steps=2" in report
+    assert report.startswith("trained 2 steps")
     assert "notebook" in report
 
 

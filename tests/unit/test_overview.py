@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from tests.helpers.run import wait_until
 from unsloth_multigpu import overview
 from unsloth_multigpu.cli.main import main
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
-from unsloth_multigpu.launch.metrics_file import MetricsFile, escaped, render
+from unsloth_multigpu.launch import metrics_file
+from unsloth_multigpu.launch.metrics_file import MetricsFile, escaped
+from unsloth_multigpu.notebook import panel
+from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.overview import Gpu, Overview, columns_of, duration, headline, last_line
+from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
@@ -213,6 +221,23 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     assert "2 jobs run here." in capsys.readouterr().err
 
 
+def test_narrow_terminal_has_fewer_columns_and_whole_ones(run: Run) -> None:
+    first, _ = pages(run, TEN_STEPS, TEN_STEPS)
+    first.name_device("NVIDIA H100 80GB HBM3", "")
+    (Path(run.log_dir) / "rank_1.log").write_text("[bold] a long line of a log" * 9)
+    look = Overview(run).look()
+    for width, gone in ((200, set()), (120, set()), (80, {"log", "padding", "peak", "samples/s"}), (56, {"device"})):
+        console = Console(width=width, file=io.StringIO(), record=True)
+        console.print(render(look, width))
+        text = console.export_text()
+        assert max(len(line.rstrip()) for line in text.splitlines()[1:]) <= width
+        names = next((set(line.split()) for line in text.splitlines() if "doing" in line), text)
+        assert names & gone == set()
+        assert {"rank", "step", "doing", "tokens/s", "waiting"} <= names
+        assert "10 / 40" in text
+        assert "20.0 %" in text
+
+
 def test_top_without_a_job_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,7 +258,10 @@ def test_metrics_file_is_read_by_prometheus(run: Run) -> None:
     pages(run, TEN_STEPS, dataclasses.replace(TEN_STEPS, num_tokens=None, num_padding_tokens=None))
     job = 'a "b"\\c\nd'
     families = {
-        f.name: f for f in parser.text_string_to_metric_families(render(read_beats(run.folder), job, is_running=True))
+        f.name: f
+        for f in parser.text_string_to_metric_families(
+            metrics_file.render(read_beats(run.folder), job, is_running=True)
+        )
     }
     tokens = families["unsloth_multigpu_tokens"]
     assert (tokens.type, [(s.labels, s.value) for s in tokens.samples]) == (
@@ -291,3 +319,62 @@ def test_other_nodes_are_told_no_figures(tmp_path: Path) -> None:
     told = decode_beats(encode_beats(read_beats(tmp_path), now_s).encode(), now_s)
     assert told is not None
     assert told[0].figures == Figures()
+
+
+class Shown:
+    """A front end: what was displayed, and each update of it."""
+
+    def __init__(self) -> None:
+        self.bundles: list[dict[str, str]] = []
+
+    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Shown:
+        assert raw
+        assert display_id
+        assert not self.bundles
+        self.bundles.append(bundle)
+        return self
+
+    def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.bundles.append(bundle)
+
+
+def test_panel_is_updated_while_it_trains_and_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
+    (page, _) = pages(run, TEN_STEPS, TEN_STEPS)
+    (Path(run.log_dir) / "rank_1.log").write_text("<b>1 < 2</b>\n")
+    shown = Shown()
+    table = Panel(run, shown.display)
+    table.begin(lambda: True)
+    wait_until(lambda: len(shown.bundles) > 2, 10.0, "three tables")
+    page.mark(Phase.SCRIPT, step=40)
+    table.end()
+    assert not [thread for thread in threading.enumerate() if "panel" in thread.name]
+    assert "40 / 40" in shown.bundles[-1]["text/plain"]
+    assert "&lt;b&gt;1 &lt; 2&lt;/b&gt;" in shown.bundles[-1]["text/html"]
+    assert "10 / 40" in shown.bundles[0]["text/plain"]
+
+
+def test_panel_ends_with_its_cell(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
+    pages(run, TEN_STEPS)
+    shown, is_in_cell = Shown(), [True]
+    table = Panel(run, shown.display)
+    table.begin(lambda: is_in_cell[0])
+    wait_until(lambda: bool(shown.bundles), 10.0, "a table")
+    is_in_cell[0] = False
+    wait_until(lambda: not [t for t in threading.enumerate() if "panel" in t.name], 10.0, "the end of the thread")
+    table.end()
+
+
+def test_training_without_phases_has_no_panel(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that another parallelism has, or that takes less than a second."""
+    monkeypatch.setattr(panel, "_EVERY_S", 0.02)
+    (page,) = pages(run, TEN_STEPS)
+    page.mark(Phase.SCRIPT)
+    shown, looks = Shown(), []
+    table = Panel(run, shown.display)
+    table.begin(lambda: looks.append(1) or True)
+    wait_until(lambda: len(looks) > 3, 10.0, "some looks")
+    table.end()
+    assert shown.bundles == []

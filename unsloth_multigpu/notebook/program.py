@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.kernel import Kernel
+from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import MultiGPUConfig
@@ -173,12 +174,16 @@ class KernelProgram(CellProgram):
     Args:
         kernel: Knows which cell runs.
         shell: Knows which ranks run it.
+
+    Attributes:
+        panel: Shows the ranks while they train; None = nothing does.
     """
 
     def __init__(self, kernel: Kernel, shell: KernelShell) -> None:
         super().__init__()
         self._kernel = kernel
         self._shell = shell
+        self.panel: Panel | None = None
 
     def is_apart(self) -> bool:
         """True in a cell of `%%rank0`."""
@@ -191,7 +196,16 @@ class KernelProgram(CellProgram):
                 "train() was called outside a cell of all ranks: from a thread, a subshell or a widget's callback.",
                 hint="Call it in a cell.",
             )
+        if self.panel is not None:
+            cell, kernel = self._kernel.cell, self._kernel
+            self.panel.begin(lambda: kernel.cell is cell)
         return super().begin_training()
+
+    def end_training(self) -> None:
+        """As above. The table stays as it is now."""
+        super().end_training()
+        if self.panel is not None:
+            self.panel.end()
 
 
 class WorkerProgram(CellProgram):

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
+from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell import bound_names, replay_sources, split_at
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.monitor import Monitor
+from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.process import WorkerProcess
 from unsloth_multigpu.notebook.profile import describe_shell
 from unsloth_multigpu.notebook.program import KernelProgram, WorkerProgram
@@ -30,6 +32,7 @@ from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.run import write_run
 
 if TYPE_CHECKING:
     from unsloth_multigpu.session import Session
@@ -38,6 +41,7 @@ logger = get_logger(__name__)
 
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 2.0
+_JOB = "notebook"
 # Settings of PyTorch's ProcessGroupNCCL: an error of the group must not end this process, which is the kernel.
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
@@ -140,6 +144,10 @@ class Notebook:
         self.log_dir = stack.enter_context(exclusive_log_dir(Path(config.log_dir), num_ranks))
         # The ranks look at this page during a training. It never asks them to stop: Stop ends a cell instead.
         stack.callback(ControlPage(self.run_dir, num_ranks).close)
+        run = write_run(self.run_dir, _JOB, _JOB, num_ranks, self.log_dir)
+        self._metrics = None if config.metrics_file is None else MetricsFile(config.metrics_file, self.run_dir, _JOB)
+        if self._metrics is not None:
+            stack.enter_context(self._metrics)
         values = self._variables_of_ranks(num_ranks)
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         variables = RankVariables(values, before)
@@ -160,6 +168,9 @@ class Notebook:
         self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, variables, self.run_dir, self._device_of)
         stack.callback(self._kernel_shell.close)
         self.program = KernelProgram(self.kernel, self._kernel_shell)
+        if config.panel:
+            self.program.panel = Panel(run)
+            stack.callback(self.program.panel.end)
         # A kernel that ends kills its workers and closes nothing else: its front end would wait for that.
         atexit.register(self._leave)
         stack.callback(atexit.unregister, self._leave)
@@ -270,6 +281,8 @@ class Notebook:
         if os.getpid() == self._pid:
             for worker in self.kernel.workers:
                 worker.kill()
+            if self._metrics is not None:
+                self._metrics.close()
             shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _device_of(self, rank: int) -> str:

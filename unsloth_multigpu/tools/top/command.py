@@ -14,6 +14,7 @@ from unsloth_multigpu.tools.top.card import open_cards
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
 
 _EVERY_S = 0.5
+_WIDE = 200
 
 
 def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
@@ -95,11 +96,9 @@ def _print_once(overview: Overview) -> None:
 
     from unsloth_multigpu.tools.top.table import render
 
-    if not sys.stdout.isatty():
-        # Wide enough for all columns: a file has no edge.
-        Console(width=200).print(render(overview.look()))
-        return
-    Console().print(render(overview.look()))
+    # A file has no edge.
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    console.print(render(overview.look(), console.width))
 
 
 def _follow(overview: Overview) -> None:
@@ -114,7 +113,7 @@ def _follow(overview: Overview) -> None:
     try:
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while run.state() != "over" and Path(run.folder).is_dir():
-                live.update(render(overview.look()), refresh=True)
+                live.update(render(overview.look(), console.width), refresh=True)
                 time.sleep(_EVERY_S)
         console.print(f"{run.job} (pid {run.pid}) has ended.", highlight=False)
     except KeyboardInterrupt:

@@ -1,0 +1,172 @@
+"""What a rank counts of its own training: waiting, tokens, padding, the median of its steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from unsloth_multigpu.group import waits
+from unsloth_multigpu.group.waits import Waits
+from unsloth_multigpu.step import tokens
+from unsloth_multigpu.step.tokens import TokenCount
+from unsloth_multigpu.train.figures import _Median
+
+CPU, CARD = torch.device("cpu"), torch.device("meta")
+
+
+class Event:
+    """Of a device that is `Event.clock` far."""
+
+    clock = 0.0
+    num_made = 0
+
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+        assert device == CARD
+        Event.num_made += 1
+        self.time_s = 0.0
+
+    def record(self) -> None:
+        self.time_s = float(Event.num_made)
+
+    def query(self) -> bool:
+        return Event.clock >= self.time_s
+
+    def synchronize(self) -> None:
+        Event.clock = max(Event.clock, self.time_s)
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.time_s - self.time_s) * 1000
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    Event.clock, Event.num_made = 0.0, 0
+    monkeypatch.setattr(torch, "Event", Event)
+
+
+def test_waiting_within_waiting_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(waits.time, "perf_counter", lambda: clock[0])
+    found = Waits(lambda: CPU)
+    with found.counted():
+        clock[0] += 1.0
+        with found.counted():
+            clock[0] += 2.0
+    clock[0] += 4.0
+    found.add(6.0, found.now())
+    assert found.seconds == 4.0
+
+
+def test_device_is_not_waited_for(card: None) -> None:
+    found = Waits(lambda: CARD)
+    with found.counted():
+        pass
+    found.add(found.now(), found.now())
+    found.poll()
+    assert found.seconds == 0.0
+    Event.clock = 2.0
+    found.poll()
+    assert found.seconds == 1.0
+    found.settle()
+    assert (found.seconds, Event.clock) == (2.0, 4.0)
+
+
+def ids(rows: int, columns: int) -> torch.Tensor:
+    return torch.ones(rows, columns, dtype=torch.int64)
+
+
+def test_tokens_are_what_the_mask_leaves_in() -> None:
+    count = TokenCount()
+    assert (count.num_tokens, count.num_padding_tokens) == (None, None)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 2, 0, 0]])
+    count.add(
+        {"input_ids": ids(2, 4), "attention_mask": mask, "labels": ids(2, 4), "position_ids": ids(2, 4)},
+        is_filler=False,
+    )
+    count.end_step()
+    assert (count.num_tokens, count.num_padding_tokens) == (5, 3)
+    # A rank's filler takes its time and holds nothing.
+    count.add({"input_ids": ids(2, 4), "attention_mask": mask}, is_filler=True)
+    count.end_step()
+    assert (count.num_tokens, count.num_padding_tokens) == (5, 11)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"input_ids": ids(1, 9), "position_ids": ids(1, 9)}, (9, 0)),
+        # A mask of another shape is attention's, and says nothing of tokens.
+        ({"input_ids": ids(2, 3), "attention_mask": torch.ones(2, 1, 3, 3)}, (6, 0)),
+        ({"prompt_ids": ids(2, 3), "prompt_mask": ids(2, 3), "completion_ids": ids(2, 2)}, (10, 0)),
+        (
+            {
+                "chosen_input_ids": ids(1, 4),
+                "chosen_attention_mask": torch.tensor([[1, 1, 0, 0]]),
+                "rejected_input_ids": ids(1, 3),
+            },
+            (5, 2),
+        ),
+        ({"input_ids": ids(1, 5), "decoder_input_ids": ids(1, 7)}, (5, 0)),
+        ({"pixel_values": torch.ones(2, 3, 8, 8), "labels": ids(2, 1)}, (None, None)),
+        ([{"prompt": "text"}], (None, None)),
+    ],
+)
+def test_tokens_of_other_batches(inputs: object, expected: tuple[int | None, int | None]) -> None:
+    count = TokenCount()
+    count.add(inputs, is_filler=False)
+    count.end_step()
+    assert (count.num_tokens, count.num_padding_tokens) == expected
+
+
+def test_tokens_on_a_device_are_those_of_the_steps_that_it_has_done(
+    card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnCard:
+        """A number that lies on a device."""
+
+        device = CARD
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __add__(self, other: OnCard) -> OnCard:
+            return OnCard(self.number + other.number)
+
+    class OnHost:
+        def __init__(self) -> None:
+            self.number = 0
+
+        def copy_(self, other: OnCard, *, non_blocking: bool) -> None:
+            assert non_blocking
+            self.number = other.number
+
+        def __int__(self) -> int:
+            return self.number
+
+    monkeypatch.setattr(tokens.torch, "count_nonzero", lambda mask: OnCard(int(mask.sum())))
+    monkeypatch.setattr(tokens.torch, "empty", lambda *_, **__: OnHost())
+    count = TokenCount()
+    batch = {"input_ids": ids(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}
+    for _ in range(2):
+        count.add(batch, is_filler=False)
+        count.end_step()
+    assert (count.num_tokens, count.num_padding_tokens) == (None, None)
+    Event.clock = 1.0
+    count.add({"input_ids": ids(1, 3)}, is_filler=False)
+    count.end_step()
+    assert (count.num_tokens, count.num_padding_tokens) == (5, 3)
+    count.settle()
+    assert (count.num_tokens, count.num_padding_tokens) == (13, 6)
+
+
+def test_median_leaves_the_first_step_out() -> None:
+    median = _Median()
+    assert median.value() is None
+    seen = []
+    for number in (9.0, 1.0, 3.0, 2.0, 2.5):
+        median.add(number)
+        seen.append(median.value())
+    assert seen == [9.0, 1.0, 2.0, 2.0, 2.25]
+    for _ in range(600):
+        median.add(7.0)
+    assert median.value() == 7.0
