@@ -93,6 +93,12 @@ def test_a_step_of_one_sample_has_nothing_to_share(tmp_path, slow, caplog):
     assert lines_of(trainer, caplog) == []
 
 
+def test_micro_batches_of_a_step_can_be_shared(tmp_path, slow, caplog):
+    trainer = trainer_of(tmp_path, max_steps=600, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    trainer.add_callback(stop_at(17))
+    assert len(lines_of(trainer, caplog)) == 1
+
+
 def test_line_is_for_one_gpu_and_can_be_switched_off(tmp_path):
     trainer = trainer_of(tmp_path)
     assert outlook_of(trainer, CONFIG) is None  # On a CPU a second GPU is no answer.

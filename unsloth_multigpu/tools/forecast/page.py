@@ -98,7 +98,8 @@ def render(
 def facts(measured: Measured, rows: Sequence[Forecast], network: Network, checked: Check | None) -> list[str]:
     """What was measured, and what was assumed."""
     work, found = measured.work, measured.facts
-    dealt = "dealt by length" if work.is_planned else "dealt in order"
+    is_by_length = work.is_planned and work.exchange != "now and then"
+    dealt = "dealt by length" if is_by_length else "dealt in order"
     lengths = [n for step in work.steps for n in step]
     span = f" ({min(lengths)} to {max(lengths)} tokens)" if found["is_length_known"] else ""
     samples = f"{work.num_samples} samples in a step, {dealt}{span}"
