@@ -114,9 +114,13 @@ class RunReport:
             )
         shares = f" ({' + '.join(str(r.num_samples) for r in self.ranks)})" if len(self.ranks) > 1 else ""
         seconds = max(r.train_s for r in self.ranks) if first.runtime_s is None else first.runtime_s
-        speed = f" ({_rounded(self.num_samples / seconds)} samples/s)" if seconds > 0 else ""
-        line = f"trained {_counted(first.num_steps, 'step')}, {_counted(self.num_samples, 'sample')}{shares}"
-        line += f" in {seconds:.1f} s{speed}"
+        line = f"trained {_counted(first.num_steps, 'step')}"
+        # Where the script's own batches are trained on, their samples are not counted.
+        if is_counted := self.num_samples > 0 or first.num_steps == 0:
+            line += f", {_counted(self.num_samples, 'sample')}{shares}"
+        line += f" in {seconds:.1f} s"
+        if is_counted and seconds > 0:
+            line += f" ({_rounded(self.num_samples / seconds)} samples/s)"
         if first.setup_s is not None:
             line += f", set-up {first.setup_s:.1f} s"
         sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]

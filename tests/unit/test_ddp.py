@@ -263,7 +263,7 @@ def wrap(
 ) -> None:
     """What a `train()` does that wraps the model."""
     trainer = trainer_of(model, accelerator, find_unused_parameters)
-    manager: Any = SimpleNamespace(config=config, identity=ONE_OF_TWO)
+    manager: Any = SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS)
     with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
         accelerator.wrap_model(model)
 
@@ -314,7 +314,7 @@ def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
     # With `model_init` the Trainer makes another model as it begins to train.
     accelerator = Accelerator(SimpleNamespace(find_unused_parameters="untouched"))
     trainer = trainer_of(tiny(), accelerator)
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     with Loop(trainer, [DDPWrapping(trainer, manager)]).steering():
         accelerator.wrap_model(tiny(llama()))
     assert accelerator.told[0].find_unused_parameters is False
@@ -423,7 +423,7 @@ def test_compression_is_refused_where_another_parallelism_trains(option: str | N
         is_deepspeed_enabled=False,
         _train_batch_size=4,
     )
-    manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO)
+    manager = SimpleNamespace(config=MultiGPUConfig(grad_compression=option), identity=ONE_OF_TWO, waits=WAITS)
     steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))  # type: ignore[arg-type]
     if option is None:
         assert steered.run(lambda: "trained") == "trained"
@@ -450,7 +450,7 @@ def test_tool_follows_a_training_that_another_parallelism_steers() -> None:
 
     trainer: Any = FakeTrainer()
     trainer.accelerator.parallelism_config = SimpleNamespace(non_data_parallel_size=2)
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     steered = DDPTrainer(trainer, manager, None, BeatPage(None, 0))
     steered.of_tool = Following()
     steered.run(lambda: (trainer.training_step(None, None), trainer.steps(1)))

@@ -81,6 +81,8 @@ def test_run_report_says_the_training_in_a_sentence() -> None:
     assert RunReport(timed).summary() == text
     moved = dataclasses.replace(timed[0], num_steps=1, num_samples=1, sent_bytes=2_500_000)
     line = RunReport((moved,)).summary("moved {:.1f} MB")
+    unknown = dataclasses.replace(timed[0], num_samples=0)
+    assert RunReport((unknown,)).summary() == "trained 15 steps in 2.5 s, set-up 0.9 s"
     assert line == "trained 1 step, 1 sample in 2.5 s (0.4 samples/s), set-up 0.9 s, moved 2.5 MB"
 
 

@@ -59,7 +59,7 @@ def test_engine_is_the_one_that_was_asked() -> None:
 
 
 def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     steered = DDPTrainer(with_fsdp(1), manager, None, BeatPage(None, 0))
     with caplog.at_level(logging.WARNING):
         assert steered.run(lambda: "trained") == "trained"
@@ -180,7 +180,7 @@ def test_first_step_is_compared_with_the_forecast(
 
 
 def test_one_process_is_not_told_of_a_larger_step(caplog: pytest.LogCaptureFixture) -> None:
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=RankIdentity(0, 0, 1, 1, "ours"))
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=RankIdentity(0, 0, 1, 1, "ours"), waits=WAITS)
     with caplog.at_level(logging.WARNING):
         DDPTrainer(with_fsdp(1), manager, None, BeatPage(None, 0)).run(lambda: "trained")
     assert "leaves this training to it" in caplog.text

@@ -46,7 +46,7 @@ class Losing(FakeTrainer):
 
 def manager_of(identity, **options):
     # It cannot meet anybody: every exchange with other ranks would raise.
-    return SimpleNamespace(config=MultiGPUConfig(**options), identity=identity)
+    return SimpleNamespace(config=MultiGPUConfig(**options), identity=identity, waits=WAITS)
 
 
 def feed(trainer, identity=SINGLE_PROCESS, **options):
@@ -175,7 +175,7 @@ class Noting(Losing):
 @pytest.mark.parametrize("notes", [False, True])
 def test_trainer_that_hands_on_to_the_trainers_own_loader_is_dealt_for(monkeypatch, notes):
     monkeypatch.setattr(Noting, "__module__", "trl.trainer.dpo_trainer")
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     steered = DDPTrainer(Noting(precompute_ref_log_probs=notes), manager, None, BeatPage(None, 0))
     with pytest.raises(SetupError, match="Noting builds batches of its own") if notes else nullcontext():
         assert steered._deals_steps()
@@ -184,7 +184,7 @@ def test_trainer_that_hands_on_to_the_trainers_own_loader_is_dealt_for(monkeypat
 def test_trainer_of_trl_with_a_loader_of_its_own_is_refused(monkeypatch):
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
     own = type("OwnLoader", (Maker, Losing), {})
-    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    manager = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
         DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
 
@@ -193,9 +193,9 @@ def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_b
     monkeypatch.setattr(Maker, "__module__", "trl.trainer.online_dpo_trainer")
     own = type("OwnLoader", (Maker, Losing), {})
     for options in ({}, {"resume": "auto", "on_nan": "skip", "inexact": "raise"}):
-        manager = SimpleNamespace(config=MultiGPUConfig(**options), identity=SINGLE_PROCESS)
+        manager = SimpleNamespace(config=MultiGPUConfig(**options), identity=SINGLE_PROCESS, waits=WAITS)
         assert not DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
-    manager = SimpleNamespace(config=MultiGPUConfig(balance="tokens"), identity=SINGLE_PROCESS)
+    manager = SimpleNamespace(config=MultiGPUConfig(balance="tokens"), identity=SINGLE_PROCESS, waits=WAITS)
     with pytest.raises(SetupError, match="Maker builds batches of its own"):
         DDPTrainer(own(), manager, None, BeatPage(None, 0))._deals_steps()
 
@@ -215,13 +215,13 @@ def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(n
     # GRPO and RLOO have this argument.
     trainer = Losing(steps_per_generation=2)
     config = MultiGPUConfig(**{name: OF_THE_PLANNER[name]})
-    steered = DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO), None, BeatPage(None, 0))
+    steered = DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS), None, BeatPage(None, 0))
     with pytest.raises(
         SetupError, match=f"^{name}=.* deals samples by their length, but .* makes its samples"
     ) as error:
         steered._deals_steps()
     assert error.value.hint == "Leave it out for this trainer."
-    other = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    other = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     assert not DDPTrainer(trainer, other, None, BeatPage(None, 0))._deals_steps()
 
 

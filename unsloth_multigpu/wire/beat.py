@@ -13,7 +13,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ class BeatPage:
 
     def note(self, figures: Figures) -> None:
         """Shows the figures of the training. Called by the main thread once a step; takes some microseconds."""
-        values = astuple(figures)
+        values = vars(figures).values()
         self._put(_FIGURES_OFFSET, _FIGURES.pack(*(-1 if value is None else value for value in values)))
 
     def name_device(self, name: str, device_id: str) -> None:
