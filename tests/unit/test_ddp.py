@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.train.ddp import DDPWrapping
 from unsloth_multigpu.train.loop import Loop
@@ -31,6 +32,7 @@ TINY = {
 
 
 ONE_OF_TWO = SimpleNamespace(rank=0, world_size=2)
+WAITS = Waits(lambda: torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,6 +24,7 @@ from tests.gpu.step import (
     steps_of,
 )
 from unsloth_multigpu.cli import main
+from unsloth_multigpu.cli.parser import make_parser
 from unsloth_multigpu.tools.bench.option import BenchOptions
 
 STEPS = steps_of("cuda", is_tiny=False)
@@ -41,7 +42,7 @@ def test_parts_fit_into_their_calls() -> None:
 def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
     benches = [step for step in steps_of("cuda", is_tiny=is_tiny) if "bench" in step.command]
     for step in benches:
-        arguments = main._parser(main.find_commands()).parse_args(list(step.command[2:]))
+        arguments = make_parser(main.find_commands()).parse_args(list(step.command[2:]))
         options = BenchOptions.from_arguments(arguments, arguments.arms.split(","))
         assert (options.hidden_size == 64) == is_tiny
         assert options.timeout_s < step.limit_s

@@ -51,7 +51,6 @@ TEN_STEPS = Figures(
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run of two ranks whose supervisor is this process."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("unsloth_multigpu.wire.run._USUAL_FOLDER", tmp_path)
     folder = tmp_path / f"unsloth_multigpu_{os.getpid()}_x"
     folder.mkdir(mode=0o700)
     (tmp_path / "logs").mkdir()

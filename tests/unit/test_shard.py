@@ -12,6 +12,7 @@ import torch
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import class_of, clip_parts, has_shards, is_sharded, part_of, reshard, whole_of
+from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
@@ -21,6 +22,7 @@ from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
 
 ONE_OF_TWO = RankIdentity(rank=0, local_rank=0, world_size=2, local_world_size=2, launcher="ours")
+WAITS = Waits(lambda: torch.device("cpu"))
 
 
 def with_fsdp(version: int) -> Any:

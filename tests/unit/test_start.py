@@ -164,6 +164,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[launcher.DDPLauncher]:
     def exit_like(code: int) -> None:
         raise Ended(code)
 
+    # Other tests of this process make Trainers.
+    monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)
     monkeypatch.setattr(launcher.DDPLauncher, "run", run)
     monkeypatch.setattr(launcher, "exit_like", exit_like)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-c", "pass", "a"])

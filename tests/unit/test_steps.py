@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.row import Scope, rows
 from unsloth_multigpu.step.cost import CostModel
@@ -23,6 +24,7 @@ from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
 ONE_OF_TWO = RankIdentity(0, 0, 2, 2, "unsloth_multigpu")
+WAITS = Waits(lambda: torch.device("cpu"))
 
 
 class Losing(FakeTrainer):
@@ -215,7 +217,9 @@ def test_option_of_the_planner_is_refused_for_a_trainer_that_generates_samples(n
     # GRPO and RLOO have this argument.
     trainer = Losing(steps_per_generation=2)
     config = MultiGPUConfig(**{name: OF_THE_PLANNER[name]})
-    steered = DDPTrainer(trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS), None, BeatPage(None, 0))
+    steered = DDPTrainer(
+        trainer, SimpleNamespace(config=config, identity=ONE_OF_TWO, waits=WAITS), None, BeatPage(None, 0)
+    )
     with pytest.raises(
         SetupError, match=f"^{name}=.* deals samples by their length, but .* makes its samples"
     ) as error:

@@ -15,6 +15,7 @@ from torch import nn
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import RankTimeoutError, SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, buckets, flatten, num_bytes, unflatten_into
+from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategies.allreduce import AllReduceSync
 from unsloth_multigpu.strategies.choice import make_sync
@@ -179,7 +180,9 @@ class Saving(FakeTrainer):
 
 def exchange_of(model, **options):
     trainer = Saving(model)
-    exchange = Exchange(trainer, SimpleNamespace(config=MultiGPUConfig(**options)))
+    exchange = Exchange(
+        trainer, SimpleNamespace(config=MultiGPUConfig(**options), waits=Waits(lambda: torch.device("cpu")))
+    )
     return trainer, exchange
 
 

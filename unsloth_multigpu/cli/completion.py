@@ -24,7 +24,7 @@ def print_completion(shell: str) -> None:
         raise SetupError(
             f"--completion {shell} is done by argcomplete, which is not installed.", hint="pip install argcomplete"
         ) from None
-    print(argcomplete.shellcode([_PROGRAM], shell=shell), end="")
+    print(argcomplete.shellcode([_PROGRAM], True, shell), end="")
 
 
 def complete(parser: argparse.ArgumentParser) -> None:

@@ -22,8 +22,6 @@ from unsloth_multigpu.wire.folder import RUN_DIR_PREFIX
 State = Literal["running", "stopped", "over"]
 _FILE = "run.json"
 _SCRIPT_MODULE = "unsloth_multigpu.cli.script"
-# A job may have been started without the TMPDIR that is set here.
-_USUAL_FOLDER = Path("/tmp")
 # psutil gives the time at which a process began in hundredths of a second.
 _NEAR_S = 0.05
 
@@ -99,8 +97,7 @@ def _program(command: Sequence[str]) -> list[str]:
 
 def find_runs() -> list[Run]:
     """All runs of this user whose supervisor lives, the newest first."""
-    folders = {Path(tempfile.gettempdir()), _USUAL_FOLDER}
-    runs = [read_run(path) for folder in folders for path in folder.glob(f"{RUN_DIR_PREFIX}*")]
+    runs = [read_run(path) for path in Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*")]
     alive = [run for run in runs if run is not None and run.state() != "over"]
     return sorted({run.pid: run for run in alive}.values(), key=lambda run: run.begin_s, reverse=True)
 
