@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
