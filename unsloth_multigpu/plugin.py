@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,7 +118,7 @@ def enable_multi_gpu(
     given = {**everyday, **from_keywords(seldom)}
     config = tool.adjusted(MultiGPUConfig.resolve(given))
     if context.shard_choice is not None and config.shard == "auto":
-        config = dataclasses.replace(config, shard=context.shard_choice.shard)
+        config = config.with_shard(context.shard_choice.shard)
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return
