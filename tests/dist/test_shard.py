@@ -225,6 +225,18 @@ def test_unsloth_shards_its_own_models(folder):
         assert_same_training(one, two, job, 2)
 
 
+@UNSLOTH
+@pytest.mark.thorough
+def test_unsloth_offloads_its_own_models(folder):
+    options = {"ENGINE": "unsloth", "HIDDEN_MODULES": "scipy,sklearn,torchao"}
+    job = OF_UNSLOTH[0]
+    there, _ = train(folder, 2, [job], name="unsloth_there", **options)
+    host, _ = train(folder, 2, [job], name="unsloth_host", UNSLOTH_MULTIGPU_SHARD_OFFLOAD="1", **options)
+    assert [rank["offload"] for rank in facts(host, job)] == [["CPUOffloadPolicy"]] * 2
+    assert facts(there, job)[0]["norms"] == facts(host, job)[0]["norms"]
+    assert largest_difference(there / job, host / job) == 0
+
+
 def test_what_cannot_be_sharded_is_refused(folder):
     script = folder / "refused.py"
     script.write_text(TINY.format("on").replace("allow_cpu_ranks()", ""))
