@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,10 @@ class MultiGPUConfig(OptionTable):
             for name, row in rows(self).items()
             if scope in row.scopes and row.asks(getattr(self, name))
         ]
+
+    def with_shard(self, shard: str) -> MultiGPUConfig:
+        """The same run where `shard="auto"` has become `shard`. What is not sharded is not offloaded."""
+        return replace(self, shard=shard, shard_offload=self.shard_offload and shard == "on")
 
     @property
     def keeps_global_batch(self) -> bool:
@@ -243,6 +247,7 @@ def _check_together(config: MultiGPUConfig) -> None:
     _check_nodes(config)
     _check_planner(config)
     _check_sync(config)
+    _check_shard(config)
     if config.enable_ddp and (given := config.asked(Scope.SERIAL)):
         raise ConfigError(
             f"{given[0]} is for enable_ddp=False; DDP averages the gradients of ranks.",
@@ -302,16 +307,6 @@ def _check_sync(config: MultiGPUConfig) -> None:
         raise ConfigError(
             f"{given[0]} has no meaning for sync='{config.sync}'.", hint="Leave it out, or set sync='ddp'."
         )
-    if config.shard != "off":
-        for name, value in (
-            ("grad_compression", config.grad_compression),
-            ("find_unused_parameters", config.find_unused_parameters),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f"{name}={value!r} is for DDP, and with shard={config.shard!r} FSDP2 exchanges the gradients.",
-                    hint="Leave one of them out.",
-                )
     if config.on_nan == "skip" and not config.sync.has_one_gradient:
         raise ConfigError(
             f"on_nan='skip' needs one gradient that all ranks see; with sync='{config.sync}' each steps on its own.",
@@ -322,3 +317,22 @@ def _check_sync(config: MultiGPUConfig) -> None:
             "on_nan='skip' cannot work with grad_compression='powersgd', which keeps a step's error for the next.",
             hint="Set grad_compression='bf16', or on_nan='raise'.",
         )
+
+
+def _check_shard(config: MultiGPUConfig) -> None:
+    if config.shard == "off":
+        if config.shard_offload:
+            raise ConfigError(
+                "shard_offload=True moves what a rank holds of a sharded model to the host's memory, and shard='off'.",
+                hint="Set shard='on' or shard='auto', or leave shard_offload out.",
+            )
+        return
+    for name, value in (
+        ("grad_compression", config.grad_compression),
+        ("find_unused_parameters", config.find_unused_parameters),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} is for DDP, and with shard={config.shard!r} FSDP2 exchanges the gradients.",
+                hint="Leave one of them out.",
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -147,7 +146,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     tool = tool_of(context)
     config = tool.adjusted(MultiGPUConfig.resolve(given))
     if context.shard_choice is not None and config.shard == "auto":
-        config = dataclasses.replace(config, shard=context.shard_choice.shard)
+        config = config.with_shard(context.shard_choice.shard)
     if (active := active_session()) is not None:
         _check_same_call(active.config, config)
         return

@@ -324,13 +324,15 @@ def _patches(session: Session) -> list[Patch]:
         return []
     sharding = []
     if config.shard == "on":
-        ask_unsloth_to_shard()
+        ask_unsloth_to_shard(offload=config.shard_offload)
         sharding = shard_patches()
     from unsloth_multigpu.group.manager import local_device
 
     gate = SaveGate(identity.rank, session.open_manager)
     if identity.rank == 0:
         atexit.register(gate.end)
+    # Before the process group is ended, where a rank may wait for those that wait for it.
+    atexit.register(gate.leave)
     device_index = local_device(identity, config).index or 0
     return [
         *patches,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import signal
@@ -167,7 +166,7 @@ def with_shard_chosen(command: Sequence[str], config: MultiGPUConfig, num_ranks:
 
     choice = choose(command, os.environ, config, num_ranks)
     os.environ.update(choice.variables())
-    return dataclasses.replace(config, shard=choice.shard)
+    return config.with_shard(choice.shard)
 
 
 def this_command() -> list[str]:

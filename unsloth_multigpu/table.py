@@ -161,6 +161,17 @@ class OptionTable:
         commands=_RUN_AND_VERIFY,
         is_of_node=True,
     )
+    shard_offload: bool = option(
+        False,
+        Switch(),
+        'With shard="on" or "auto": weights, gradients and optimizer states of a sharded model lie in host memory. '
+        "A GPU holds the layers that compute, and the optimizer runs on the CPU. Slower; for models that do not fit "
+        "sharded either.",
+        Scope.RANKS,
+        Scope.DDP,
+        section=PLACE,
+        commands=_EVERY_COMMAND,
+    )
     grad_compression: str | None = option(
         None,
         Choice(("bf16", "fp16", "powersgd")),
@@ -380,6 +391,7 @@ class SeldomOptions(TypedDict, total=False):
     forecast: bool | None
     seed_per_rank: bool | None
     log_dir: str | os.PathLike[str] | None
+    shard_offload: bool | None
     grad_compression: str | None
     gradient_aggregation: str | None
     max_tokens_per_micro_batch: int | None

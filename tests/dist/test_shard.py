@@ -1,14 +1,18 @@
 """Sharded training against one process: FSDP2 of accelerate, of transformers and of Unsloth, on CPU ranks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from examples.tiny_model import build_tiny
+from tests.helpers.injector import faults_in, records
 from tests.helpers.need import UNSLOTH
 from tests.helpers.run import ROOT, light, run_python
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.tools.chaos.fault import Fault
 
 SCRIPT = Path(__file__).parent / "scripts" / "shard.py"
 pytestmark = pytest.mark.slow
@@ -17,12 +21,25 @@ SAVED = ("full:32x8x1", "lora:30x2x4", "qlora:30x8x1")
 # The script itself asks for sharding.
 ASKED = ("native:32x8x1", "asked_full:30x8x1")
 OF_UNSLOTH = ("unsloth_lora:15x8x1", "unsloth_full:15x8x1")
+OF_TRL = ("sft_full:15x4x2", "dpo_lora:14x2x2")
 NORM, WEIGHTS = 1e-5, 1e-5
 # Adam makes the rounding of rare tokens' gradients visible; by as much where DDP trains.
 BY_ADAM = {"full:32x8x1": 2e-3}
+TINY = """
+import sys; sys.path.insert(0, sys.argv[1])
+import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2, shard="{}")
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
+allow_cpu_ranks()
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+rows = [dict(input_ids=[1, 2], labels=[1, 2])] * 8
+args = TrainingArguments("out", report_to=[], max_steps=1, save_strategy="no")
+trainer = Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows)
+trainer.train()
+"""
 
 
-def train(folder, num_gpus, jobs, *options, **env):
+def train(folder, num_gpus, jobs, *options, code=0, **env):
     model = folder / "model"
     if not model.exists():
         build_tiny(model)
@@ -33,7 +50,7 @@ def train(folder, num_gpus, jobs, *options, **env):
     given = {name: value for name, value in given.items() if value is not None}
     command = [SCRIPT, "--num-gpus", num_gpus, "--jobs", ",".join(jobs), "--model", model, "--out", out, *options]
     run = run_python([str(part) for part in command], folder, given)
-    assert run.code == 0, run.err
+    assert run.code == code, run.err
     return out, run.err
 
 
@@ -115,6 +132,20 @@ def test_files_are_those_of_one_process(alone, sharded, job, file):
         assert {path.name for path in two.iterdir()} ^ names <= ours | of_fsdp
 
 
+@pytest.mark.parametrize("job", SAVED[:2])
+def test_uploads_are_those_of_one_process_and_made_once(alone, sharded, job):
+    def uploads(out, rank):
+        return json.loads((out / job / f"uploads_{rank}.json").read_text())
+
+    assert uploads(sharded[0], 0) == uploads(alone, 0)
+    assert uploads(sharded[0], 1) == []
+    assert [kind for kind, *_ in uploads(alone, 0)] == ["commit", "folder"]
+    file = "model.safetensors" if job.startswith("full") else "adapter_model.safetensors"
+    for place in ("commit", "folder"):
+        assert largest_difference(alone / job / place, sharded[0] / job / place, file) <= BY_ADAM.get(job, WEIGHTS)
+        assert largest_difference(sharded[0] / job / "save_model", sharded[0] / job / place, file) == 0
+
+
 def test_training_resumes_on_another_number_of_ranks(folder, sharded):
     out, _ = train(folder, 3, SAVED, name="resumed", RESUME=str(sharded[0]))
     for job in SAVED:
@@ -123,14 +154,65 @@ def test_training_resumes_on_another_number_of_ranks(folder, sharded):
         assert largest_difference(sharded[0] / job, out / job) <= WEIGHTS
 
 
-def test_killed_rank_is_started_again_and_resumes_bit_by_bit(folder, sharded):
-    job = SAVED[0]
-    options = {"KILL": "1,5", "UNSLOTH_MULTIGPU_MAX_RESTARTS": "1"}
-    out, text = train(folder, 2, [job], "--save-steps", 3, name="killed", **options)
-    assert "Starting all ranks again (1)" in text
-    # The second attempt resumes from the checkpoint of step 3.
-    assert len(facts(out, job)[0]["norms"]) == 5
+def test_run_that_is_killed_has_no_disk_and_is_stopped_goes_on_bit_by_bit(folder, sharded):
+    job, planted = SAVED[0], folder / "planted"
+    planted.mkdir()
+    # Each meets the fault of its start: the ranks start again twice, and then the user does.
+    faults = (Fault("kill", 1, 5), Fault("disk_full", 0, 6, attempt=1, phase="save"), Fault("sigterm", 0, 4, attempt=2))
+    options = {"name": "faults", "UNSLOTH_MULTIGPU_MAX_RESTARTS": "2", "UNSLOTH_MULTIGPU_RESUME": "auto"}
+    out, text = train(folder, 2, [job], "--save-steps", 3, code=-15, **options, **faults_in(planted, *faults))
+    killed, full = (
+        "rank 1 was killed by SIGKILL after step 4",
+        "checkpoint-6 could not be saved, earlier checkpoints are",
+    )
+    stopped = re.search(
+        r"stopped by SIGTERM after step ([45])\. The same command resumes from .*/checkpoint-\1\.", text
+    )
+    places = [text.index(t) for t in (killed, "all ranks again (1)", full, "all ranks again (2)", stopped[0])]
+    assert places == sorted(places)
+    assert [record["step"] for record in records(planted, 0, "begin")] == [0, 3, 3]
+    assert {p.name for p in (out / job / "checkpoints").iterdir()} == {"checkpoint-3", f"checkpoint-{stopped[1]}"}
+    assert not facts(out, job)
+    train(folder, 2, [job], "--save-steps", 3, **options)
+    assert len(facts(out, job)[0]["norms"]) == 8 - int(stopped[1])
     assert largest_difference(sharded[0] / job, out / job) == 0
+
+
+def test_save_of_rank_0_alone_ends_with_what_to_do(folder):
+    script = folder / "alone.py"
+    script.write_text(
+        TINY.format("on") + "import os\nif os.environ['RANK'] == '0':\n    trainer.model.save_pretrained('saved')\n"
+    )
+    run = run_python([str(script), str(ROOT)], folder, light("rich", "triton", "peft", "datasets"))
+    assert run.code == DistributedError.exit_code, run.err
+    assert "rank 0 failed after step 1: DistributedError: PreTrainedModel.save_pretrained(" in run.err
+    assert (
+        "the script of rank(s) 1 has ended without this save. Saving a sharded model gathers the weights of" in run.err
+    )
+    assert "Hint: Call it on all ranks, not under `if rank == 0:`. The files are written once." in run.err
+    assert not (folder / "saved").exists()
+
+
+def test_offloaded_parts_train_as_those_on_the_device(folder, sharded):
+    job = SAVED[1]
+    out, _ = train(folder, 2, [job], "--save-steps", 8, name="offload", UNSLOTH_MULTIGPU_SHARD_OFFLOAD="1")
+    for rank in facts(out, job):
+        assert rank["offload"] == ["CPUOffloadPolicy"]
+    assert {name for rank in facts(sharded[0], job) for name in rank["offload"]} == {"OffloadPolicy"}
+    assert facts(out, job)[0]["norms"] == facts(sharded[0], job)[0]["norms"]
+    assert largest_difference(sharded[0] / job, out / job) == 0
+    saved = "save_pretrained/adapter_model.safetensors"
+    assert largest_difference(sharded[0] / job, out / job, saved) == 0
+
+
+@pytest.mark.thorough
+def test_trainers_of_trl_train_as_in_one_process(folder):
+    options = {"HIDDEN_MODULES": "bitsandbytes,scipy,sklearn,torchao"}
+    one, _ = train(folder, 1, OF_TRL, name="trl", **options)
+    two, text = train(folder, 2, OF_TRL, name="trl", **options)
+    assert text.count("sharded by FSDP2 of accelerate: a rank holds 50.") == len(OF_TRL)
+    for job in OF_TRL:
+        assert_same_training(one, two, job, 2)
 
 
 @UNSLOTH
@@ -143,18 +225,22 @@ def test_unsloth_shards_its_own_models(folder):
         assert_same_training(one, two, job, 2)
 
 
+@UNSLOTH
+@pytest.mark.thorough
+def test_unsloth_offloads_its_own_models(folder):
+    options = {"ENGINE": "unsloth", "HIDDEN_MODULES": "scipy,sklearn,torchao"}
+    job = OF_UNSLOTH[0]
+    there, _ = train(folder, 2, [job], name="unsloth_there", **options)
+    host, _ = train(folder, 2, [job], name="unsloth_host", UNSLOTH_MULTIGPU_SHARD_OFFLOAD="1", **options)
+    assert [rank["offload"] for rank in facts(host, job)] == [["CPUOffloadPolicy"]] * 2
+    assert facts(there, job)[0]["norms"] == facts(host, job)[0]["norms"]
+    assert largest_difference(there / job, host / job) == 0
+
+
 def test_what_cannot_be_sharded_is_refused(folder):
-    code = (
-        "import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2, shard='on')\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments\n"
-        "sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)\n"
-        "rows = [{'input_ids': [1, 2], 'labels': [1, 2]}] * 8\n"
-        "args = TrainingArguments('out', report_to=[], max_steps=1, save_strategy='no')\n"
-        "Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=rows).train()\n"
-    )
     script = folder / "refused.py"
-    script.write_text(code)
-    run = run_python([str(script)], folder, light("rich", "triton", "peft", "datasets"))
+    script.write_text(TINY.format("on").replace("allow_cpu_ranks()", ""))
+    run = run_python([str(script), str(ROOT)], folder, light("rich", "triton", "peft", "datasets"))
     assert run.code != 0
     # accelerate says it first; without its check we would.
     assert "no available devices" in run.err or "no weight of LlamaForCausalLM is sharded" in run.err

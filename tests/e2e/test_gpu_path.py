@@ -28,6 +28,9 @@ LORA_SCALE = 8 / 4  # lora_alpha / r of the script.
 TOLERANCE = 1e-4  # Measured: 2e-7 in gradient norms, 1e-7 in weights.
 
 
+SHARDED = 1e-5
+
+
 @dataclass(frozen=True)
 class Run:
     out: Path
@@ -39,10 +42,10 @@ class Run:
         return load_file(self.out / "adapter" / "adapter_model.safetensors")
 
 
-def start_script(name: str, model: Path, folder: Path, *options: str) -> subprocess.Popen:
+def start_script(name: str, model: Path, folder: Path, *options: str, **variables: str) -> subprocess.Popen:
     folder.mkdir()
     # Unsloth's compile cache and our logs go to the working directory.
-    env = {**hide("scipy", "sklearn", "torchao"), "PYTHONPATH": str(ROOT)}
+    env = {**hide("scipy", "sklearn", "torchao"), "PYTHONPATH": str(ROOT), **variables}
     return start([SCRIPTS / name, model, folder, *options], cwd=folder, env=env)
 
 
@@ -130,6 +133,25 @@ def test_sft_merges_the_adapter_once(runs: tuple[Run, Run], model: Path) -> None
         rounding = torch.finfo(merged[name].dtype).eps * weight.abs().max().item() + 1e-7
         torch.testing.assert_close(merged[name].float(), weight + update, rtol=0, atol=rounding, msg=name)
     assert num_merged == 3  # q_proj, v_proj and down_proj of the one layer.
+
+
+@pytest.mark.thorough
+def test_sharded_sft_equals_one_process_and_merges_into_its_files(runs: tuple[Run, Run], model: Path) -> None:
+    one, folder = runs[0], model.parent / "sharded"
+    with start_script("gpu_path_sft.py", model, folder, UNSLOTH_MULTIGPU_SHARD="on") as process:
+        run = finish_script(process, folder, num_ranks=2)
+    assert "sharded by FSDP2 of Unsloth: a rank holds 50." in run.err
+    for rank in run.ranks:
+        assert rank["grad_norms"] == pytest.approx(one.ranks[0]["grad_norms"], rel=SHARDED)
+        assert rank["reload_is_equal"]
+    assert run.ranks[1]["written"] == []
+    for place in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        whole, parts = load_file(one.out / place), load_file(run.out / place)
+        assert whole.keys() == parts.keys()
+        assert all(whole[n].dtype == parts[n].dtype for n in whole)
+        assert max(float((parts[n] - w).abs().max() / w.abs().max()) for n, w in whole.items()) <= SHARDED
+    for place in ("adapter", "merged"):
+        assert {p.name for p in (run.out / place).iterdir()} == {p.name for p in (one.out / place).iterdir()}
 
 
 @pytest.mark.thorough

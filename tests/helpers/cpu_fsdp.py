@@ -10,6 +10,7 @@ import functools
 def allow_cpu_ranks() -> None:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     original = AcceleratorState.__init__
 
@@ -20,6 +21,9 @@ def allow_cpu_ranks() -> None:
             return
         self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.fsdp_plugin = fsdp_plugin
+        if isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+            # Pinned memory is an accelerator's.
+            fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
         if self._mixed_precision != "no":
             fsdp_plugin.set_mixed_precision(self._mixed_precision)
 

@@ -32,6 +32,7 @@ DEFAULTS = {
     "forecast": True,
     "seed_per_rank": True,
     "log_dir": "logs",
+    "shard_offload": False,
     "grad_compression": None,
     "gradient_aggregation": None,
     "max_tokens_per_micro_batch": None,
@@ -72,6 +73,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "forecast": ("0", False),
     "seed_per_rank": ("0", False),
     "log_dir": ("/var/tmp/logs", "/var/tmp/logs"),
+    "shard_offload": ("1", True),
     "grad_compression": ("fp16", "fp16"),
     "gradient_aggregation": ("mean", "mean"),
     "max_tokens_per_micro_batch": ("4096", 4096),
@@ -102,6 +104,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
 
 # Options that have a meaning only beside another.
 BESIDE: dict[str, dict[str, Any]] = {
+    "shard_offload": {"shard": "on"},
     "nnodes": {"rdzv_endpoint": "node0:29400", "rdzv_id": "job7"},
     "rdzv_endpoint": {"nnodes": "2", "rdzv_id": "job7"},
     "rdzv_id": {"nnodes": "2", "rdzv_endpoint": "node0:29400"},
@@ -271,6 +274,7 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
             "one of them",
         ),
         ({"shard": "on", "find_unused_parameters": True}, "find_unused_parameters=True is for DDP, and", "one of them"),
+        ({"shard_offload": True}, "shard_offload=True moves what a rank holds of a sharded model", "shard='on' or"),
         ({"shard": "on", "sync": "diloco"}, "shard='on' has no meaning for sync='diloco", "sync='ddp'"),
         ({"shard": "on", "enable_ddp": False}, "shard='on' is for several ranks", "one of them"),
         ({"sync": "allreduce", "grad_compression": "bf16"}, "grad_compression='bf16' has no meaning for", "sync='ddp'"),

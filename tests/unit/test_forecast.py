@@ -99,6 +99,30 @@ def test_rank_that_has_most_of_a_sharded_model_by_hand() -> None:
     assert dict(wanted.overhead)["NCCL"] == NCCL_BYTES
 
 
+def test_what_is_offloaded_is_on_the_host_by_hand() -> None:
+    small = llama("full", **SMALL, optimizer="adamw_torch", tokens=4)
+    there = forecast(small, "sharded", 3)
+    wanted = forecast(replace(small, training=replace(small.training, offload=True)), "sharded", 3)
+
+    assert (wanted.weights, wanted.gradients, wanted.optimizer) == (0, 0, 0)
+    # One more copy for the update, which is made there.
+    assert wanted.host == there.weights + 2 * there.gradients + there.optimizer
+    assert wanted.overhead_bytes == there.overhead_bytes + there.gradients  # All of the whole ones, see below.
+    assert wanted.activations <= there.activations
+    assert forecast(replace(small, training=replace(small.training, offload=True)), "ddp", 3) == forecast(
+        small, "ddp", 3
+    )
+
+
+def test_gradients_are_whole_between_micro_batches() -> None:
+    small = llama("full", **SMALL, tokens=4)
+    wanted = forecast(small, "sharded", 3)
+    whole = 2 * (2 * 592 + 8 + 160)
+    assert dict(wanted.overhead)["whole gradients"] + wanted.gradients == whole
+    once = replace(small, training=replace(small.training, accumulation=3))
+    assert "whole gradients" not in dict(forecast(once, "sharded", 3).overhead)
+
+
 def test_mixed_precision_trains_in_float32_only_where_it_is_sharded() -> None:
     small = llama("full", **SMALL, optimizer="adamw_torch", tokens=4, autocast="bfloat16")
 
@@ -219,11 +243,12 @@ def test_gradients_take_the_place_of_activations_in_one_process_without_accumula
 @pytest.mark.parametrize(
     ("sizes", "kind", "ddp", "sharded"),
     [
-        # GiB of a rank of 8, by a rougher formula: 2048 tokens, checkpointing, no logits, Adam's states in float32.
+        # GiB of a rank of 8, by a rougher formula: 2048 tokens, checkpointing, no logits, Adam's states in float32,
+        # and where it is sharded the whole gradients between micro-batches.
         (LLAMA_8B, "lora", 18, 7),
-        (LLAMA_8B, "full", 92, 16),
+        (LLAMA_8B, "full", 92, 30),
         (QWEN_32B, "qlora", 24, 9),
-        (LLAMA_70B, "qlora", 47, 14),
+        (LLAMA_70B, "qlora", 47, 15),
         (LLAMA_70B, "lora", 139, 28),
     ],
 )

@@ -40,6 +40,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "global_batch": {"global_batch": "scale"},
     "sync": {"sync": "allreduce"},
     "shard": {"shard": "on"},
+    "shard_offload": {"shard": "on", "shard_offload": True},
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},
     "grad_compression": {"grad_compression": "bf16"},

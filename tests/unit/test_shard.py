@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +16,10 @@ from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.shards import class_of, clip_parts, has_shards, is_sharded, part_of, reshard, whole_of
 from unsloth_multigpu.group.waits import Waits
-from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard
+from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
-from unsloth_multigpu.shard.sharding import check_is_sharded, check_options
+from unsloth_multigpu.shard.sharding import check_is_offloaded, check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -69,6 +72,20 @@ def test_fsdp_1_is_left_alone_and_the_step_is_told(caplog: pytest.LogCaptureFixt
     assert "FSDP 2 (fsdp_config={'version': 2}) keeps it" in caplog.text
 
 
+def test_ranks_that_share_a_sample_are_left_alone_and_nothing_is_asked_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer: Any = FakeTrainer()
+    trainer.args.context_parallel_size = 2
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    with caplog.at_level(logging.WARNING):
+        assert DDPTrainer(trainer, manager, None, BeatPage(None, 0)).run(lambda: "trained") == "trained"
+    assert "Unsloth's context parallelism is on: unsloth_multigpu leaves this training to it" in caplog.text
+    manager = SimpleNamespace(config=MultiGPUConfig(shard="on"), identity=ONE_OF_TWO)
+    with pytest.raises(SetupError, match="shard='on' needs DDP, but Unsloth's context parallelism is on"):
+        DDPTrainer(trainer, manager, None, BeatPage(None, 0)).run(lambda: None)
+
+
 @pytest.mark.parametrize(
     "options", [{"grad_compression": "fp16"}, {"find_unused_parameters": True}, {"sync": "allreduce"}]
 )
@@ -111,6 +128,46 @@ def test_arguments_of_the_script_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs.fsdp is None
 
 
+def test_offload_is_asked_of_the_engine_and_not_against_the_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    file = tmp_path / "fsdp.json"
+    file.write_text('{"activation_checkpointing": true}')
+    of_file: Any = SimpleNamespace(fsdp=None, fsdp_config=str(file))
+    ask_accelerate_to_shard(of_file, offload=True)
+    assert of_file.fsdp_config["activation_checkpointing"] is of_file.fsdp_config["cpu_offload"] is True
+    own: Any = SimpleNamespace(fsdp="full_shard", fsdp_config={"reshard_after_forward": False})
+    ask_accelerate_to_shard(own, offload=True)
+    assert (own.fsdp, own.fsdp_config) == ("full_shard", {"reshard_after_forward": False, "cpu_offload": True})
+    with pytest.raises(SetupError, match="fsdp_config of TrainingArguments says cpu_offload=False"):
+        ask_accelerate_to_shard(cast(Any, SimpleNamespace(fsdp=True, fsdp_config={"cpu_offload": False})), offload=True)
+    monkeypatch.delenv("UNSLOTH_FSDP2_CPU_OFFLOAD", raising=False)
+    monkeypatch.setenv("UNSLOTH_FSDP2", "1")
+    ask_unsloth_to_shard()
+    assert "UNSLOTH_FSDP2_CPU_OFFLOAD" not in os.environ
+    ask_unsloth_to_shard(offload=True)
+    assert os.environ["UNSLOTH_FSDP2_CPU_OFFLOAD"] == "1"
+    monkeypatch.setenv("UNSLOTH_FSDP2_CPU_OFFLOAD", "0")
+    with pytest.raises(SetupError, match="shard_offload=True, but UNSLOTH_FSDP2_CPU_OFFLOAD='0'"):
+        ask_unsloth_to_shard(offload=True)
+
+
+def test_parts_that_an_engine_leaves_on_the_card_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    check_is_offloaded(model, Engine.ACCELERATE)  # Nothing of it is sharded: that is refused elsewhere.
+    monkeypatch.setattr("unsloth_multigpu.shard.sharding.is_sharded", lambda _: True)
+    check_is_offloaded(model, Engine.ACCELERATE)
+    monkeypatch.setattr("unsloth_multigpu.shard.sharding.part_of", lambda p: torch.empty(0, device="meta"))
+    with pytest.raises(SetupError, match="accelerate keeps this rank's part of weight on meta"):
+        check_is_offloaded(model, Engine.ACCELERATE)
+    with pytest.raises(SetupError) as refused:
+        check_is_offloaded(model, Engine.TRANSFORMERS)
+    assert "fsdp_cpu_offload=True" in refused.value.hint
+
+
 @pytest.mark.parametrize(
     ("given", "is_4bit", "stored"),
     [
@@ -130,14 +187,16 @@ def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
     assert config.bnb_4bit_quant_storage == stored
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, **options: Any) -> Any:
+def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, *, offload: bool = False, **options: Any) -> Any:
     """What `shard="auto"` becomes for the 8B Llama with LoRA, which needs 19 GiB with DDP and 7 on 8 ranks."""
     from tests.unit.test_forecast import LLAMA_8B, llama
     from unsloth_multigpu.shard import choice
     from unsloth_multigpu.shard.probe import Answer, Device
 
     device = Device("card", int(device_gib * 2**30), int(device_gib * 2**30))
-    answer = Answer(llama("lora", **LLAMA_8B), (device,) * 8, None)
+    description = llama("lora", **LLAMA_8B)
+    description = replace(description, training=replace(description.training, offload=offload))
+    answer = Answer(description, (device,) * 8, None)
     monkeypatch.setattr(choice, "ask", lambda command, environment: answer)
     return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), 8)
 
@@ -187,3 +246,18 @@ def test_one_process_is_not_told_of_a_larger_step(caplog: pytest.LogCaptureFixtu
         DDPTrainer(with_fsdp(1), manager, None, BeatPage(None, 0)).run(lambda: "trained")
     assert "leaves this training to it" in caplog.text
     assert "samples" not in caplog.text
+
+
+def test_auto_counts_what_is_offloaded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total=64 * 2**30)
+    monkeypatch.setattr("unsloth_multigpu.shard.choice.psutil.virtual_memory", lambda: memory)
+    # 8.8 GiB of 7.7 that can be planned for, and 6.8 where 1.9 of them are on the host.
+    with pytest.raises(SetupError, match=r"sharded over 8 ranks 8\.8") as refused:
+        chosen(monkeypatch, 9)
+    assert "and shard_offload=True" in refused.value.hint
+    assert chosen(monkeypatch, 9, offload=True).shard == "on"
+    memory.total = 8 * 2**30
+    with pytest.raises(SetupError, match=r"8 ranks keep 1\.9 GiB each in the host's memory, of which there are 8"):
+        chosen(monkeypatch, 9, offload=True)
+    assert MultiGPUConfig(shard="auto", shard_offload=True).with_shard("on").shard_offload
+    assert not MultiGPUConfig(shard="auto", shard_offload=True).with_shard("off").shard_offload

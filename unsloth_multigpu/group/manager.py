@@ -89,7 +89,10 @@ class DDPManager:
             return  # For one process, the exchanges below return its own values.
         if not dist.is_initialized():
             timeout = timedelta(seconds=self.config.timeout_s)
-            backend = self.config.ddp_backend or default_backend(local_device(self.identity, self.config).type)
+            device_type = local_device(self.identity, self.config).type
+            backend = self.config.ddp_backend or default_backend(device_type)
+            if self.config.shard_offload and device_type != "cpu":
+                backend = f"cpu:gloo,{device_type}:{backend}"  # Parts are gathered from the host's memory to be saved.
             dist.init_process_group(backend, timeout=timeout)
         if dist.get_world_size() != self.identity.world_size or dist.get_rank() != self.identity.rank:
             raise DivergenceError(

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError, SetupError
@@ -26,9 +26,12 @@ _POLL_S = 0.02
 _QUIET_S = 3.0
 # After this time without a save of rank 0, a folder that rank 0 does not name counts as another rank's own.
 OWN_PATH_GRACE_S = 10.0
+# Key that a rank publishes when its script is over.
+_LEFT = "parts/left/{}"
 # An export that rank 0 has begun may take hours; if rank 0 dies meanwhile, the launcher ends the run.
 SAVE_LIMIT_S = 86_400.0
 _TRANSFORMERS = "transformers>=4.57,<6"
+_GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
 _RACE = "All ranks would write one folder at once, and read what another is just writing."
 _ONCE = "All ranks would upload the same files."
 _UNSLOTH_MERGE = "Two ranks that merge into one folder merge the LoRA weights twice, without an error."
@@ -197,6 +200,7 @@ class SaveGate:
 
         Raises:
             SetupError: The saver reads weights of which each rank holds a part.
+            DistributedError: Another rank's script has ended without it.
             RankTimeoutError: Another rank has not come to this save.
         """
         from unsloth_multigpu.group.shards import whole_state
@@ -222,22 +226,29 @@ class SaveGate:
     def _meet(self, manager: DDPManager, what: str) -> None:
         """Waits for all ranks, each of which holds a part of what is saved."""
         identity, number = manager.identity, self._counts[what]
-        keys = [f"parts/{what}/{number}/{rank}" for rank in range(identity.world_size)]
+        keys = {rank: f"parts/{what}/{number}/{rank}" for rank in range(identity.world_size)}
         manager.publish(keys[identity.rank])
-        deadline = time.monotonic() + _QUIET_S
-        if not wait_until(lambda: all(map(manager.is_published, keys)), deadline):
-            missing = [str(rank) for rank, key in enumerate(keys) if not manager.is_published(key)]
-            # The script of such a rank may end without it, which ends the run before the wait does.
-            logger.warning(
-                "%s waits for rank(s) %s: each rank holds a part of the sharded model, so all ranks must call it",
-                what,
-                ", ".join(missing),
-            )
-        for rank, key in enumerate(keys):
-            manager.wait_for(
-                key,
-                f"rank {rank} in {what}: it holds a part of the sharded model, so all ranks must save it",
-                timeout_s=manager.config.timeout_s,
+        missing = list(keys)
+
+        def are_there() -> bool:
+            gone = [rank for rank in missing if manager.is_published(_LEFT.format(rank))]  # Asked first: a rank may
+            missing[:] = [rank for rank in missing if not manager.is_published(keys[rank])]  # save and leave.
+            if lost := [rank for rank in gone if rank in missing]:
+                raise DistributedError(
+                    f"{what}: the script of rank(s) {_listed(lost)} has ended without this save. {_GATHERS}",
+                    hint="Call it on all ranks, not under `if rank == 0:`. The files are written once.",
+                )
+            return not missing
+
+        begin_s, limit_s = time.monotonic(), manager.config.timeout_s
+        if wait_until(are_there, begin_s + min(_QUIET_S, limit_s)):
+            return
+        logger.warning("%s waits for rank(s) %s. %s", what, _listed(missing), _GATHERS.rstrip("."))
+        if not wait_until(are_there, begin_s + limit_s):
+            raise RankTimeoutError(
+                f"rank {identity.rank} waited timeout_s={limit_s:g} seconds for rank(s) {_listed(missing)} in {what}. "
+                f"{_GATHERS}",
+                hint="Call it on all ranks, not under `if rank == 0:`, or raise timeout_s where it only takes long.",
             )
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -298,6 +309,16 @@ class SaveGate:
         is_one_disk = identity.rank == identity.local_rank
         found = self.journal.saved_in(path).items()
         return {number for file, (number, stat) in found if is_one_disk or _is_same(file, stat)}
+
+    def leave(self) -> None:
+        """This rank's script is over: others may wait for it to save a sharded model."""
+        dist, manager = sys.modules.get("torch.distributed"), self._get_manager()
+        if manager is None or dist is None or not dist.is_initialized():
+            return  # It has trained nothing with them.
+        try:
+            manager.publish(_LEFT.format(self.rank))
+        except RuntimeError as gone:
+            logger.debug("who serves the store has left before: %s", gone)
 
     def end(self) -> None:
         """Rank 0's script is over."""
@@ -416,6 +437,10 @@ def _folder_of(path: str, args: tuple[Any, ...]) -> str:
     """Where the files go; "" is a trainer's own folder."""
     folder = path or getattr(getattr(args[0], "args", None), "output_dir", None)
     return real_path(folder) if folder else ""
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _is_same(file: str, stat: tuple[int, int, int]) -> bool:

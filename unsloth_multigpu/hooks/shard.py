@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.shard.offload import UNSLOTH_VARIABLE as UNSLOTH_OFFLOAD
+from unsloth_multigpu.shard.offload import asked_of_unsloth
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments
 
 # Read by `import unsloth` and when its Trainer is made. A value of the script stays.
@@ -17,18 +22,51 @@ _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"
 _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
 
-def ask_unsloth_to_shard() -> None:
-    """Unsloth shards what its Trainer is given; it reads the variable when it is imported."""
+def ask_unsloth_to_shard(*, offload: bool = False) -> None:
+    """Unsloth shards what its Trainer is given; it reads the variables when it is imported and when it shards.
+
+    Args:
+        offload: A rank's part is to lie in the host's memory.
+
+    Raises:
+        SetupError: The script's environment says otherwise.
+    """
     os.environ.setdefault(_UNSLOTH_VARIABLE, "1")
+    if not offload:
+        return
+    os.environ.setdefault(UNSLOTH_OFFLOAD, "1")
+    if not asked_of_unsloth(os.environ):
+        raise SetupError(
+            f"shard_offload=True, but {UNSLOTH_OFFLOAD}={os.environ[UNSLOTH_OFFLOAD]!r}.", hint="Leave one of them out."
+        )
 
 
-def ask_accelerate_to_shard(args: ArgumentsLike) -> None:
-    """Sets `TrainingArguments.fsdp`, unless the script has, or Unsloth is to shard the model."""
-    if "unsloth" in sys.modules or getattr(args, "fsdp", None):
+def ask_accelerate_to_shard(args: ArgumentsLike, *, offload: bool = False) -> None:
+    """Sets `TrainingArguments.fsdp`, unless the script has, or Unsloth is to shard the model.
+
+    Args:
+        offload: A rank's part is to lie in the host's memory, also where the script has set `fsdp`.
+
+    Raises:
+        SetupError: The script's own fsdp_config says otherwise.
+    """
+    if "unsloth" in sys.modules:
         return
     arguments = cast(OptionalArguments, args)
-    arguments.fsdp = True
-    arguments.fsdp_config = {**_FSDP_CONFIG, **(arguments.fsdp_config or {})}
+    has_asked = bool(getattr(args, "fsdp", None))
+    if has_asked and not offload:
+        return
+    given = arguments.fsdp_config or {}
+    if isinstance(given, str):  # TrainingArguments takes the name of a file as well.
+        given = json.loads(Path(given).read_text(encoding="utf-8"))
+    config = {**given} if has_asked else {**_FSDP_CONFIG, **given}
+    if offload and not config.setdefault("cpu_offload", True):
+        raise SetupError(
+            "shard_offload=True, but fsdp_config of TrainingArguments says cpu_offload=False.",
+            hint="Leave one of them out.",
+        )
+    arguments.fsdp = arguments.fsdp or True
+    arguments.fsdp_config = config
 
 
 def shard_patches() -> list[Patch]:

@@ -231,7 +231,10 @@ def _adjusted_arguments(
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
         if config.shard == "on" and world_size > 1:
-            ask_accelerate_to_shard(self)
+            ask_accelerate_to_shard(self, offload=config.shard_offload)
+            if config.shard_offload:
+                # Here transformers has accelerate open the group, without a way to send what lies in the host's memory.
+                get_manager().open_group()
         if config.keeps_global_batch and world_size > 1 and hasattr(self, "steps_per_generation"):
             _divide_generation_batch(cast(OptionalArguments, self), world_size, get_manager)
         original(self)

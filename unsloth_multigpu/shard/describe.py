@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from unsloth_multigpu.shard.description import (
     Tensors,
     Training,
 )
+from unsloth_multigpu.shard.offload import asked_of_accelerate, asked_of_unsloth
 from unsloth_multigpu.shard.optimizer import is_paged
 
 _NO_FORECAST = "Decide without a forecast: shard='on' or shard='off'."
@@ -30,13 +32,16 @@ _MOST_SAMPLES = 20_000
 _OWN_OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor"}
 
 
-def describe(trainer: Any, *, tokens: int | None = None, keeps_batch: bool = True) -> Description:
+def describe(
+    trainer: Any, *, tokens: int | None = None, keeps_batch: bool = True, is_offloaded: bool = False
+) -> Description:
     """The description of what `trainer.train()` would do.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         tokens: Of the longest sample; None = the longest of the data set.
         keeps_batch: Several ranks share the samples of one process's step.
+        is_offloaded: `shard_offload=True` was given. The script's own way to ask for it is looked for.
 
     Raises:
         SetupError: Something is there that no forecast is known for.
@@ -61,6 +66,7 @@ def describe(trainer: Any, *, tokens: int | None = None, keeps_batch: bool = Tru
     training, of_training = _training(trainer, model, tokens, keeps_batch)
     if is_paged(training.optimizer):
         notes.append("paged states are counted in full; the driver may move them to the host's memory")
+    training = replace(training, offload=is_offloaded or _asks_for_offload(trainer.args))
     return Description(_name(model), tensors, decoder, training, units, (*notes, *of_training))
 
 
@@ -248,6 +254,13 @@ def _training(trainer: Any, model: nn.Module, tokens: int | None, keeps_batch: b
         keeps_batch=keeps_batch,
     )
     return training, notes
+
+
+def _asks_for_offload(args: Any) -> bool:
+    """True where the script itself asks the engine that it would shard with."""
+    if "unsloth" in sys.modules:
+        return asked_of_unsloth(os.environ)
+    return asked_of_accelerate(getattr(args, "fsdp_plugin_args", None))
 
 
 def _optimizer(trainer: Any) -> str:

@@ -154,6 +154,7 @@ class Training:
         padded: Samples of a micro-batch have different lengths.
         loss: How the loss comes from the hidden states.
         keeps_batch: Several ranks share the samples of one process's step; False = each takes as many.
+        offload: Where the model is sharded, a rank's part lies in the host's memory.
     """
 
     optimizer: str
@@ -166,6 +167,7 @@ class Training:
     padded: bool = False
     loss: Loss = "whole logits"
     keeps_batch: bool = True
+    offload: bool = False
 
     def on_ranks(self, num_ranks: int) -> Training:
         """The same for one of so many ranks."""

@@ -38,6 +38,7 @@ class Forecast:
         activations: What comes on top of these at the peak: what autograd keeps, or what the update needs.
         overhead: Named: gathered layers, and what lies outside of torch's allocator.
         loading: While the model is loaded, before it is divided.
+        host: Of this rank in the host's memory, where `shard_offload` moves it there.
     """
 
     way: Way
@@ -48,6 +49,7 @@ class Forecast:
     activations: int
     overhead: tuple[tuple[str, int], ...]
     loading: int = 0
+    host: int = 0
 
     @property
     def overhead_bytes(self) -> int:
@@ -65,7 +67,7 @@ class Forecast:
         return self.total - sum(num_bytes for name, num_bytes in self.overhead if name in _OUTSIDE)
 
 
-_CONTEXT, _NCCL, _GATHERED = "context", "NCCL", "gathered layers"
+_CONTEXT, _NCCL, _GATHERED, _UNDIVIDED = "context", "NCCL", "gathered layers", "whole gradients"
 _OUTSIDE = (_CONTEXT, _NCCL)
 # Units that are no layers.
 _OUTER = ("head", "embedding", "rest")
@@ -99,7 +101,8 @@ def forecast(description: Description, way: Way, num_ranks: int) -> Forecast:
     training = description.training.on_ranks(num_ranks)
     is_sharded = way == "sharded" and num_ranks > 1
     divide: Callable[[Tensors], Tensors] = (lambda t: _part(t, training, num_ranks)) if is_sharded else (lambda t: t)
-    weights = sum(t.count * _weight_bytes(t, num_ranks if is_sharded else 1, training) for t in description.tensors)
+    moves = is_sharded and training.offload
+    weights, whole_weights = _weights(description, training, num_ranks if is_sharded else 1)
     trained = [divide(t) for t in description.trained()]
     gradients = sum(t.count * t.numel * t.item_bytes for t in trained)
     optimizer = optimizer_of(training.optimizer, dict(training.optimizer_arguments))
@@ -110,18 +113,23 @@ def forecast(description: Description, way: Way, num_ranks: int) -> Forecast:
     update = optimizer.copies * gradients
     outside = [(_CONTEXT, CONTEXT_BYTES), *([(_NCCL, NCCL_BYTES)] if num_ranks > 1 else [])]
     gathered = [(_GATHERED, _gathered_bytes(description, training))] if is_sharded else []
+    if is_sharded and training.accumulation > 1:
+        # Gradients meet in the last micro-batch. Until then FSDP2 adds them up whole; they are divided as they meet.
+        undivided = sum(t.count * t.numel * max(t.item_bytes, _part_bytes(t, training)) for t in description.trained())
+        gathered.append((_UNDIVIDED, undivided if moves else max(0, undivided - gradients)))
     is_packed = any(t.packing for t in description.tensors)
     whole = sum(t.count * t.weight_bytes() for t in description.tensors)
+    states += optimizer.table_bytes() if trained else 0
+    on_top = _on_top(kept, gradients, 0 if are_held else _late_bytes(description), are_held=are_held)
     return Forecast(
         way=way,
         num_ranks=num_ranks,
-        weights=weights,
-        gradients=gradients,
-        optimizer=states + (optimizer.table_bytes() if trained else 0),
-        activations=max(
-            _on_top(kept, gradients, 0 if are_held else _late_bytes(description), are_held=are_held), update
-        ),
+        weights=whole_weights if moves else weights + whole_weights,
+        gradients=0 if moves else gradients,
+        optimizer=0 if moves else states,
+        activations=on_top if moves else max(on_top, update),
         overhead=tuple(gathered + outside),
+        host=weights + gradients + states + update if moves else 0,
         # No engine loads packed weights in parts.
         loading=whole + CONTEXT_BYTES if is_sharded and is_packed else 0,
     )
@@ -186,7 +194,8 @@ def decide(description: Description, num_ranks: int, device_bytes: int) -> Decis
     raise SetupError(
         f"{needs}{while_loading}; of {of} GiB {gib(usable_bytes(device_bytes))} can be planned for.",
         hint=f"{hint} Fewer or shorter samples in a micro-batch, gradient_checkpointing=True, load_in_4bit=True or an "
-        "8-bit optimizer need less; shard='on' or 'off' trains without this check.",
+        f"8-bit optimizer need less{'' if description.training.offload else ', and shard_offload=True'}; shard='on' or "
+        "'off' trains without this check.",
     )
 
 
@@ -245,24 +254,37 @@ def _on_top(kept: Activations, gradients: int, late: int, *, are_held: bool) -> 
     return max(kept.saved + kept.loss - gradients, max(kept.saved, gradients - late) + kept.layer - gradients, 0)
 
 
-def _weight_bytes(tensors: Tensors, num_ranks: int, training: Training) -> int:
-    """Of one of them on the rank that has most."""
-    if num_ranks == 1 or not tensors.unit:
-        return tensors.weight_bytes()
-    if tensors.packing == "8bit":
-        return tensors.weight_bytes()  # Int8Params have no floating dtype in which they could be divided.
-    numel = tensors.part_numel(num_ranks)
-    if tensors.packing:
-        return tensors.packed_bytes(numel) + tensors.constant_bytes()
-    return numel * _part(tensors, training, num_ranks).item_bytes
+def _weights(description: Description, training: Training, num_ranks: int) -> tuple[int, int]:
+    """Bytes on the rank that has most: of what is divided among the ranks, and of what each of them has whole."""
+    divided = whole = 0
+    for tensors in description.tensors:
+        # Int8Params have no floating dtype in which they could be divided.
+        if num_ranks == 1 or not tensors.unit or tensors.packing == "8bit":
+            whole += tensors.count * tensors.weight_bytes()
+            continue
+        numel = tensors.part_numel(num_ranks)
+        if tensors.packing:
+            divided += tensors.count * tensors.packed_bytes(numel)
+            whole += tensors.count * tensors.constant_bytes()
+        else:
+            divided += tensors.count * numel * _part_bytes(tensors, training)
+    return divided, whole
 
 
 def _part(tensors: Tensors, training: Training, num_ranks: int) -> Tensors:
     """The tensors of one rank under FSDP2; accelerate trains in fp32 where mixed precision is on."""
     shape = tensors.shape
     shape = (-(-shape[0] // num_ranks), *shape[1:]) if shape else shape
-    is_cast = training.autocast and tensors.trainable
-    return replace(tensors, shape=shape, dtype="float32" if is_cast else tensors.dtype)
+    return replace(tensors, shape=shape, dtype="float32" if _is_cast(tensors, training) else tensors.dtype)
+
+
+def _part_bytes(tensors: Tensors, training: Training) -> int:
+    """Of one element of a rank's part."""
+    return ITEM_BYTES["float32"] if _is_cast(tensors, training) else tensors.item_bytes
+
+
+def _is_cast(tensors: Tensors, training: Training) -> bool:
+    return bool(training.autocast) and tensors.trainable
 
 
 def _gathered_bytes(description: Description, training: Training) -> int:

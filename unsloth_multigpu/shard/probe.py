@@ -144,6 +144,7 @@ class Probe(Tool):
         self._file = Path(file)
         self._tokens = tokens
         self._keeps_batch = True
+        self._is_offloaded = False
         self._num_gpus: int | None = None
         self._is_entered = False
 
@@ -160,7 +161,8 @@ class Probe(Tool):
             "rdzv_id": None,
         }
         if hasattr(config, "shard"):
-            alone["shard"] = "off"
+            self._is_offloaded = config.shard_offload
+            alone.update(shard="off", shard_offload=False)
         return dataclasses.replace(config, resume="off", enable_ddp=True, **alone)
 
     def _enter(self) -> None:
@@ -182,7 +184,9 @@ class Probe(Tool):
 
         values: dict[str, Any]
         try:
-            description = describe(trainer, tokens=self._tokens, keeps_batch=self._keeps_batch)
+            description = describe(
+                trainer, tokens=self._tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
+            )
             values = {"description": description.plain_values(), "num_gpus": self._num_gpus, "devices": _devices()}
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}

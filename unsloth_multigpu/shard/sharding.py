@@ -13,7 +13,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import class_of, has_shards, part_of, reshard
+from unsloth_multigpu.group.shards import class_of, has_shards, is_sharded, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
@@ -104,6 +104,8 @@ class Sharding(Part):
         """
         model = self._trainer.model
         check_is_sharded(model)
+        if self._manager.config.shard_offload:
+            check_is_offloaded(model, self._engine)
         self._check_optimizer(model)
         self._tell_dtypes(model)
         self._steps.decide()
@@ -161,7 +163,7 @@ def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool =
             "interrupt they get the kernel's.",
             hint="Train it in a script, or without FSDP2.",
         )
-    of_ddp = [asked for asked in config.asked(Scope.DDP) if not asked.startswith("shard=")]
+    of_ddp = [asked for asked in config.asked(Scope.DDP) if not asked.startswith(("shard=", "shard_offload="))]
     if of_ddp or not isinstance(config.sync, DDP):
         raise SetupError(
             f"{of_ddp[0] if of_ddp else f'sync={str(config.sync)!r}'} is not possible where FSDP2 of {engine.value} "
@@ -182,6 +184,25 @@ def check_is_placed(trainer: TrainerLike) -> None:
             "evaluate() comes before train(): accelerate's FSDP2 shards a model together with its optimizer.",
             hint="Evaluate after train(), or in a script of its own without shard.",
         )
+
+
+def check_is_offloaded(model: nn.Module, engine: Engine) -> None:
+    """Refuses a sharded model whose parts are on the accelerator.
+
+    Raises:
+        SetupError: At least one is.
+    """
+    parts = ((name, part_of(p.detach()).device) for name, p in model.named_parameters() if is_sharded(p))
+    elsewhere = [(name, device) for name, device in parts if device.type != "cpu"]
+    if not elsewhere:
+        return
+    name, device = elsewhere[0]
+    hint = "Leave shard_offload out."
+    if engine is Engine.TRANSFORMERS:
+        hint = "Load the model with DistributedConfig(fsdp_cpu_offload=True, ...), or leave shard_offload out."
+    raise SetupError(
+        f"shard_offload=True, but FSDP2 of {engine.value} keeps this rank's part of {name} on {device}.", hint=hint
+    )
 
 
 def check_is_sharded(model: nn.Module | None) -> None:

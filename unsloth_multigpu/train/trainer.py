@@ -171,6 +171,7 @@ class DDPTrainer:
             "FSDP": is_fsdp and engine is None,
             "DeepSpeed": self.trainer.is_deepspeed_enabled,
             "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
+            "Unsloth's context parallelism": _context_parallel_size(self.trainer) > 1,
             "tensor parallelism": engine is None and not is_fsdp and has_shards(self.trainer.model),
         }
         return [name for name, is_on in others.items() if is_on]
@@ -186,7 +187,7 @@ class DDPTrainer:
             raise SetupError(f"{asked[0]} needs DDP, but {name} is on.", hint=f"Leave it out, or train without {name}.")
         one = int(self.trainer._train_batch_size) * self.steps.num_accumulated
         parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
-        apart = max(1, int(getattr(parallelism, "non_data_parallel_size", 1)))
+        apart = max(int(getattr(parallelism, "non_data_parallel_size", 1)), _context_parallel_size(self.trainer))
         num_ranks = self.manager.identity.world_size // apart
         if num_ranks == 1:
             logger.warning("%s is on: unsloth_multigpu leaves this training to it", name)
@@ -298,3 +299,8 @@ def _hands_on(method: Callable[..., Any]) -> bool:
     """True if a method calls the one of the same name that it overrides."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return code is not None and {"super", code.co_name} <= set(code.co_names)
+
+
+def _context_parallel_size(trainer: TrainerLike) -> int:
+    """How many ranks share a sample, where Unsloth's trainers were told so; no plan of ours knows of it."""
+    return int(getattr(trainer.args, "context_parallel_size", None) or 1)

@@ -1,12 +1,15 @@
 """A user's script for `unsloth-multigpu chaos`: evaluates, saves, accumulates, drops out and masks at random."""
 
 import argparse
+import sys
+from pathlib import Path
 
 import unsloth_multigpu as ump
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--every", type=int, default=2, help="steps between two checkpoints and two evaluations")
+parser.add_argument("--shard-on-cpu", action="store_true", help="lets accelerate's FSDP2 shard CPU ranks")
 args = parser.parse_args()
 
 ump.enable_multi_gpu()
@@ -14,6 +17,12 @@ ump.enable_multi_gpu()
 import torch  # noqa: E402
 from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
+
+if args.shard_on_cpu:
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from tests.helpers.cpu_fsdp import allow_cpu_ranks
+
+    allow_cpu_ranks()
 
 
 def collate_masked(rows):

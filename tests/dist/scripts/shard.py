@@ -2,15 +2,16 @@
 
 Usage: shard.py --num-gpus N --jobs full:32x8x1,lora:30x2x4 --model DIR --out DIR
 A job is a kind with rows x batch size x accumulation. "asked_" before a kind: the script itself asks for FSDP2.
-Variables: ENGINE=unsloth; RESUME=FOLDER of another --out, whose checkpoint of step 3 is resumed from; KILL=RANK,STEP.
+Variables: ENGINE=unsloth; RESUME=FOLDER of another --out, whose checkpoint of step 3 is resumed from.
 """
 
 import argparse
 import json
 import os
-import signal
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import unsloth_multigpu as ump
 
@@ -43,13 +44,13 @@ from transformers import (  # noqa: E402
 )
 
 from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
-from unsloth_multigpu.group.shards import part_of, whole_of  # noqa: E402
+from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of  # noqa: E402
 from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
 tokenizer = AutoTokenizer.from_pretrained(args.model)
-BY_SGD = ("native", "asked_full", "unsloth_full")
+BY_SGD = ("native", "asked_full", "unsloth_full", "sft_full")
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 
@@ -67,12 +68,13 @@ def native():
     return loaded(distributed_config=DistributedConfig(fsdp_size=args.num_gpus)) if args.num_gpus > 1 else loaded()
 
 
-def with_lora(model):
+def with_lora(model, adapters=2):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
-    model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))
+    if adapters > 1:
+        model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))
     # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
     torch.manual_seed(3 + rank)  # Each rank its own: rank 0's are to count.
     for name, parameter in model.named_parameters():
@@ -92,6 +94,14 @@ def qlora():
     return with_lora(loaded(quantization_config=config))
 
 
+def sft_full():
+    return loaded()
+
+
+def dpo_lora():
+    return with_lora(loaded(), adapters=1)
+
+
 def unsloth_lm(**options):
     from unsloth import FastLanguageModel
 
@@ -109,8 +119,36 @@ def unsloth_lora():
     return FastLanguageModel.get_peft_model(unsloth_lm(), random_state=7, use_gradient_checkpointing=False, **LORA)
 
 
+class Uploads:
+    """Keeps what huggingface_hub is asked to send, in the place of the calls that would send it."""
+
+    def __init__(self, folder):
+        from huggingface_hub import HfApi
+
+        self.names, self._folder = [], folder
+        HfApi.create_repo = lambda _self, repo_id, **kwargs: SimpleNamespace(repo_id=repo_id)
+        HfApi.create_commit = self._commit
+        HfApi.upload_folder = self._send
+
+    def _commit(self, repo_id, operations, **kwargs):
+        self._keep("commit", {o.path_in_repo: Path(o.path_or_fileobj) for o in operations})
+
+    def _send(self, repo_id, folder_path, ignore_patterns, **kwargs):
+        from huggingface_hub.utils import filter_repo_objects
+
+        files = [str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file()]
+        kept = filter_repo_objects(files, ignore_patterns=[*ignore_patterns, "checkpoint-*/*"])
+        self._keep("folder", {name: Path(folder_path, name) for name in kept})
+
+    def _keep(self, kind, files):
+        self.names.append([kind, *sorted(files)])
+        for name, path in files.items():
+            (self._folder / kind / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, self._folder / kind / name)
+
+
 class Watcher(TrainerCallback):
-    """Notes the gradient norm of each step, and kills a rank."""
+    """Notes the gradient norm of each step."""
 
     def __init__(self):
         self.norms = []
@@ -118,11 +156,6 @@ class Watcher(TrainerCallback):
     def on_log(self, _args, state, control, logs=None, **kwargs):
         if "grad_norm" in logs:
             self.norms.append(float(logs["grad_norm"]))
-
-    def on_step_end(self, _args, state, control, **kwargs):
-        is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if is_first and os.environ.get("KILL") == f"{rank},{state.global_step}":
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trainer_of(kind, texts, common, folder):
@@ -133,6 +166,20 @@ def trainer_of(kind, texts, common, folder):
         config = SFTConfig(folder, max_length=64, dataset_text_field="text", bf16=False, fp16=False, **common)
         rows = Dataset.from_dict({"text": texts})
         return SFTTrainer(model=globals()[kind](), args=config, train_dataset=rows, processing_class=tokenizer)
+    if kind.startswith(("sft", "dpo")):
+        import trl.trainer.utils
+        from datasets import Dataset
+        from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+        from tests.helpers.log_probs import LogProbs
+        from tests.helpers.tiny import preference_rows
+
+        trl.trainer.utils._ChunkedLogProbFunction = LogProbs  # TRL's own is a kernel for GPUs.
+        rows = [{"text": text} for text in texts] if kind.startswith("sft") else preference_rows(len(texts))
+        of_kind = (SFTConfig, SFTTrainer) if kind.startswith("sft") else (DPOConfig, DPOTrainer)
+        config = of_kind[0](folder, max_length=64, bf16=False, gradient_checkpointing=False, **common)
+        rows = Dataset.from_list(rows)
+        return of_kind[1](model=globals()[kind](), args=config, train_dataset=rows, processing_class=tokenizer)
     rows = [tokenizer(text, truncation=True, max_length=64) for text in texts]
     if kind.startswith("asked_"):
         kind, common = kind.removeprefix("asked_"), {**common, "fsdp": args.num_gpus > 1}
@@ -146,6 +193,12 @@ def trainer_of(kind, texts, common, folder):
 
 def num_bytes(tensors):
     return sum(part_of(t).numel() * t.element_size() for t in tensors)
+
+
+def offload_policies(model):
+    """Names of the policies that `fully_shard` was given."""
+    states = [module._get_fsdp_state() for module in fsdp_modules(model)]
+    return {type(group.offload_policy).__name__ for state in states for group in state._fsdp_param_groups}
 
 
 for job in args.jobs.split(","):
@@ -165,6 +218,7 @@ for job in args.jobs.split(","):
         "report_to": [],
         "seed": 7,
         "disable_tqdm": True,
+        "hub_model_id": "user/model",
         **saving,
     }
     trainer = trainer_of(kind, topics(num_rows, max_words=60), common, str(folder / "checkpoints"))
@@ -193,6 +247,7 @@ for job in args.jobs.split(","):
         "parameter_bytes": num_bytes(model.parameters()),
         "optimizer_bytes": num_bytes(states),
         "micro_batches": seen,
+        "offload": sorted(offload_policies(model)),
     }
     (folder / f"facts_{rank}.json").write_text(json.dumps(facts))
     if rank == 0:
@@ -200,3 +255,7 @@ for job in args.jobs.split(","):
     if args.save_steps:
         trainer.save_model(str(folder / "save_model"))
         model.save_pretrained(str(folder / "save_pretrained"))
+        uploads = Uploads(folder)
+        model.push_to_hub("user/model")
+        trainer.push_to_hub(blocking=True)
+        (folder / f"uploads_{rank}.json").write_text(json.dumps(uploads.names))

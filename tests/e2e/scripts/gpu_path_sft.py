@@ -126,7 +126,9 @@ model.save_pretrained_merged(str(merged), tokenizer, save_method="merged_16bit")
 model.save_pretrained(str(adapter))
 tokenizer.save_pretrained(str(adapter))
 
-weights = {name: tensor.detach().float() for name, tensor in get_peft_model_state_dict(model).items()}
+state = {name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
+# Of a sharded model a rank has parts.
+weights = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).float() for name, t in state.items()}
 again, _ = FastLanguageModel.from_pretrained(
     str(adapter), max_seq_length=64, dtype=torch.float32, load_in_4bit=False, device_map="cpu"
 )

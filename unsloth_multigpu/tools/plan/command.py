@@ -128,6 +128,9 @@ def render(
         f"{training.checkpointing}, {training.autocast or 'no mixed precision'}, loss from {training.loss}"
     ]
     notes = [f"note: {note}" for note in description.notes]
+    hosts = [f"{row.num_ranks} x {gib(row.host)}" for row in rows if row.host]
+    if hosts:
+        notes.append(f"note: offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}")
     return "\n".join(
         [
             *facts,
