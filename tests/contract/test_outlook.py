@@ -79,6 +79,15 @@ def test_long_training_says_what_a_second_gpu_would_bring(tmp_path, slow, caplog
     assert line.endswith(" instead of 10 h 00 min (forecast, pcie assumed)")
 
 
+def test_lengths_that_are_not_known_are_said_to_be_assumed(tmp_path, slow, caplog):
+    trainer = trainer_of(tmp_path, max_steps=600)
+    rows = trainer.train_dataset
+    trainer.train_dataset = type("Rows", (), {"__len__": lambda _: len(rows), "__getitem__": lambda _, i: rows[i]})()
+    trainer.add_callback(stop_at(17))
+    (line,) = lines_of(trainer, caplog)
+    assert line.endswith("(forecast, pcie assumed, samples of equal length assumed)")
+
+
 def test_short_training_says_nothing(tmp_path, caplog):
     assert lines_of(trainer_of(tmp_path), caplog) == []
 

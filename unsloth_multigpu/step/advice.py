@@ -131,7 +131,9 @@ def compare_two(work: Workload, network: Network) -> str | None:
     if one.total_s < 10 * _MINUTE_S or two.total_s > 0.9 * one.total_s:
         return None
     times = f"{duration(two.total_s)} instead of {duration(one.total_s)}"
-    return f"2 GPUs would take {times} (forecast, {network.inner.name} assumed)"
+    # Lengths that are not known are all 1.
+    equal = ", samples of equal length assumed" if max(map(max, work.steps)) == 1 else ""
+    return f"2 GPUs would take {times} (forecast, {network.inner.name} assumed{equal})"
 
 
 def duration(seconds: float) -> str:

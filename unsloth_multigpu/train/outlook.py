@@ -145,4 +145,4 @@ class Outlook(Part):
         try:
             return read_lengths(dataset, self._trainer.args.length_column_name, may_read_rows=False)[:most]
         except SetupError:
-            return []  # Then samples count alike, and the line says a forecast of equal ones.
+            return []  # Then samples count alike, and the line says so.
