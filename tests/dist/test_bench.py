@@ -14,6 +14,7 @@ LIBRARIES = light("rich", "triton")
 QUICK = ["--repeats", "1", "--steps", "2", "--lengths", "lognormal:20:80", "--batch-size", "4"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bench_compares_the_arms(tmp_path):
     home = tmp_path / "tmp"

@@ -74,6 +74,7 @@ def test_stream_says_what_was_assumed(tmp_path: Path) -> None:
     assert "the script has gone on" not in run.out + run.err
 
 
+@pytest.mark.thorough
 def test_scaled_batch_takes_more_samples_in_fewer_steps(tmp_path: Path) -> None:
     run = forecast(tmp_path, "scale", "--json", "--gpus", "2,64")
     assert run.code == 0, run.err

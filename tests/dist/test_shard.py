@@ -215,6 +215,7 @@ def test_trainers_of_trl_train_as_in_one_process(folder):
         assert_same_training(one, two, job, 2)
 
 
+@pytest.mark.thorough
 @UNSLOTH
 def test_unsloth_shards_its_own_models(folder):
     options = {"ENGINE": "unsloth", "HIDDEN_MODULES": "scipy,sklearn,torchao"}

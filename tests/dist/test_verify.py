@@ -135,6 +135,7 @@ def test_argument_that_overrules_an_option_is_told(tmp_path):
     assert left(tmp_path) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_dropout_and_larger_steps_are_named(tmp_path):
     run = verify(tmp_path, "train.py", "--steps", 1, "--global-batch", "scale", "--dropout", "0.3")
@@ -188,6 +189,7 @@ def test_stuck_and_stopped_runs_are_ended(tmp_path):
     assert list((tmp_path / "scratch").glob("unsloth_multigpu*")) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_examples_with_the_line_agree(tmp_path):
     for name in ("plain_transformers.py", "ddp_quick_start.py", "tiny_model.py"):
