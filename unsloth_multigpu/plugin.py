@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
 from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
-from unsloth_multigpu.options import MultiGPUConfig, from_keywords
+from unsloth_multigpu.options import MultiGPUConfig, from_keywords, given_options
 from unsloth_multigpu.patching import PatchRegistry, PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
@@ -133,10 +132,18 @@ def enable_multi_gpu(
         _refuse_replay()
         _enable({**everyday, **from_keywords(seldom)}, replay=replay)
     except MultiGPUError as error:
-        if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
+        if _wants_all_frames(seldom.get("debug")):
             raise
         # The user's line is what matters: without the frames below this call.
         raise error.with_traceback(None)  # noqa: B904  # It is the same error.
+
+
+def _wants_all_frames(debug: Any) -> bool:
+    """Whether `debug` is asked for, although the options as a whole may be wrong."""
+    try:
+        return bool(given_options({"debug": debug}).get("debug"))
+    except ConfigError:
+        return False
 
 
 def _enable(given: dict[str, Any], *, replay: bool) -> None:
@@ -161,11 +168,9 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     console = Console(debug=config.debug, is_notebook=shell is not None)
     try:
         _session = _open_here(config, context, tool, console, shell, replay=replay, given=given)
-    except KeyboardInterrupt:
-        if shell is None and read_identity(os.environ) is None:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and shell is None and read_identity(os.environ) is None:
             end_interrupted()
-        raise
-    except BaseException:
         console.close()
         raise
 

@@ -144,6 +144,7 @@ def test_stopped_bench_leaves_nothing(tmp_path, number, code, interleave):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bench_compares_strategies(tmp_path):
     # Each arm costs a start. One process with replicas and two ranks must learn the same, each in its own way.
@@ -181,6 +182,7 @@ def test_bench_compares_strategies(tmp_path):
     assert (tmp_path / "report" / "accuracy_curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bench_trains_the_same_clients_in_processes_and_in_threads(tmp_path):
     home = tmp_path / "tmp"

@@ -154,6 +154,7 @@ def test_training_resumes_on_another_number_of_ranks(folder, sharded):
         assert largest_difference(sharded[0] / job, out / job) <= WEIGHTS
 
 
+@pytest.mark.thorough
 def test_run_that_is_killed_has_no_disk_and_is_stopped_goes_on_bit_by_bit(folder, sharded):
     job, planted = SAVED[0], folder / "planted"
     planted.mkdir()
@@ -265,4 +266,4 @@ def test_verify_compares_sharded_ranks_with_one_process(folder):
     run = run_python([str(part) for part in command], folder, env)
     assert run.code == 0, run.err
     assert "One process and 2 ranks agree over 2 steps" in run.out
-    assert "sharded by FSDP2 of accelerate" in run.out + run.err
+    assert "sharded by FSDP2 of accelerate" in (folder / "receipt.log").read_text()

@@ -121,6 +121,7 @@ def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) 
     assert float((weights - weights_beside).norm() / weights_beside.norm()) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_notebook_runs_whole_under_nbconvert(tmp_path: Path) -> None:
@@ -130,7 +131,8 @@ def test_notebook_runs_whole_under_nbconvert(tmp_path: Path) -> None:
     assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
     done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
     assert "samples per step: 8 = 2 ranks x" in output_of(done, "train")
-    assert output_of(done, "train").count("10 steps, mean loss") == 1
+    # The table below the cell has the last line of rank 1's log, within a line.
+    assert output_of(done, "train").count("\n10 steps, mean loss") == 1
     assert "reloaded: The" in output_of(done, "generate")
     assert (tmp_path / "outputs/notebook/adapter/adapter_model.safetensors").exists()
 

@@ -350,30 +350,39 @@ def test_unnamed_signal_is_shown_by_its_number() -> None:
 
 @pytest.mark.parametrize("step", [-1, 0])
 def test_error_that_all_ranks_raise_before_the_first_step_is_one_of_all(step: int) -> None:
-    run = Run()
-    for rank in (1, 0):
-        run.fails(rank, "FileNotFoundError: 'train.jsonl'", step)
-    cause = find_cause(run.events, {0: 1, 1: 1})
+    error = "FileNotFoundError: 'train.jsonl'"
+    cause = find_cause(alike(Run(), 1, 0, step=step, error=error).events, {0: 1, 1: 1}, num_ranks=2)
     assert cause.message == "all 2 ranks failed alike before the first step: FileNotFoundError: 'train.jsonl'"
-    assert (cause.rank, cause.exit_code, cause.is_of_all, cause.traceback) == (0, 1, True, "Traceback of rank 0\n")
+    assert (cause.rank, cause.exit_code, cause.is_of_all, cause.traceback) == (0, 1, True, f"Traceback of {error}\n")
+
+
+def alike(run: Run, *ranks: int, step: int = -1, error: str = "ValueError: a") -> Run:
+    """Adds an error of a rank's own, with a traceback that is the same on all of them."""
+    for rank in ranks:
+        run.add("exception", rank, step, error=error, traceback=f"Traceback of {error}\n", exit_code=1)
+    return run
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("run", "num_ranks"),
     [
-        Run().fails(1, "ValueError: a").fails(0, "ValueError: b"),
-        Run(3).fails(1, "ValueError: a").fails(0, "ValueError: a"),
-        Run().training(0, 1).fails(1, "ValueError: a", 3).fails(0, "ValueError: a", 3),
+        (alike(alike(Run(), 1), 0, error="ValueError: b"), 2),
+        (alike(Run(3), 1, 0), 3),
+        (alike(Run(), 1, 0), 3),
+        (alike(Run().training(0, 1), 1, 0, step=3), 2),
+        (Run().fails(1, "ValueError: a").fails(0, "ValueError: a"), 2),
     ],
-    ids=["different errors", "not all ranks", "in a later step"],
+    ids=["different errors", "not all ranks", "one has not reached the line", "in a later step", "at other places"],
 )
-def test_error_that_is_not_known_to_be_of_all_names_its_rank(run: Run) -> None:
-    cause = find_cause(run.events, {0: 1, 1: 1})
+def test_error_that_is_not_known_to_be_of_all_names_its_rank(run: Run, num_ranks: int) -> None:
+    cause = find_cause(run.events, {0: 1, 1: 1}, num_ranks=num_ranks)
     assert not cause.is_of_all
     assert cause.message.startswith("rank 1 failed ")
 
 
-@pytest.mark.parametrize(("codes", "is_of_all"), [({0: 2, 1: 2}, True), ({0: 2, 1: -15}, True), ({0: 2, 1: 3}, False)])
+@pytest.mark.parametrize(
+    ("codes", "is_of_all"), [({0: 2, 1: 2}, True), ({0: 2}, False), ({0: 2, 1: -15}, False), ({0: 2, 1: 3}, False)]
+)
 def test_exit_code_that_all_ranks_end_with_is_one_of_all(codes: dict[int, int], is_of_all: bool) -> None:
     run = Run().add("exiting", 1).add("exiting", 0)
     cause = find_cause(run.events, codes, gone={0, 1})

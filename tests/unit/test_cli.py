@@ -610,6 +610,13 @@ ALONE = "enable_multi_gpu() trains in this process alone, on "
         ([], {}, f"No GPU is visible: {ALONE}the CPU."),
         ([], {"num_gpus": 2}, "a script with the line would run 2 ranks on the CPU (num_gpus is set)."),
         (T4S, {"enable_ddp": False}, "with a copy of the model on 2 device(s)."),
+        (T4S, {"num_gpus": 4}, "num_gpus=4 is set and 2 GPU(s) are visible: the line would refuse to start."),
+        ([], {"device": "cuda"}, "device='cuda' is set and no such device is visible: the line would refuse to start."),
+        (
+            T4S[:1],
+            {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"},
+            "A script with the line would run 1 rank on this node, of nnodes=2.",
+        ),
     ],
 )
 def test_last_line_says_what_a_script_would_run_on(monkeypatch, rows, options, line):

@@ -70,12 +70,40 @@ def test_answers_reach_the_other_rank_in_the_order_of_questions(tmp_path: Path, 
     def program(rank: int) -> list[str]:
         if rank == 0:
             assert input("name? ") == "alone"  # The same text at another place.
-        return [*(input("name? ") for _ in range(2)), getpass.getpass("token: ")]
+        return [*(input(f"[rank {rank}] name? ") for _ in range(2)), getpass.getpass("token: ")]
 
     assert on_both(tmp_path, program) == [["a", "b", "s3cret"]] * 2
     assert typed == []
     # What rank 1 has read is gone.
     assert [path.read_text() for path in tmp_path.iterdir()] == ['{"answer": "alone"}']
+    FolderAnswers(str(tmp_path), identity(1)).forget()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(KeyboardInterrupt(), KeyboardInterrupt), (OSError("x"), RuntimeError)])
+def test_error_at_the_prompt_reaches_the_other_rank(
+    tmp_path: Path, typed: list[Any], raised: BaseException, seen: type[BaseException]
+) -> None:
+    typed.append(raised)
+
+    def program(rank: int) -> None:
+        with pytest.raises(type(raised) if rank == 0 else seen):
+            input("? ")
+
+    on_both(tmp_path, program)
+
+
+def test_question_of_another_rank_alone_ends_once_rank_0_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(question, "_TRAINING_LIMIT_S", 0.05)
+    BeatPage(tmp_path, 0).mark(Phase.COMPUTE)
+    answers = FolderAnswers(str(tmp_path), identity(1))
+    with (
+        questions_shared(identity(1), 0, answers, BeatPage(None, 1)),
+        pytest.raises(EOFError, match="is not called on rank 0, which is in train"),
+    ):
+        input("? ")
 
 
 def test_end_of_the_input_is_one_on_all_ranks(tmp_path: Path, typed: list[Any]) -> None:

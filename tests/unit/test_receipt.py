@@ -607,7 +607,7 @@ def test_speed_of_a_run_is_that_of_all_its_ranks():
         "waiting                        -     12.5%",
         "peak memory of a rank   1.00 GiB  1.50 GiB",
         "",
-        "2 ranks train 2.00 times as fast: a step takes 0.250 s instead of 0.500 s, median of 4 steps behind the "
+        "2 ranks train 2.00 times as fast: a step takes 0.250 s instead of 0.500 s, median of the 4 steps after the "
         "first.",
     ]
     said = speed_verdict(RANKS, ALONE, "2 ranks", is_larger_step=False)

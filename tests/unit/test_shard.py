@@ -77,11 +77,11 @@ def test_ranks_that_share_a_sample_are_left_alone_and_nothing_is_asked_of_them(
 ) -> None:
     trainer: Any = FakeTrainer()
     trainer.args.context_parallel_size = 2
-    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO)
+    manager: Any = SimpleNamespace(config=MultiGPUConfig(), identity=ONE_OF_TWO, waits=WAITS)
     with caplog.at_level(logging.WARNING):
         assert DDPTrainer(trainer, manager, None, BeatPage(None, 0)).run(lambda: "trained") == "trained"
     assert "Unsloth's context parallelism is on: unsloth_multigpu leaves this training to it" in caplog.text
-    manager = SimpleNamespace(config=MultiGPUConfig(shard="on"), identity=ONE_OF_TWO)
+    manager = SimpleNamespace(config=MultiGPUConfig(shard="on"), identity=ONE_OF_TWO, waits=WAITS)
     with pytest.raises(SetupError, match="shard='on' needs DDP, but Unsloth's context parallelism is on"):
         DDPTrainer(trainer, manager, None, BeatPage(None, 0)).run(lambda: None)
 

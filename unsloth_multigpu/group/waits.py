@@ -36,6 +36,12 @@ class Waits:
         self._is_counting = False
         self._pending: deque[tuple[Any, Any]] = deque()
 
+    def count_on(self, device: torch.device) -> None:
+        """Takes the clock of the device that trains: a script may train on the CPU of a machine with a GPU."""
+        if device != self._device:
+            self.settle()
+            self._device = device
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Counts what happens inside as waiting; once, if it is called inside of itself."""
@@ -47,7 +53,8 @@ class Waits:
             yield
         finally:
             self._is_counting = False
-            self.add(begin, self.now())
+        # Not where it failed: an event cannot be recorded on a device that has an error, and would hide that error.
+        self.add(begin, self.now())
 
     def now(self) -> Any:
         """A mark: `time.perf_counter`, or an event on the accelerator."""

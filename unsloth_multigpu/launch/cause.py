@@ -73,6 +73,7 @@ def find_cause(
     *,
     memory: Memory | None = None,
     is_one_node: bool = True,
+    num_ranks: int | None = None,
 ) -> Cause:
     """Orders what is known by blame: hangs, errors of a rank's own, early exits, deaths, then broken connections.
 
@@ -83,6 +84,7 @@ def find_cause(
         beats: Where each rank was last.
         memory: What is known of the memory.
         is_one_node: False where ranks of other nodes, whose events are not here, can be the cause.
+        num_ranks: Ranks of this node; None = those that have reached the line.
     """
     memory = memory or Memory()
     events = [replace(e, kind="exception") if e.kind == INTERRUPTED else e for e in events]
@@ -93,6 +95,8 @@ def find_cause(
     exceptions = [e for e in events if e.kind == "exception"]
     own = sorted((e for e in exceptions if not _is_communication_error(e)), key=_is_second_hand)
     ranks = {e.rank for e in events if e.kind == "started"}
+    if num_ranks is not None and len(ranks) < num_ranks:
+        ranks = set()  # The others are still on their way: nothing is known to be of all.
     if own:
         return _from_exceptions_of_all(own, ranks) or _from_exception(own[0])
     # A process may take longer to end than the connection error that its exit makes elsewhere.
@@ -182,7 +186,7 @@ def _from_exceptions_of_all(own: Sequence[Event], ranks: Collection[int]) -> Cau
     """An error that every rank has raised by itself, as of a missing file; None where it is that of some."""
     of_rank = {event.rank: event for event in reversed(own)}
     first = of_rank[min(of_rank)]
-    is_of_all = not set(ranks) - set(of_rank) and len({_first_line(e) for e in of_rank.values()}) == 1
+    is_of_all = not set(ranks) - set(of_rank) and len({str(e.facts["traceback"]) for e in of_rank.values()}) == 1
     # Later the text of such an error tells what one rank has found, and which ranks still raise it is chance.
     if len(ranks) < 2 or not is_of_all or first.step > 0:
         return None
@@ -196,8 +200,9 @@ def _from_exits_of_all(
 ) -> Cause | None:
     """All ranks left with one code of their own, as after wrong arguments; None where it is not so."""
     exiting = {event.rank for event in events if event.kind == "exiting"}
-    codes = {c for r, c in exit_codes.items() if c not in _SENT_TO_SURVIVORS}
-    if len(ranks) < 2 or set(ranks) - exiting or len(codes) != 1 or min(codes) <= 0:
+    codes = set(exit_codes.values())
+    is_known = not set(ranks) - exiting and not set(ranks) - set(exit_codes)
+    if len(ranks) < 2 or not is_known or len(codes) != 1 or min(codes) <= 0:
         return None
     if max((steps.get(rank, -1) for rank in ranks), default=-1) > 0:
         return None

@@ -53,6 +53,10 @@ def _leave_out_own_frames(shown: traceback.TracebackException, error: BaseExcept
     is_own = [frame.filename.startswith(_PACKAGE) for frame in frames]
     near = [any(is_own[max(0, i - 1) : i + 2]) for i in range(len(frames))]
     is_own = [near[i] if frame.filename == "<string>" else is_own[i] for i, frame in enumerate(frames)]
+    # A call of ours that fails in torch: without it nobody could tell what was called.
+    last = max((i for i, own in enumerate(is_own) if own), default=-1)
+    if last >= 0 and last < len(frames) - 1 and all("/torch/" in frame.filename for frame in frames[last + 1 :]):
+        is_own[last] = False
     others = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
     is_defect = bool(is_own) and is_own[-1] and frames[-1].filename != _PASSES_ON
     is_defect = is_defect and not isinstance(error, MultiGPUError)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from unsloth_multigpu.errors import RankTimeoutError, SetupError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.wire.beat import BeatPage, Phase
+from unsloth_multigpu.wire.beat import BeatPage, Phase, read_beats
 from unsloth_multigpu.wire.digest import digest_of
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -29,6 +29,8 @@ logger = get_logger(__name__)
 # A person answers. Rank 0 may have ended meanwhile: then the supervisor ends this rank.
 _ANSWER_LIMIT_S = 24 * 3600.0
 _POLL_S = 0.05
+# A callback of rank 0 may ask within `train()`, and its page says "script" then.
+_TRAINING_LIMIT_S = 10.0
 
 
 class Answers(Protocol):
@@ -45,6 +47,12 @@ class Answers(Protocol):
 
     def get(self, key: str) -> str | None:
         """None = not there yet."""
+
+    def is_rank_0_training(self) -> bool:
+        """True where rank 0 is known to be in `train()` and not at a prompt."""
+
+    def forget(self) -> None:
+        """Called where all ranks have passed what they asked before: nobody will read the rest."""
 
 
 class FolderAnswers:
@@ -81,6 +89,16 @@ class FolderAnswers:
         path.unlink()
         return answer
 
+    def is_rank_0_training(self) -> bool:
+        """See `Answers`."""
+        beat = read_beats(self._run_dir).get(0)
+        return beat is not None and beat.phase is not Phase.SCRIPT
+
+    def forget(self) -> None:
+        """See `Answers`."""
+        for path in self._run_dir.glob(f"answer_*_rank_{self._identity.rank}"):
+            path.unlink(missing_ok=True)
+
     def _path(self, key: str, rank: int) -> Path:
         return self._run_dir / f"answer_{key}_rank_{rank}"
 
@@ -106,13 +124,20 @@ class StoreAnswers:
         manager, name = self._get_manager(), f"answer/{key}"
         return manager.wait_for(name, "an answer", timeout_s=_POLL_S) if manager.is_published(name) else None
 
+    def is_rank_0_training(self) -> bool:
+        """See `Answers`. It is not known here."""
+        return False
+
+    def forget(self) -> None:
+        """See `Answers`. The store ends with the run, and no secret is in it."""
+
 
 @contextmanager
 def questions_shared(identity: RankIdentity, attempt: int, answers: Answers, beat: BeatPage) -> Iterator[None]:
     """Replaces `input` and `getpass.getpass` of this process.
 
-    Ranks know a question by the place in the program that asks it, its text, and how often it was asked there: one that
-    rank 0 alone asks takes nothing from the others.
+    Ranks know a question by the place in the program that asks it, and how often it was asked there: one that rank 0
+    alone asks takes nothing from the others. Its text may have the rank or the time in it.
 
     Args:
         identity: Place of this rank.
@@ -124,11 +149,11 @@ def questions_shared(identity: RankIdentity, attempt: int, answers: Answers, bea
     before = builtins.input, getpass.getpass
 
     def shared_input(prompt: object = "", /) -> str:
-        return shared.ask("input()", str(prompt), lambda: before[0](prompt))
+        return shared.ask("input()", lambda: before[0](prompt))
 
     def shared_getpass(prompt: str = "Password: ", stream: Any = None, **keywords: Any) -> str:
         if answers.is_secret:
-            return shared.ask("getpass()", prompt, lambda: before[1](prompt, stream, **keywords))
+            return shared.ask("getpass()", lambda: before[1](prompt, stream, **keywords))
         if identity.rank == 0:
             return before[1](prompt, stream, **keywords)
         raise SetupError(
@@ -156,10 +181,10 @@ class _Questions:
         self._beat = beat
         self._num_asked: Counter[str] = Counter()
 
-    def ask(self, name: str, prompt: str, original: Callable[[], str]) -> str:
+    def ask(self, name: str, original: Callable[[], str]) -> str:
         frame = sys._getframe(2)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        question = f"{self._attempt} {name} {place} {prompt}"
+        question = f"{self._attempt} {name} {place}"
         self._num_asked[question] += 1
         key = digest_of([question, self._num_asked[question]])
         with self._beat.within(Phase.SCRIPT):
@@ -171,16 +196,22 @@ class _Questions:
     def _type(self, key: str, original: Callable[[], str]) -> str:
         try:
             answer = original()
-        except EOFError as error:
-            self._answers.put(key, json.dumps({"error": str(error)}))
+        except BaseException as error:
+            # The script may catch it, on all ranks.
+            self._answers.put(key, json.dumps({"kind": type(error).__name__, "error": str(error)}))
             raise
         self._answers.put(key, json.dumps({"answer": answer}))
         return answer
 
     def _wait(self, key: str, name: str, place: str) -> str:
         deadline_s = time.monotonic() + _ANSWER_LIMIT_S
+        training_s: float | None = None
         while (text := self._answers.get(key)) is None:
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            training_s = (training_s or now_s) if self._answers.is_rank_0_training() else None
+            if training_s is not None and now_s - training_s > _TRAINING_LIMIT_S:
+                raise EOFError(f"{name} at {place} is not called on rank 0, which is in train()")
+            if now_s > deadline_s:
                 raise RankTimeoutError(
                     f"rank {self._identity.rank} waited a day for what is typed on rank 0 at {place}.",
                     hint=f"Call {name} on all ranks or on none: rank 0 may have taken another way.",
@@ -188,5 +219,7 @@ class _Questions:
             time.sleep(_POLL_S)
         told = json.loads(text)
         if "error" in told:
-            raise EOFError(told["error"])
+            kinds = {"EOFError": EOFError, "KeyboardInterrupt": KeyboardInterrupt}
+            kind = kinds.get(told["kind"], RuntimeError)
+            raise kind(told["error"] if told["kind"] in kinds else f"{told['kind']} on rank 0: {told['error']}")
         return str(told["answer"])

@@ -157,7 +157,15 @@ class Watch:
 
     def _find_cause(self, events: list[Event], exit_codes: Mapping[int, int]) -> Cause:
         memory = Memory(count_memory_kills() - self._num_kills_before, self._held_bytes)
-        return find_cause(events, exit_codes, self.gone, self._beats, memory=memory, is_one_node=self._is_one_node)
+        return find_cause(
+            events,
+            exit_codes,
+            self.gone,
+            self._beats,
+            memory=memory,
+            is_one_node=self._is_one_node,
+            num_ranks=self._num_ranks,
+        )
 
     def _own_exit_codes(self) -> dict[int, int]:
         """Of the ranks that ended before any other was stopped; torch elastic tells codes only when the run is over."""

@@ -269,16 +269,29 @@ def _visible_s(work: Workload, last_s: float, network: Network, num_ranks: int) 
 
 
 def _sharded(work: Workload, lengths: Sequence[int], num_ranks: int, network: Network) -> _Step:
-    """Ranks meet in every layer of every micro-batch: all weights twice, and the gradients once."""
+    """Ranks meet in every layer of every micro-batch for the weights, and in the last one for the gradients as well."""
     plan = _deal(work, lengths, num_ranks, is_lockstep=True)
     times = [[work.seconds(part) for part in share] for share in plan]
     rounds = [max(seconds) for seconds in zip(*times, strict=True)]
-    one_s = 2 * network.pass_s(work.weight_bytes / work.num_units, num_ranks)
-    one_s += network.pass_s(work.gradient_bytes / work.num_units, num_ranks)
-    # The next layer is gathered while one computes; the first one has nothing to hide behind.
-    visible = [one_s + max(0.0, one_s * (work.num_units - 1) - (s if work.hides else 0.0)) for s in rounds]
-    link_s = sum(visible) + network.all_reduce_s(_COUNT_BYTES, num_ranks)
+    link_s = _gathered_s(work, rounds, network, num_ranks) + network.all_reduce_s(_COUNT_BYTES, num_ranks)
     return _Step(sum(map(sum, times)) / num_ranks, sum(rounds), link_s, _tokens(work, plan))
+
+
+def _gathered_s(work: Workload, rounds: Sequence[float], network: Network, num_ranks: int) -> float:
+    """Seconds that shards are seen to cost: two passes of the weights in each micro-batch, one of the gradients in the
+    last.
+
+    Args:
+        rounds: Seconds that the slowest rank computes in each micro-batch.
+    """
+    weights_s = 2 * network.pass_s(work.weight_bytes / work.num_units, num_ranks)
+    gradients_s = network.pass_s(work.gradient_bytes / work.num_units, num_ranks)
+    visible_s = 0.0
+    for number, seconds in enumerate(rounds, 1):
+        one_s = weights_s + (gradients_s if number == len(rounds) else 0.0)
+        # The next layer is gathered while one computes; the first one has nothing to hide behind.
+        visible_s += one_s + max(0.0, one_s * (work.num_units - 1) - (seconds if work.hides else 0.0))
+    return visible_s
 
 
 def _apart(work: Workload, steps: Sequence[Sequence[int]], num_ranks: int, network: Network) -> _Step:
@@ -303,9 +316,7 @@ def _own_batches(work: Workload, num_ranks: int, network: Network, way: Way) -> 
         # In each micro-batch the ranks wait for the slowest.
         parts = [[work.seconds(part) for part in _in_order(lengths, work.sizes)] for lengths in work.steps]
         rounds = [expected_maximum(seconds, num_ranks) for seconds in zip(*parts, strict=True)]
-        one_s = 2 * network.pass_s(work.weight_bytes / work.num_units, num_ranks)
-        one_s += network.pass_s(work.gradient_bytes / work.num_units, num_ranks)
-        exchange_s = sum(one_s + max(0.0, one_s * (work.num_units - 1) - (s if work.hides else 0.0)) for s in rounds)
+        exchange_s = _gathered_s(work, rounds, network, num_ranks)
         slowest_s = sum(rounds)
     else:
         every = min(work.every_steps, len(steps)) if work.exchange == "now and then" else 1

@@ -78,6 +78,7 @@ class Meter(Part):
     @contextmanager
     def around(self) -> Iterator[None]:
         """The page shows no figures of an earlier training."""
+        self._waits.count_on(self._trainer.args.device)
         self._beat.note(self.figures)
         self._beat.name_device(*_device_names(self._trainer.args.device))
         yield
@@ -254,8 +255,11 @@ def _device_names(device: torch.device) -> tuple[str, str]:
 def _memory(device: torch.device) -> tuple[int, int]:
     """Bytes now, and at most so far: what torch has allocated on an accelerator; on the CPU the process's own."""
     if device.type != "cpu":
-        counters: Mapping[str, int] = torch.get_device_module(device).memory_stats(device)
-        return counters["allocated_bytes.all.current"], counters["allocated_bytes.all.peak"]
+        try:
+            counters: Mapping[str, int] = torch.get_device_module(device).memory_stats(device)
+        except RuntimeError:  # An allocator that the script has put in place of torch's counts nothing.
+            counters = {}
+        return counters.get("allocated_bytes.all.current", 0), counters.get("allocated_bytes.all.peak", 0)
     import psutil
 
     held_bytes = int(psutil.Process().memory_info().rss)

@@ -74,7 +74,9 @@ class Waiting(Part):
         self._hooks.close()
         self._hooked = model
         inner: nn.Module | None = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
-        if inner is not None and not hasattr(inner, "_orig_mod"):
+        # `torch.compile(model)` and `model.compile()`: the hook would be compiled as well.
+        is_compiled = hasattr(inner, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
+        if inner is not None and not is_compiled:
             self._hooks.callback(model.register_forward_pre_hook(self._enter_ddp).remove)
             self._hooks.callback(inner.register_forward_pre_hook(self._enter_module).remove)
 

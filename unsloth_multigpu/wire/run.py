@@ -71,7 +71,9 @@ def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Pa
     run = Run(pid, begin_s, time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
     # Written whole: a reader may look at any time.
     part = run_dir / f".{_FILE}"
-    part.write_text(json.dumps(dataclasses.asdict(run)), encoding="utf-8")
+    # Only this user may read it, whatever the umask is.
+    with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(run)))
     part.replace(run_dir / _FILE)
     return run
 

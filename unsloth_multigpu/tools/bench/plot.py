@@ -76,7 +76,7 @@ def draw_curves(results: Sequence[StrategyResult]) -> dict[str, bytes]:
         panels[-1].set_xlim(0.5, num_epochs + 0.5)
         panels[-1].set_xticks(range(1, num_epochs + 1))
         panels[-1].set_xlabel(
-            "epoch; medians of the rounds with smallest and largest; equal strategies lie on each other, mark in mark"
+            "epoch; medians of the rounds with smallest and largest; curves of equal strategies overlap"
         )
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return {"accuracy_curves.png": _png_of(figure)}

@@ -118,7 +118,10 @@ class Scene:
             wait_after_kill(process)
         reader.join(_ORPHAN_LIMIT_S)
         output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
-        told = tuple(m[1].replace(str(self.work), ".") for m in map(_TOLD.match, output.splitlines()) if m)
+        # What is turned aside keeps the path that it has in the user's folder.
+        aside = f"{self.work}/output{Path(self.cwd or '.').resolve()}"
+        lines = (line.replace(aside, ".").replace(str(self.work), ".") for line in output.splitlines())
+        told = tuple(m[1] for m in map(_TOLD.match, lines) if m)
         return Ended(code, start_s, end_s, num_orphans, told, output)
 
     def _command(self) -> list[str]:

@@ -38,6 +38,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float, is_verbos
     Returns:
         0, or 1 if a row failed.
     """
+    config = MultiGPUConfig.resolve({})  # A wrong variable is told before the checks, which take a while.
     rows: list[CheckRow] = []
     screen = Screen()
     with exit_on_sigterm(), Progress("doctor") as progress:
@@ -56,7 +57,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float, is_verbos
         print(json.dumps({"ok": not has_failed, "version": version, "rows": [asdict(row) for row in rows]}))
     else:
         screen.line()
-        screen.line(verdict(rows, MultiGPUConfig.resolve({})), "bold red" if has_failed else "bold green")
+        screen.line(verdict(rows, config), "bold red" if has_failed else "bold green")
     return 1 if has_failed else 0
 
 

@@ -35,11 +35,20 @@ def verdict(rows: Sequence[CheckRow], config: MultiGPUConfig) -> str:
 
 def what_runs(rows: Sequence[CheckRow], config: MultiGPUConfig) -> str:
     """What a script with the line would run on here."""
+    if any(row.section == "devices" and row.state == "FAIL" for row in rows):
+        return "devices could not be looked at, so what a script would run on is not known."
     cards = [row.facts for row in rows if row.section == "devices" and {"name", "total_bytes"} <= row.facts.keys()]
     names = [f"{card['name']} ({card['total_bytes'] / 2**30:.1f} GiB each)" for card in cards]
     if not config.enable_ddp:
         copies = f"with a copy of the model on {len(cards) or 1} device(s)"
         return f"enable_ddp=False is set: this process trains alone, {copies}."
+    if config.device not in ("auto", "cpu") and not cards:
+        return f"device={config.device!r} is set and no such device is visible: the line would refuse to start."
+    if config.device != "cpu" and cards and (config.num_gpus or 1) > len(cards):
+        return f"num_gpus={config.num_gpus} is set and {len(cards)} GPU(s) are visible: the line would refuse to start."
+    on_node = "" if config.nnodes == "1" else f" on this node, of nnodes={config.nnodes}"
+    if on_node and (config.num_gpus or len(cards) or 1) == 1:
+        return f"A script with the line would run 1 rank{on_node}."
     if config.device == "cpu" or not cards:
         why = "device='cpu' is set" if cards else "No GPU is visible"
         if (config.num_gpus or 1) == 1:
@@ -57,5 +66,4 @@ def what_runs(rows: Sequence[CheckRow], config: MultiGPUConfig) -> str:
         f"{count} x {name}" if count > 1 else name.replace(" each)", ")") for name, count in counted.items()
     )
     unused = f" {len(cards) - num_ranks} more are not used (num_gpus={num_ranks})." if len(cards) > num_ranks else ""
-    on_node = "" if config.nnodes == "1" else f" on this node, of nnodes={config.nnodes}"
     return f"A script with the line would run {num_ranks} ranks on {shown}{on_node}.{unused}"

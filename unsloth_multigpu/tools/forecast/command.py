@@ -45,7 +45,7 @@ OWN_OPTIONS: dict[str, CommandOption] = {
     "link": CommandOption(
         str,
         "What joins the GPUs of a machine: nvlink, pcie, or ethernet:25 (Gbit/s) where each machine has one; measure = "
-        "what an all-reduce on two ranks here takes. [measured where there are two GPUs, else pcie]",
+        "what an all-reduce on the ranks of this machine takes. [measured where there are two GPUs, else pcie]",
         "NAME",
     ),
     "node_link": CommandOption(str, f"What joins machines, all GPUs of one together. [{NODE_LINK.name}]", "NAME"),
@@ -266,6 +266,11 @@ def _measured_link(request: Request, folder: Path) -> Link:
         raise SetupError(
             f"The link could not be measured: {found['error']}",
             hint="Give --link; `unsloth-multigpu doctor` says more.",
+        )
+    if found["num_ranks"] == 1:
+        raise SetupError(
+            "The link could not be measured: one rank has nobody to send to.",
+            hint="Give --link nvlink, pcie or ethernet:25; or set UNSLOTH_MULTIGPU_NUM_GPUS to 2 or more.",
         )
     where = f"measured here: {found['num_ranks']} x {found['device']} over {found['backend']}"
     small = (found["small_num_bytes"], found["small_seconds"])

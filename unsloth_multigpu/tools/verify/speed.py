@@ -85,7 +85,7 @@ def speed_verdict(one: Speed, many: Speed, ranks: str, *, is_larger_step: bool) 
             f"How much sooner {ranks} train is not said: the first step warms up, and {timed} more give no median. "
             f"Give --steps {MIN_STEPS + 1} or more."
         )
-    of = f"median of {min(one.num_timed, many.num_timed)} steps behind the first"
+    of = f"median of the {min(one.num_timed, many.num_timed)} steps after the first"
     steps = f"a step takes {_seconds(many.step_s)} s instead of {_seconds(one.step_s)} s, {of}"
     if is_larger_step:
         tokens = (one.tokens_per_s or 0.0, many.tokens_per_s or 0.0)
