@@ -100,6 +100,8 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
         if num_devices > 1:
             reason = "device='cpu'" if config.device == "cpu" else "no accelerator is visible"
             what = "CPU ranks over gloo" if config.enable_ddp else "replicas on the CPU, one after the other"
+            if config.enable_ddp and num_devices > num_cores:
+                what += f", which share {num_cores} core(s)"
             logger.warning("%s: num_gpus=%d runs as %d %s", reason, num_devices, num_devices, what)
         if available:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""

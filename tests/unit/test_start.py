@@ -88,6 +88,7 @@ def test_what_the_machine_does_not_have_is_an_error(
         (0, 2, "auto", ["no accelerator is visible: num_gpus=2 runs as 2 CPU ranks over gloo"]),
         (0, 2, "cpu", ["device='cpu': num_gpus=2 runs as 2 CPU ranks over gloo"]),
         (4, 2, "cpu", ["device='cpu': num_gpus=2 runs as 2 CPU ranks over gloo"]),
+        (0, 5, "cpu", ["device='cpu': num_gpus=5 runs as 5 CPU ranks over gloo, which share 3 core(s)"]),
         (0, None, "auto", []),
         (0, 1, "auto", []),
         (4, 2, "auto", []),
@@ -102,6 +103,7 @@ def test_ranks_on_the_cpu_are_one_warning_line(
     lines: list[str],
 ) -> None:
     see(monkeypatch, "cuda" if count else "cpu", count)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     ranks_to_start(MultiGPUConfig(num_gpus=num_gpus, device=device))
     assert caplog.messages == lines
 
