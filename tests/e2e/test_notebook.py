@@ -93,20 +93,21 @@ def run_install_cell(folder: Path, cwd: Path, env: Mapping[str, str]) -> Finishe
     return run_python([folder / "run.py", folder / "cell.py"], cwd, {"IPYTHONDIR": str(folder), **NO_PIP, **env})
 
 
-def test_install_cell_takes_the_clone_that_it_lies_in(tmp_path: Path) -> None:
+def test_install_cell_calls_pip_where_the_package_is_missing(tmp_path: Path) -> None:
     stand_in = tmp_path / "stand_in"
     stand_in.mkdir()
     (stand_in / "pip.py").write_text("import os, sys\nprint('asked:', os.getcwd(), sys.argv[1:])")
     run = run_install_cell(tmp_path, EXAMPLES, {"PYTHONPATH": str(stand_in)})
     assert run.code == 0, run.err
-    assert f"asked: {EXAMPLES} ['install', '-q', 'unsloth', '..']" in run.out.splitlines()
+    # What follows "unsloth" is the business of tests/unit/test_package.py.
+    assert f"asked: {EXAMPLES} ['install', '-q', 'unsloth', " in run.out
 
 
-def test_install_cell_says_what_is_missing_outside_of_a_clone(tmp_path: Path) -> None:
+def test_install_cell_shows_why_pip_has_failed(tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     run = run_install_cell(tmp_path, folder, {})
-    assert "Directory '..' is not installable. Neither 'setup.py' nor 'pyproject.toml' found." in run.out + run.err
+    assert "ERROR: " in run.out + run.err
 
 
 def example(name: str) -> NotebookNode:
