@@ -68,7 +68,7 @@ lint: setup
 	$(BIN)/python -m mypy
 
 # The site, into build/docs/site, in an environment of its own (170 MB). A warning is an error.
-#   REPOSITORY_URL=URL      where links to sources lead; else they are plain text
+#   REPOSITORY_URL=URL      where links to sources lead; else to the clone's remote, else they are plain text
 #   DOCS=serve              shows the site, with its search, and again after each change
 DOCS ?= build
 docs: $(DOCS_VENV)/.set-up

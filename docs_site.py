@@ -1,8 +1,9 @@
 """What MkDocs does beside its configuration: pages from the root of the repository, and links out of docs/.
 
 The same Markdown is read on GitHub and on the site. README.md, CONTRIBUTING.md and CHANGELOG.md become pages here;
-links to sources lead to `repo_url` where it is known, and are plain text where it is not. Behind commands.md stands
-what `--help` says, and behind api.md the docstring of every public name.
+links to sources lead to the repository where its address is known (hatch_build.py), and are plain text where it is not.
+Behind a link to a notebook stands who opens it. Behind commands.md stands what `--help` says, and behind api.md the
+docstring of every public name.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import re
 import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+import hatch_build  # noqa: E402
+
 # Page of the site -> its source.
 FROM_ROOT = {
     "index.md": "README.md",
@@ -29,6 +35,13 @@ _LINK = re.compile(r"(!?)\[((?:[^\]\[]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
+def on_config(config: Any) -> Any:
+    """Fills in the address of the repository, where it is known."""
+    config.repo_url = hatch_build.repository(ROOT)
+    config.repo_name = urlsplit(config.repo_url).hostname
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that lie outside of docs/."""
     for page, source in FROM_ROOT.items():
@@ -39,6 +52,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     """Turns the links of a page, and fills in what is made from the code."""
     name = page.file.src_uri
+    address = config.repo_url
     source = PurePosixPath(FROM_ROOT.get(name, f"docs/{name}"))
     if name == "commands.md":
         markdown += _commands()
@@ -56,8 +70,13 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             relative = os.path.relpath(to, PurePosixPath(name).parent)
             return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
         kind = "tree" if (ROOT / place).is_dir() else "blob"
-        return f"[{text}]({config.repo_url.rstrip('/')}/{kind}/HEAD/{place})" if config.repo_url else text
+        if not address:
+            return text
+        # In words: the site loads nothing from other servers, pictures of badges included.
+        badges = [f"[Open in {who}]({to}){{ .badge }}" for who, _, to in hatch_build.openers(str(place), address)]
+        return " ".join([f"[{text}]({address}/{kind}/HEAD/{place})", *badges])
 
+    markdown = hatch_build.with_address(markdown, address)
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_LINK.sub(turned, markdown[end : fence.start()]), fence[0]]
@@ -76,7 +95,6 @@ def _commands() -> str:
 
 
 def _api() -> str:
-    sys.path.insert(0, str(ROOT))
     import unsloth_multigpu as package
 
     names = sorted(package.__all__, key=str.lower)

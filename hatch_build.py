@@ -2,6 +2,7 @@
 
 No address stands in the sources. It is REPOSITORY_URL, else that of the workflow's repository, else that of the clone's
 remote `origin`, else what an sdist noted. Without one the package has no addresses, and links to files are plain text.
+docs_site.py asks here as well.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+GITHUB = "https://github.com/"
+# Whose notebooks the badges open.
+BRANCH = "main"
 
 
 class CustomMetadataHook(MetadataHookInterface):
@@ -66,10 +71,27 @@ def absolute_links(markdown: str, address: str) -> str:
             return link[0]
         if not address:
             return "" if mark else text
-        return f"{mark}[{text}]({address}/{'raw' if mark else 'blob'}/HEAD/{target})"
+        badges = [f"[![Open in {who}]({picture})]({to})" for who, picture, to in openers(target, address)]
+        return " ".join([f"{mark}[{text}]({address}/{'raw' if mark else 'blob'}/HEAD/{target})", *badges])
 
-    cloned = markdown.replace("<address of this repository>", address or "<address of this repository>")
-    return re.sub(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)", turned, cloned)
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)", turned, with_address(markdown, address))
+
+
+def with_address(markdown: str, address: str) -> str:
+    """Commands with the address to clone or to install from; without one they keep the words that stand for it."""
+    return re.sub(r"(\bgit clone |\bgit\+)<[^<>]+>", rf"\g<1>{address}", markdown) if address else markdown
+
+
+def openers(path: str, address: str) -> list[tuple[str, str, str]]:
+    """Who opens a notebook of the repository: name, picture of the badge, address. They take notebooks from GitHub."""
+    if not path.endswith(".ipynb") or not address.startswith(GITHUB):
+        return []
+    page = f"{address}/blob/{BRANCH}/{path}"
+    colab, kaggle = "https://colab.research.google.com", "https://kaggle.com"
+    return [
+        ("Colab", f"{colab}/assets/colab-badge.svg", f"{colab}/github/{page.removeprefix(GITHUB)}"),
+        ("Kaggle", f"{kaggle}/static/images/open-in-kaggle.svg", f"{kaggle}/kernels/welcome?src={page}"),
+    ]
 
 
 def _origin(root: Path) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_notebook_trains_fails_stops_and_goes_on_in_a_browser(tmp_path: Path) ->
         pytest.skip("no browser: `make browser` or `apt-get install chromium`, or set CHROMIUM to the path of one")
     pictures = Path(os.environ.get("PICTURES", tmp_path))
     cells = write_notebook(tmp_path)
-    env = {"PYTHONPATH": str(ROOT), "UNSLOTH_MULTIGPU_NUM_GPUS": "2", **LIGHT}
+    env = {"PYTHONPATH": str(ROOT), "PIP_NO_INDEX": "1", "UNSLOTH_MULTIGPU_NUM_GPUS": "2", **LIGHT}
     with open_browser(browser, tmp_path) as page, serve_lab(tmp_path, env) as address:
         notebook = LabNotebook(page, address("notebook.ipynb"))
 
@@ -78,7 +77,6 @@ def test_notebook_trains_fails_stops_and_goes_on_in_a_browser(tmp_path: Path) ->
 
 def write_notebook(folder: Path) -> dict[str, int]:
     """Writes the example, with cells of this test before the end of its ranks, and returns where the cells are."""
-    shutil.copy(ROOT / "examples" / "tiny_model.py", folder)
     notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
     disable = find_cell(notebook, "ump.disable_multi_gpu(")
     notebook["cells"][disable:disable] = [

@@ -1,9 +1,9 @@
-"""The notebooks of examples/, run whole by the tools that run notebooks, and their training beside torchrun's."""
+"""The notebooks of examples/, run whole in empty folders by the tools that run notebooks, and beside torchrun."""
 
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import nbformat
@@ -14,12 +14,16 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
 from tests.helpers.notebook import kernel_environment, oldest_ipython
-from tests.helpers.run import LIGHT, ROOT, run_python
+from tests.helpers.run import LIGHT, ROOT, Finished, run_python
 from tests.helpers.tiny import build_tiny, topics
 
 EXAMPLES = ROOT / "examples"
+NOTEBOOKS = ("notebook", "notebook_kaggle")
+# The cell that installs has nothing to do here. If it had, pip should not change the environment of the tests.
+NO_PIP = {"PIP_NO_INDEX": "1"}
 # Costs are given, so that every run groups the samples of a step in the same way.
 TWO_RANKS = {
+    **NO_PIP,
     "UNSLOTH_MULTIGPU_NUM_GPUS": "2",
     "UNSLOTH_MULTIGPU_RANK_SPEEDS": "1,1",
     "UNSLOTH_MULTIGPU_MICRO_BATCH_OVERHEAD_TOKENS": "64",
@@ -52,7 +56,18 @@ IPython.__version__
 """
 
 
-@pytest.mark.parametrize("name", ["notebook", "notebook_kaggle"])
+# Runs a cell in the shell of a kernel, for which the package is not installed.
+RUN_WITHOUT_THE_PACKAGE = """
+import sys
+from pathlib import Path
+from IPython.core.interactiveshell import InteractiveShell
+
+sys.path[:] = [place for place in sys.path if not (Path(place) / "unsloth_multigpu").is_dir()]
+InteractiveShell.instance().run_cell(Path(sys.argv[1]).read_text()).raise_error()
+"""
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_is_kept_without_what_a_run_leaves(name: str) -> None:
     notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
@@ -65,9 +80,37 @@ def test_notebook_is_kept_without_what_a_run_leaves(name: str) -> None:
         assert cell.cell_type == "markdown" or (cell.outputs == [] and cell.execution_count is None)
 
 
-def copy_of(name: str, folder: Path) -> NotebookNode:
-    """An example's cells; the folder gets what it imports from beside it."""
-    shutil.copy(EXAMPLES / "tiny_model.py", folder)
+def test_notebooks_begin_with_the_same_cell_that_installs() -> None:
+    cells = [[c for c in example(name).cells if c.cell_type == "code"] for name in NOTEBOOKS]
+    assert {of_one[0].id for of_one in cells} == {"install"}
+    assert len({of_one[0].source for of_one in cells}) == 1
+
+
+def run_install_cell(folder: Path, cwd: Path, env: Mapping[str, str]) -> Finished:
+    (cell,) = [cell for cell in example("notebook").cells if cell.id == "install"]
+    (folder / "cell.py").write_text(cell.source)
+    (folder / "run.py").write_text(RUN_WITHOUT_THE_PACKAGE)
+    return run_python([folder / "run.py", folder / "cell.py"], cwd, {"IPYTHONDIR": str(folder), **NO_PIP, **env})
+
+
+def test_install_cell_calls_pip_where_the_package_is_missing(tmp_path: Path) -> None:
+    stand_in = tmp_path / "stand_in"
+    stand_in.mkdir()
+    (stand_in / "pip.py").write_text("import os, sys\nprint('asked:', os.getcwd(), sys.argv[1:])")
+    run = run_install_cell(tmp_path, EXAMPLES, {"PYTHONPATH": str(stand_in)})
+    assert run.code == 0, run.err
+    # What follows "unsloth" is the business of tests/unit/test_package.py.
+    assert f"asked: {EXAMPLES} ['install', '-q', 'unsloth', " in run.out
+
+
+def test_install_cell_shows_why_pip_has_failed(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    run = run_install_cell(tmp_path, folder, {})
+    assert "ERROR: " in run.out + run.err
+
+
+def example(name: str) -> NotebookNode:
     return nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
 
 
@@ -96,9 +139,9 @@ def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) 
     folder, beside = tmp_path / "notebook", tmp_path / "torchrun"
     folder.mkdir()
     beside.mkdir()
-    notebook = copy_of("notebook", folder)
+    notebook = example("notebook")
     add_after(notebook, "train", LOOK)
-    script = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    script = "\n".join(c.source for c in notebook.cells if c.cell_type == "code" and c.id != "install")
     notebook.cells.append(new_code_cell(ALONE, id="alone"))
 
     environment = kernel_environment(folder, {**TWO_RANKS, **LIGHT, **oldest_ipython()})
@@ -108,7 +151,6 @@ def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) 
     trained, reloaded = output_of(notebook, "generate").splitlines()
     assert trained.partition(":")[2].split() == reloaded.partition(":")[2].split()
 
-    copy_of("notebook", beside)
     (beside / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = run_python([*torchrun, "train.py"], beside, {**TWO_RANKS, **LIGHT})
@@ -125,11 +167,12 @@ def test_notebook_on_the_oldest_ipython_trains_as_torchrun_does(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_notebook_runs_whole_under_nbconvert(tmp_path: Path) -> None:
-    nbformat.write(copy_of("notebook", tmp_path), tmp_path / "notebook.ipynb")
+    nbformat.write(example("notebook"), tmp_path / "notebook.ipynb")
     command = ["-m", "nbconvert", "--to", "notebook", "--execute", "--output", "done", "notebook.ipynb"]
     run = run_python(command, tmp_path, TWO_RANKS)
     assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
     done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
+    assert output_of(done, "install") == ""
     assert "samples per step: 8 = 2 ranks x" in output_of(done, "train")
     # The table below the cell has the last line of rank 1's log, within a line.
     assert output_of(done, "train").count("\n10 steps, mean loss") == 1
@@ -139,28 +182,32 @@ def test_notebook_runs_whole_under_nbconvert(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_kaggle_notebook_runs_under_papermill_with_a_tiny_model(tmp_path: Path) -> None:
-    notebook = copy_of("notebook_kaggle", tmp_path)
-    # What it would install is what is tested here.
-    notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", [])]
-    nbformat.write(notebook, tmp_path / "kaggle.ipynb")
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.thorough)])
+def test_kaggle_notebook_runs_whole_under_papermill(num_ranks: int, tmp_path: Path) -> None:
+    folder, hub = tmp_path / "empty", tmp_path / "hub"
+    folder.mkdir()
+    hub.mkdir()
     rows = [{"conversations": [{"from": "human", "value": t[:40]}, {"from": "gpt", "value": t}]} for t in topics(48)]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (hub / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     parameters = {
         "MODEL": build_tiny(tmp_path / "model"),
         "LOAD_IN_4BIT": False,
-        "DATASET": "data",
+        "DATASET": str(hub),
         "NUM_ROWS": 40,
         "MAX_LENGTH": 256,
         "MAX_STEPS": 2,
         "OPTIM": "adamw_torch",
     }
     (tmp_path / "parameters.yaml").write_text(json.dumps(parameters))  # JSON is YAML.
-    run = run_python(
-        ["-m", "papermill", "-f", "parameters.yaml", "kaggle.ipynb", "done.ipynb"], tmp_path, {**TWO_RANKS, **LIGHT}
-    )
+    files = ["-f", tmp_path / "parameters.yaml", EXAMPLES / "notebook_kaggle.ipynb", tmp_path / "done.ipynb"]
+    run = run_python(["-m", "papermill", *files], folder, {**(TWO_RANKS if num_ranks == 2 else NO_PIP), **LIGHT})
     assert run.code == 0, f"{run.out[-2000:]}\n{run.err[-4000:]}"
     done = nbformat.read(tmp_path / "done.ipynb", as_version=4)
-    assert "samples per step: 16 = 2 ranks x" in output_of(done, "train")
-    assert (tmp_path / "llama_lora" / "adapter_model.safetensors").exists()
+    assert output_of(done, "install") == ""
+    if num_ranks == 2:
+        assert "samples per step: 16 = 2 ranks x" in output_of(done, "train")
+    else:
+        # As on Colab's one GPU: the line says so, and the cells hold.
+        assert "this process trains alone" in output_of(done, "enable")
+    assert "2 steps in " in output_of(done, "train")
+    assert (folder / "llama_lora" / "adapter_model.safetensors").exists()

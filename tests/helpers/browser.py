@@ -35,7 +35,7 @@ _FLAGS = (
     "--disable-component-update",
     "--no-first-run",
     "--hide-scrollbars",
-    "--window-size=1200,1400",
+    "--window-size=1400,1400",
 )
 _SETTINGS = {
     # Else a question covers a part of the notebook.
