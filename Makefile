@@ -32,6 +32,7 @@ OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decora
 
 demo: setup
 	$(BIN)/python examples/ddp_quick_start.py $(ARGS)
+	echo "Next, your own script: source $(BIN)/activate, then unsloth-multigpu verify your_script.py"
 
 # Two tests at a time, because ranks wait a lot; in the order of the files, so that short ones come last.
 test: setup browser
@@ -124,7 +125,7 @@ ifeq ($(HARDWARE),gpu)
 else
 	echo "No GPU found. Installing torch (1 to 5 minutes; TORCH_INDEX=https://download.pytorch.org/whl/cpu is a smaller build)"
 	$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	echo "Installing this project and the Hugging Face libraries (about 1 minute)"
+	echo "Installing this project, the Hugging Face libraries and the tools of the tests (1 to 5 minutes)"
 	$(INSTALL) -e ".[dev]"
 	echo "Installing Unsloth for the CPU (about 1 minute)"
 	$(INSTALL) $(UNSLOTH_NEEDS)

@@ -46,7 +46,8 @@ def main() -> None:
     agrees = True
     if COMPARE in os.environ and trainer.is_world_process_zero():
         agrees = compare()
-    generate(model, tokenizer, options.model or "the tiny model, which began with random weights")
+    generate(model, tokenizer, options.model or "the tiny model, whose weights were random before these steps")
+    print(f"\nThe trained adapter is in {MULTI_GPU}.", flush=True)
     if not agrees:
         sys.exit("The gradients or adapters differ by more than rounding explains; see the table above.")
 

@@ -118,8 +118,8 @@ def _row(where: str, name: str, value: Any, options: Mapping[str, Row]) -> Row:
         return options[name]
     if name in options and (older := options[name].older):
         raise ConfigError(f"{where}: {name} is the older plugin's.", hint=f"Use {older.replacement}.")
-    meant = did_you_mean(name, known)
-    raise ConfigError(f"{where}: {name}={value!r} names no option.", hint=f"{meant}Options: {', '.join(known)}.")
+    hint = did_you_mean(name, known) or f"Options: {', '.join(known)}."
+    raise ConfigError(f"{where}: {name}={value!r} names no option.", hint=hint)
 
 
 def _taken(where: str, row: Row, name: str, text: str) -> Any:

@@ -184,7 +184,7 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
             meant = did_you_mean(keyword, {**{name: name for name in (*known, *older)}, **carried})
             raise ConfigError(
                 f"enable_multi_gpu() got {keyword}={value!r}, which it does not know.",
-                hint=f"{meant}Options: {', '.join(known)}.",
+                hint=f"{meant}`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(known)}.",
             )
     return found
 
@@ -230,7 +230,8 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             known = ", ".join(sorted(map(variable, options)))
             carried = _carried(lambda cls, name: f"{variable('sync')}={cls.name}:{name}=...")
             meant = did_you_mean(name, {**{n: variable(n) for n in options}, "config": ENV_CONFIG, **carried})
-            raise ConfigError(f"{shown}={text!r} names no option.", hint=f"{meant}Unset it. Variables: {known}.")
+            hint = f"{meant}Else unset it." if meant else f"Unset it. Variables: {known}."
+            raise ConfigError(f"{shown}={text!r} names no option.", hint=hint)
         if text.strip() and text.strip().lower() != "none":
             kind = options[name].kind
             values[name] = kind.take(shown, kind.parse(shown, text.strip()))

@@ -135,7 +135,7 @@ def enable_multi_gpu(
         if _wants_all_frames(seldom.get("debug")):
             raise
         # The user's line is what matters: without the frames below this call.
-        raise error.with_traceback(None)  # noqa: B904  # It is the same error.
+        raise error.with_traceback(None) from error.__cause__
 
 
 def _wants_all_frames(debug: Any) -> bool:

@@ -52,7 +52,7 @@ ump.enable_multi_gpu({arguments})
             {},
             [
                 "unsloth_multigpu.errors.ConfigError: enable_multi_gpu() got num_gpu=2, which it does not know.",
-                "Hint: Did you mean num_gpus? Options: num_gpus, batch_size_per_gpu, enable_ddp, global_batch,",
+                "Hint: Did you mean num_gpus? `unsloth-multigpu doctor --options` lists all.",
             ],
         ),
         (

@@ -88,11 +88,12 @@ def test_error_without_a_text_has_no_stray_colon() -> None:
             "Hint: Rank 0 has no terminal or no more input; pass the value as an arg",
         ),
         (1, "EOFError: Ran out of input", 4, ""),
+        (1, "RuntimeError: 0 active drivers ([]). There should only be one.", -1, "Hint: Triton needs a GPU. SFT"),
         (0, CONNECTION_ERRORS[1], -1, "Hint: A program that the script has started may have taken this rank's place"),
         (0, CONNECTION_ERRORS[1], 4, ""),
     ],
 )
-def test_error_that_comes_of_being_a_rank_has_a_hint(rank: int, error: str, step: int, hint: str) -> None:
+def test_error_whose_text_does_not_help_has_a_hint(rank: int, error: str, step: int, hint: str) -> None:
     shown = find_cause(Run().fails(rank, error, step).events, {rank: 1}).traceback
     assert shown.startswith(f"Traceback of rank {rank}\n{hint}")
     assert ("Hint: " in shown) == bool(hint)

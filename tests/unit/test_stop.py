@@ -222,7 +222,7 @@ def test_page_forgets_the_attempt_before(stop, asked):
             "stopped by SIGTERM: the ranks did not stop within grace_s=5 s and were ended after step 4. "
             "The same command resumes from /out/checkpoint-2.",
         ),
-        ("training", "", "at once", "off", "stopped by SIGTERM, all ranks have ended."),
+        ("training", "", "at once", "off", "stopped by SIGTERM after step 4: all ranks were ended at once."),
     ],
 )
 def test_text_says_where_it_stopped_and_how_to_go_on(stop, kind, checkpoint, how, resume, text):

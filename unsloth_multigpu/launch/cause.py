@@ -217,8 +217,13 @@ def _first_line(event: Event) -> str:
 
 
 def _hint(event: Event) -> str:
-    """What to do about an error of the script that occurs only because the process is a rank; "" for others."""
+    """What to do about an error whose text does not say it; "" for others."""
     error = str(event.facts["error"])
+    if error.startswith("RuntimeError: 0 active drivers"):
+        return (
+            "Hint: Triton needs a GPU. SFTTrainer of trl 1.15 calls it wherever it is installed, that of trl 1.16 on a "
+            "GPU only.\n"
+        )
     if error.startswith("EOFError: EOF when reading a line"):
         return "Hint: Rank 0 has no terminal or no more input; pass the value as an argument.\n"
     if event.step < 0 and re.search("connectFullMesh|Connection refused", error):

@@ -179,7 +179,7 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
         return f"stopped by {name} {where}.{rest}"
     if stop.how == "late":
         return f"stopped by {name}: the ranks did not stop within grace_s={grace_s:g} s and were ended {where}.{rest}"
-    return f"stopped by {name}, all ranks have ended.{rest if saved else ''}"
+    return f"stopped by {name} {where}: all ranks were ended at once.{rest if saved else ''}"
 
 
 def _is_permanent(event: Event) -> bool:
