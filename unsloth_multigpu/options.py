@@ -182,9 +182,9 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
             known = [name for name, row in options.items() if not row.older]
             carried = _carried(lambda cls, name: f"sync=ump.{cls.__name__}({name}=...)")
             meant = did_you_mean(keyword, {**{name: name for name in (*known, *older)}, **carried})
+            rest = "`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(known)}."
             raise ConfigError(
-                f"enable_multi_gpu() got {keyword}={value!r}, which it does not know.",
-                hint=f"{meant}`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(known)}.",
+                f"enable_multi_gpu() got {keyword}={value!r}, which it does not know.", hint=f"{meant}{rest}"
             )
     return found
 
