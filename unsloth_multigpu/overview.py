@@ -23,6 +23,8 @@ _WINDOW_S = 10.0
 _QUIET_S, _QUIET_STEPS = 5.0, 5.0
 _TRAINS = (Phase.DATA, Phase.COMPUTE, Phase.UPDATE, Phase.AGREE)
 _TAIL_BYTES = 4096
+# What a worker of a notebook shows in its log of a table or a picture.
+_OBJECT = re.compile(r"<[\w.]+ object( at 0x[0-9a-f]+)?>")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[^\x20-\x7e\u00a0-\uffff]")
 
 
@@ -209,7 +211,7 @@ def last_line(path: Path) -> str:
     # A progress bar writes its line many times.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     shown = [_CONTROL.sub("", line).strip() for line in lines]
-    return next((line for line in reversed(shown) if line), "")
+    return next((line for line in reversed(shown) if line and not _OBJECT.fullmatch(line)), "")
 
 
 def columns_of(look: Look) -> list[tuple[str, list[str]]]:

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -757,3 +758,10 @@ def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
         outcome = running.outcome()
     assert {key: outcome[key] for key in expected} == expected
     assert capfd.readouterr() == ("", "")
+
+
+def test_closed_pipe_is_no_error() -> None:
+    command = [sys.executable, "-m", "unsloth_multigpu.cli.main", "doctor", "--options"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 128 + signal.SIGPIPE)

@@ -160,6 +160,8 @@ def test_last_line_of_a_log_is_what_a_terminal_would_show(tmp_path: Path) -> Non
     log.write_bytes(b"first\n 10%\r 20%\r\x1b[31m 30% [red]\x1b[0m\x07\n\n")
     assert last_line(log) == "30% [red]"
     assert last_line(tmp_path / "rank_2.log") == ""
+    log.write_bytes(b"step 3\n<IPython.core.display.HTML object>\n")
+    assert last_line(log) == "step 3"
 
 
 def test_durations_are_words() -> None:

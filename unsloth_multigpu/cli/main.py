@@ -82,12 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         if command.runs_program:
             _check_program(program, command.name)
             _check_behind(command, own, behind, program)
-        return command.run(options, program)
+        code = command.run(options, program)
+        sys.stdout.flush()
+        return code
     except MultiGPUError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # `| head` has read enough. Python would fail once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
