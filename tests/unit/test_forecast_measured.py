@@ -12,7 +12,7 @@ import torch
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.forecast import forecast
+from unsloth_multigpu.step.forecast import forecast_time
 from unsloth_multigpu.step.link import PCIE, Network
 from unsloth_multigpu.strategy import ParameterServer
 from unsloth_multigpu.tools.forecast.measured import check, read_measured
@@ -68,7 +68,7 @@ def test_forecast_of_one_rank_is_what_was_measured() -> None:
     assert measured.misfit < 1e-6
     assert measured.notes == ()
     in_order = [TOKEN_S * (TRUE.of(rows[:2]) + TRUE.of(rows[2:])) + UPDATE_S for rows in STEPS.values()]
-    assert forecast(measured.work, 1, Network(PCIE)).step_s == pytest.approx(sum(in_order) / len(in_order))
+    assert forecast_time(measured.work, 1, Network(PCIE)).step_s == pytest.approx(sum(in_order) / len(in_order))
 
 
 def test_what_was_assumed_is_said() -> None:
@@ -98,7 +98,7 @@ def test_check_compares_the_same_steps() -> None:
     for slower in (1.0, 0.6):
         steps = []
         for n, rows in STEPS.items():
-            one = forecast(dataclasses.replace(measured.work, steps=(rows,)), 2, network)
+            one = forecast_time(dataclasses.replace(measured.work, steps=(rows,)), 2, network)
             steps.append({"step": n, "seconds": one.step_s * 1.25 * slower})
         ranks.append({"steps": steps})
     found = check(measured, ranks, network)
@@ -109,7 +109,7 @@ def test_check_compares_the_same_steps() -> None:
 
 def test_rows_of_the_table_name_what_is_refused() -> None:
     work = read_measured(record()).work
-    rows = table_rows(work, [2, 8], [forecast(work, n, Network(PCIE)) for n in (1, 2)])
+    rows = table_rows(work, [2, 8], [forecast_time(work, n, Network(PCIE)) for n in (1, 2)])
     assert [row[0] for row in rows] == ["1", "2", "8"]
     assert rows[2][1:3] == ("refused", "4 samples")
 

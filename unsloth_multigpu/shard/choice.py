@@ -9,7 +9,7 @@ import psutil
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
-from unsloth_multigpu.shard.memory import decide, forecast, gib
+from unsloth_multigpu.shard.memory import decide, forecast_memory, gib
 from unsloth_multigpu.shard.probe import ask
 from unsloth_multigpu.wire.context import ShardChoice
 
@@ -48,7 +48,7 @@ def choose(
         device_bytes = psutil.virtual_memory().total // num_ranks
     decision = decide(description, num_ranks, device_bytes)
     logger.info("shard=auto: %s", decision.text)
-    wanted = forecast(description, decision.way, num_ranks)
+    wanted = forecast_memory(description, decision.way, num_ranks)
     host_bytes = psutil.virtual_memory().total
     if num_ranks * wanted.host > host_bytes:
         raise SetupError(

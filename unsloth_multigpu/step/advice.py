@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unsloth_multigpu.step.forecast import Forecast, Workload, forecast, ladder
+from unsloth_multigpu.step.forecast import TimeForecast, Workload, forecast_time, ladder
 from unsloth_multigpu.step.link import Network
 
 # A GPU that does less than half of what one alone does is better used elsewhere.
@@ -14,7 +14,7 @@ _FEW_SAMPLES = 4
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
-def useful_up_to(rows: Sequence[Forecast]) -> int:
+def useful_up_to(rows: Sequence[TimeForecast]) -> int:
     """The largest number of ranks before the efficiency first falls below `USEFUL`.
 
     Args:
@@ -28,7 +28,7 @@ def useful_up_to(rows: Sequence[Forecast]) -> int:
     return useful
 
 
-def advise(work: Workload, rows: Sequence[Forecast], network: Network, most: int) -> list[str]:
+def advise(work: Workload, rows: Sequence[TimeForecast], network: Network, most: int) -> list[str]:
     """Sentences for a user.
 
     Args:
@@ -55,7 +55,7 @@ def advise(work: Workload, rows: Sequence[Forecast], network: Network, most: int
     return [head, *_limit(work, beyond, network)]
 
 
-def _limit(work: Workload, row: Forecast, network: Network) -> list[str]:
+def _limit(work: Workload, row: TimeForecast, network: Network) -> list[str]:
     """What takes most of a row's time, and what would change it."""
     ideal = row.efficiency  # Of a rank's time: what one process would need for its part.
     lost = {
@@ -100,7 +100,7 @@ def _more_samples(work: Workload) -> str:
     )
 
 
-def _less_link(work: Workload, row: Forecast) -> list[str]:
+def _less_link(work: Workload, row: TimeForecast) -> list[str]:
     if row.way == "sharded":
         return [
             "A faster link, fewer and larger micro-batches, or DDP where the model fits: shards send all weights in "
@@ -127,7 +127,7 @@ def compare_two(work: Workload, network: Network) -> str | None:
     """One line about a second GPU; None where it says nothing useful: a short training, or little to gain."""
     if not work.has_samples(2):
         return None
-    one, two = (forecast(work, n, network) for n in (1, 2))
+    one, two = (forecast_time(work, n, network) for n in (1, 2))
     if one.total_s < 10 * _MINUTE_S or two.total_s > 0.9 * one.total_s:
         return None
     times = f"{duration(two.total_s)} instead of {duration(one.total_s)}"

@@ -99,7 +99,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class TimeForecast:
     """A training on N ranks. The four shares are of all ranks' time, and add up to 1.
 
     Args:
@@ -151,7 +151,7 @@ class _Step:
     tokens: tuple[int, int]
 
 
-def forecast(work: Workload, num_ranks: int, network: Network, way: Way = "ddp") -> Forecast:
+def forecast_time(work: Workload, num_ranks: int, network: Network, way: Way = "ddp") -> TimeForecast:
     """The training on `num_ranks` ranks.
 
     Args:
@@ -174,7 +174,7 @@ def forecast(work: Workload, num_ranks: int, network: Network, way: Way = "ddp")
     times = 1 if work.keeps_batch else num_ranks
     num_steps = -(-work.num_steps // times) if work.is_by_epochs else work.num_steps
     computed, real = step.tokens
-    return Forecast(
+    return TimeForecast(
         num_ranks=num_ranks,
         way=way if num_ranks > 1 else "ddp",
         step_s=step_s,
@@ -189,10 +189,10 @@ def forecast(work: Workload, num_ranks: int, network: Network, way: Way = "ddp")
     )
 
 
-def curve(work: Workload, network: Network, way: Way = "ddp", most: int = MOST_RANKS) -> list[Forecast]:
+def curve(work: Workload, network: Network, way: Way = "ddp", most: int = MOST_RANKS) -> list[TimeForecast]:
     """Forecasts for 1, 2, 3, 4, 6, 8, 12, ... ranks, as far as a step has samples."""
     numbers = {*ladder(most), *([work.num_samples] if work.keeps_batch and work.num_samples <= most else [])}
-    return [forecast(work, n, network, way) for n in sorted(numbers) if work.has_samples(n)]
+    return [forecast_time(work, n, network, way) for n in sorted(numbers) if work.has_samples(n)]
 
 
 def ladder(most: int) -> list[int]:

@@ -19,7 +19,7 @@ from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import variable
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.step.advice import advise, useful_up_to
-from unsloth_multigpu.step.forecast import MOST_RANKS, Forecast, curve, forecast
+from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, curve, forecast_time
 from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
 from unsloth_multigpu.tools.doctor.probe import Probe, exit_on_sigterm
 from unsloth_multigpu.tools.forecast.measured import Check, Measured, check, read_measured
@@ -163,7 +163,7 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
             checked = check(measured, records, _without_link(network) if request.clock == "cpu" else network)
     work = measured.work
     known = [n for n in sorted({1, *request.numbers}) if work.has_samples(n)]
-    rows = [forecast(work, n, network, measured.way) for n in known]
+    rows = [forecast_time(work, n, network, measured.way) for n in known]
     whole = curve(work, network, measured.way)
     advice = advise(work, whole, network, MOST_RANKS)
     if options.json:
@@ -291,8 +291,8 @@ def _values(
     request: Request,
     measured: Measured,
     network: Network,
-    rows: Sequence[Forecast],
-    whole: Sequence[Forecast],
+    rows: Sequence[TimeForecast],
+    whole: Sequence[TimeForecast],
     advice: Sequence[str],
     checked: Check | None,
 ) -> dict[str, Any]:

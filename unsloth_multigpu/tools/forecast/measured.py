@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.cost import CostModel, fit_cost, fit_time
-from unsloth_multigpu.step.forecast import Forecast, Way, Workload, forecast
+from unsloth_multigpu.step.forecast import TimeForecast, Way, Workload, forecast_time
 from unsloth_multigpu.step.link import Network
 
 # Steps that must be timed, or one slow step would decide.
@@ -157,5 +157,5 @@ def check(measured: Measured, records: Sequence[Mapping[str, Any]], network: Net
 
 
 def _step_s(work: Workload, num_ranks: int, network: Network, way: Way) -> float:
-    row: Forecast = forecast(work, num_ranks, network, way)
+    row: TimeForecast = forecast_time(work, num_ranks, network, way)
     return row.step_s

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.advice import duration, useful_up_to
-from unsloth_multigpu.step.forecast import Forecast, Workload
+from unsloth_multigpu.step.forecast import TimeForecast, Workload
 from unsloth_multigpu.step.link import Network
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.forecast.measured import Check, Measured
@@ -76,7 +76,7 @@ img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 }}
 def render(
     measured: Measured,
     numbers: Sequence[int],
-    rows: Sequence[Forecast],
+    rows: Sequence[TimeForecast],
     network: Network,
     advice: Sequence[str],
     checked: Check | None,
@@ -95,7 +95,7 @@ def render(
     return "\n".join([*facts(measured, rows, network, checked), "", *table, "", _LEGEND, "", *advice])
 
 
-def facts(measured: Measured, rows: Sequence[Forecast], network: Network, checked: Check | None) -> list[str]:
+def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, checked: Check | None) -> list[str]:
     """What was measured, and what was assumed."""
     work, found = measured.work, measured.facts
     is_by_length = work.is_planned and work.exchange != "now and then"
@@ -123,7 +123,7 @@ def facts(measured: Measured, rows: Sequence[Forecast], network: Network, checke
     return [*lines, *(f"note: {note}" for note in measured.notes)]
 
 
-def table_rows(work: Workload, numbers: Sequence[int], rows: Sequence[Forecast]) -> list[tuple[str, ...]]:
+def table_rows(work: Workload, numbers: Sequence[int], rows: Sequence[TimeForecast]) -> list[tuple[str, ...]]:
     """One for each number of GPUs; those with too few samples say so."""
     found = {row.num_ranks: row for row in rows}
     return [
@@ -132,7 +132,7 @@ def table_rows(work: Workload, numbers: Sequence[int], rows: Sequence[Forecast])
     ]
 
 
-def _cells(row: Forecast) -> tuple[str, ...]:
+def _cells(row: TimeForecast) -> tuple[str, ...]:
     shares = (row.computing, row.waiting, row.link, row.update, row.padding)
     return (
         f"{row.num_ranks:,}",
@@ -168,8 +168,8 @@ def write_page(
     program: Sequence[str],
     measured: Measured,
     numbers: Sequence[int],
-    rows: Sequence[Forecast],
-    whole: Sequence[Forecast],
+    rows: Sequence[TimeForecast],
+    whole: Sequence[TimeForecast],
     network: Network,
     advice: Sequence[str],
     checked: Check | None,

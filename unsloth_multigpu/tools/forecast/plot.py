@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unsloth_multigpu.step.advice import USEFUL
-from unsloth_multigpu.step.forecast import MOST_RANKS, Forecast
+from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast
 
 # Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#8A8F98"
@@ -28,7 +28,7 @@ _STYLE: Any = {
 }
 
 
-def draw(rows: Sequence[Forecast], useful: int, num_samples: int | None) -> bytes:
+def draw(rows: Sequence[TimeForecast], useful: int, num_samples: int | None) -> bytes:
     """Draws the page's plot.
 
     Args:
@@ -60,7 +60,7 @@ def draw(rows: Sequence[Forecast], useful: int, num_samples: int | None) -> byte
         return target.getvalue()
 
 
-def _times(axes: Any, rows: Sequence[Forecast]) -> None:
+def _times(axes: Any, rows: Sequence[TimeForecast]) -> None:
     numbers = [row.num_ranks for row in rows]
     # For as many samples as one process has in a step: with global_batch="scale" a step has more.
     seconds = [rows[0].step_s / row.speed_up for row in rows]
@@ -72,7 +72,7 @@ def _times(axes: Any, rows: Sequence[Forecast]) -> None:
     axes.legend(loc="lower left")
 
 
-def _efficiency(axes: Any, rows: Sequence[Forecast]) -> None:
+def _efficiency(axes: Any, rows: Sequence[TimeForecast]) -> None:
     from matplotlib.ticker import PercentFormatter
 
     axes.plot([r.num_ranks for r in rows], [r.efficiency for r in rows], color=_BLUE, marker="o", markersize=5)
@@ -82,7 +82,7 @@ def _efficiency(axes: Any, rows: Sequence[Forecast]) -> None:
     axes.set_title("Efficiency: what each GPU does, of what one alone does")
 
 
-def _shares(axes: Any, rows: Sequence[Forecast]) -> None:
+def _shares(axes: Any, rows: Sequence[TimeForecast]) -> None:
     from matplotlib.ticker import PercentFormatter
 
     shares = [[getattr(row, name) for row in rows] for name, _ in _SHARES]

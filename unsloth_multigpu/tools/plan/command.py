@@ -17,11 +17,11 @@ from unsloth_multigpu.shard.description import Description
 from unsloth_multigpu.shard.memory import (
     GIB,
     RESERVE,
-    Forecast,
+    MemoryForecast,
     Way,
     fewest_ranks,
     fits,
-    forecast,
+    forecast_memory,
     gib,
     has_samples,
     usable_bytes,
@@ -73,7 +73,7 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
         answer = ask(command, os.environ, tokens=options.tokens, limit_s=limit_s)
     device_bytes = given if given is not None else _smallest(answer.devices)
     ways: tuple[Way, ...] = ("ddp", "sharded")
-    rows = [forecast(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]
+    rows = [forecast_memory(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]
     if options.json:
         print(json.dumps(_values(answer, rows, device_bytes)))
     else:
@@ -110,7 +110,7 @@ def parse_memory(text: str) -> int:
 
 
 def render(
-    description: Description, rows: Sequence[Forecast], devices: Sequence[Device], device_bytes: int | None
+    description: Description, rows: Sequence[MemoryForecast], devices: Sequence[Device], device_bytes: int | None
 ) -> str:
     """The table, what it is based on, and what to set.
 
@@ -145,7 +145,7 @@ def render(
 
 
 def _advice(
-    description: Description, rows: Sequence[Forecast], devices: Sequence[Device], device_bytes: int | None
+    description: Description, rows: Sequence[MemoryForecast], devices: Sequence[Device], device_bytes: int | None
 ) -> list[str]:
     too_many = sorted({row.num_ranks for row in rows if not has_samples(description, row.num_ranks)})
     if too_many:
@@ -169,7 +169,7 @@ def _advice(
     return [f"{of}.", f"{place}: {setting}"]
 
 
-def _cells(description: Description, row: Forecast, device_bytes: int | None) -> tuple[str, ...]:
+def _cells(description: Description, row: MemoryForecast, device_bytes: int | None) -> tuple[str, ...]:
     sizes = (row.weights, row.gradients, row.optimizer, row.activations, row.overhead_bytes, row.total)
     cells = (str(row.num_ranks), row.way, *map(_shown, sizes))
     if device_bytes is None:
@@ -197,7 +197,7 @@ def _smallest(devices: Sequence[Device]) -> int | None:
     return min((device.total_bytes for device in devices), default=None)
 
 
-def _values(answer: Answer, rows: Sequence[Forecast], device_bytes: int | None) -> dict[str, Any]:
+def _values(answer: Answer, rows: Sequence[MemoryForecast], device_bytes: int | None) -> dict[str, Any]:
     forecasts = [
         {
             **asdict(row),
