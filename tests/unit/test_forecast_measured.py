@@ -46,7 +46,7 @@ def record(**values: Any) -> dict[str, Any]:
         "is_cpu": False,
         "is_length_known": True,
         "is_planned": True,
-        "is_by_epochs": True,
+        "epochs": None,
         "regroup": True,
         "whole": False,
         "max_tokens": None,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.advice import advise, compare_two, duration, useful_up_to
 from unsloth_multigpu.step.cost import CostModel, fit_time
-from unsloth_multigpu.step.forecast import BACKWARD, Workload, curve, expected_maximum, forecast_time, ladder
+from unsloth_multigpu.step.forecast import BACKWARD, Epochs, Workload, curve, expected_maximum, forecast_time, ladder
 from unsloth_multigpu.step.link import NODE_LINK, NVLINK, PCIE, Link, Network, ethernet, fit_link, parse_link
 
 NETWORK = Network(PCIE)
@@ -110,8 +110,41 @@ def test_more_ranks_than_samples_are_refused_as_by_the_run():
     with pytest.raises(ConfigError, match=r"4 sample\(s\) cannot be shared by 5 ranks"):
         forecast_time(work, 5, NETWORK)
     assert [row.num_ranks for row in curve(work, NETWORK)] == [1, 2, 3, 4]
-    scaled = dataclasses.replace(work, keeps_batch=False)
-    assert forecast_time(scaled, 1024, NETWORK).num_steps == 1
+    assert forecast_time(dataclasses.replace(work, keeps_batch=False), 1024, NETWORK).num_steps == 100
+
+
+@pytest.mark.parametrize("drops_last", [False, True])
+@pytest.mark.parametrize("num_rows", [3, 21, 64])
+@pytest.mark.parametrize("num_epochs", [1.0, 2.5, 3.0])
+def test_larger_steps_are_as_many_as_accelerate_and_transformers_make(num_rows, num_epochs, drops_last):
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    batches = BatchSampler(SequentialSampler(range(num_rows)), 2, drops_last)
+    epochs = Epochs(len(batches), drops_last=drops_last, num_epochs=num_epochs)
+    work = workload([(100, 50, 200, 70)], sizes=(2, 2), keeps_batch=False, epochs=epochs)
+    for num_ranks in (1, 2, 3, 8):
+        mine = len(BatchSamplerShard(batches, num_ranks, 0))
+        if not mine:  # Then transformers finds a loader without a batch.
+            assert not work.has_samples(num_ranks)
+            with pytest.raises(ConfigError, match=rf"cannot be dealt to {num_ranks} ranks: dataloader_drop_last"):
+                forecast_time(work, num_ranks, NETWORK)
+            continue
+        row = forecast_time(work, num_ranks, NETWORK)
+        assert row.num_steps == math.ceil(num_epochs * -(-mine // 2))
+        assert row.speed_up <= num_ranks * 1.001
+
+
+def test_ranks_beyond_the_data_set_are_not_faster():
+    work = workload([(100,) * 4], sizes=(2, 2), keeps_batch=False, epochs=Epochs(8, num_epochs=3.0), gradient_bytes=0)
+    four, eight, many = (forecast_time(work, n, NETWORK) for n in (4, 8, 64))
+    assert (four.num_steps, eight.num_steps, many.num_steps) == (3, 3, 3)
+    assert four.speed_up == pytest.approx(eight.speed_up, rel=0.05)
+    assert many.efficiency < 0.1
+    text = told(work)
+    assert "What limits is the data set: an epoch has 8 micro-batches for 8 GPUs" in text
+    text = told(dataclasses.replace(work, sizes=(4,), epochs=Epochs(4, drops_last=True, num_epochs=1.0)), most=8)
+    assert "Useful up to 4 GPUs: an epoch has 4 whole batches, and the run refuses more GPUs than that" in text
 
 
 def test_equal_samples_without_overhead_are_divided_evenly():

@@ -11,6 +11,7 @@ from unsloth_multigpu.step.link import Network
 USEFUL = 0.5
 # With fewer samples for each rank no plan can make the ranks equal.
 _FEW_SAMPLES = 4
+_MORE_DATA = "More data, or fewer samples in a step of each GPU, keep more GPUs busy."
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
@@ -43,10 +44,12 @@ def advise(work: Workload, rows: Sequence[TimeForecast], network: Network, most:
         refused = next((n for n in ladder(most) if not work.has_samples(n)), None)
         if refused is None:
             return [f"Useful up to {useful:,} GPUs and more: each does at least {USEFUL:.0%} of what one alone does."]
+        has = f"a step has {work.most_ranks:,} samples"
+        if not work.keeps_batch:
+            has = f"an epoch has {work.most_ranks:,} whole batches"
         return [
-            f"Useful up to {work.num_samples:,} GPUs: a step has {work.num_samples:,} samples, and the run refuses "
-            f"more GPUs than that.",
-            _more_samples(work),
+            f"Useful up to {work.most_ranks:,} GPUs: {has}, and the run refuses more GPUs than that.",
+            _more_samples(work) if work.keeps_batch else _MORE_DATA,
         ]
     head = (
         f"Useful up to {useful:,} GPU{'s' if useful > 1 else ''}: there each does at least {USEFUL:.0%} of what one "
@@ -62,12 +65,18 @@ def _limit(work: Workload, row: TimeForecast, network: Network) -> list[str]:
         "link": row.link,
         "waiting": row.waiting,
         "update": row.update * (1 - 1 / row.num_ranks) if work.keeps_batch else 0.0,
-        "small": max(0.0, 1 - ideal - row.link - row.waiting - row.update * (1 - 1 / row.num_ranks)),
+        "data": 0.0 if work.keeps_batch else row.computing * (1 - work.times_the_batch(row.num_ranks) / row.num_ranks),
     }
+    rest = 1 - ideal - row.link - row.waiting - row.update * (1 - 1 / row.num_ranks) - lost["data"]
+    lost["small"] = max(0.0, rest)
     most = max(lost, key=lambda name: lost[name])
     each = work.num_samples / row.num_ranks if work.keeps_batch else float(work.num_samples)
     is_few = work.keeps_batch and each < _FEW_SAMPLES
     shown = f"{lost[most]:.0%} of the ranks' time with {row.num_ranks:,} GPUs"
+    if most == "data":
+        assert work.epochs is not None
+        batches = f"an epoch has {work.epochs.num_batches:,} micro-batches for {row.num_ranks:,} GPUs"
+        return [f"What limits is the data set: {batches}, so samples are computed twice or left out.", _MORE_DATA]
     if most == "link":
         return [f"What limits is the link, {shown}: {network.describe(row.num_ranks)}.", *_less_link(work, row)]
     if most == "waiting" and not is_few:

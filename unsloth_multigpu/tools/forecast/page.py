@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.advice import duration, useful_up_to
-from unsloth_multigpu.step.forecast import TimeForecast, Workload
+from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, Workload
 from unsloth_multigpu.step.link import Network
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.forecast.measured import Check, Measured
@@ -115,6 +115,11 @@ def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, ch
         f"fitted costs repeat these steps within {measured.misfit:.1%}",
         f"link: {network.describe(max(row.num_ranks for row in rows))}",
     ]
+    if work.epochs is not None and (again := [r.num_ranks for r in rows if r.num_ranks > work.epochs.num_batches]):
+        lines.append(
+            f"note: an epoch has {work.epochs.num_batches:,} micro-batches: "
+            f"{', '.join(f'{n:,}' for n in again)} GPUs are given samples again in each"
+        )
     if checked is not None:
         lines.append(
             f"check on {checked.num_ranks} ranks: forecast {_short(checked.forecast_s)} a step, measured "
@@ -126,10 +131,8 @@ def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, ch
 def table_rows(work: Workload, numbers: Sequence[int], rows: Sequence[TimeForecast]) -> list[tuple[str, ...]]:
     """One for each number of GPUs; those with too few samples say so."""
     found = {row.num_ranks: row for row in rows}
-    return [
-        _cells(found[n]) if n in found else (f"{n:,}", "refused", f"{work.num_samples} samples", *[""] * 7)
-        for n in sorted({1, *numbers})
-    ]
+    has = f"{work.most_ranks:,} {'samples' if work.keeps_batch else 'batches'}"
+    return [_cells(found[n]) if n in found else (f"{n:,}", "refused", has, *[""] * 7) for n in sorted({1, *numbers})]
 
 
 def _cells(row: TimeForecast) -> tuple[str, ...]:
@@ -190,7 +193,9 @@ def write_page(
     from unsloth_multigpu.tools.forecast.plot import draw
 
     useful = useful_up_to(whole)
-    png = base64.b64encode(draw(whole, useful, None if measured.work.has_samples(1024) else measured.work.num_samples))
+    png = base64.b64encode(
+        draw(whole, useful, None if measured.work.has_samples(MOST_RANKS) else int(measured.work.most_ranks))
+    )
     cells = table_rows(measured.work, numbers, rows)
     head, *rest = advice
     text = _PAGE.format(

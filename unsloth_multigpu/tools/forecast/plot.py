@@ -28,13 +28,13 @@ _STYLE: Any = {
 }
 
 
-def draw(rows: Sequence[TimeForecast], useful: int, num_samples: int | None) -> bytes:
+def draw(rows: Sequence[TimeForecast], useful: int, most: int | None) -> bytes:
     """Draws the page's plot.
 
     Args:
         rows: From one rank on, see `forecast.curve`.
         useful: The limit that the advice names.
-        num_samples: Of a step, where more GPUs than that are refused; None = none of the numbers is.
+        most: More GPUs than that are refused; None = none of the numbers is.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def draw(rows: Sequence[TimeForecast], useful: int, num_samples: int | None) -> 
         _efficiency(middle, rows)
         _shares(below, rows)
         for axes in (above, middle, below):
-            _limits(axes, useful, num_samples)
+            _limits(axes, useful, most)
         below.set_xscale("log", base=2)
         below.set_xlim(0.9, MOST_RANKS * 1.15)
         ticks = [2**k for k in range(11)]
@@ -94,7 +94,7 @@ def _shares(axes: Any, rows: Sequence[TimeForecast]) -> None:
     axes.legend(loc="lower left", ncols=4, frameon=True)
 
 
-def _limits(axes: Any, useful: int, num_samples: int | None) -> None:
+def _limits(axes: Any, useful: int, most: int | None) -> None:
     axes.axvline(useful, color="black", linewidth=1.2)
     place = {"xycoords": axes.get_xaxis_transform(), "fontsize": 9.5, "va": "top", "textcoords": "offset points"}
     is_right = useful <= MOST_RANKS / 8
@@ -105,7 +105,7 @@ def _limits(axes: Any, useful: int, num_samples: int | None) -> None:
         ha="left" if is_right else "right",
         **place,
     )
-    if num_samples is not None:
-        axes.axvspan(num_samples, MOST_RANKS * 2, color=_GREY, alpha=0.15, linewidth=0)
-        if num_samples < MOST_RANKS / 2:
-            axes.annotate("refused: fewer samples than GPUs", (num_samples, 0.55), (6, 0), **place)
+    if most is not None:
+        axes.axvspan(most, MOST_RANKS * 2, color=_GREY, alpha=0.15, linewidth=0)
+        if most < MOST_RANKS / 2:
+            axes.annotate("refused: fewer samples than GPUs", (most, 0.55), (6, 0), **place)

@@ -25,6 +25,7 @@ from unsloth_multigpu.strategy import DDP, LocalSGD, ParameterServer
 from unsloth_multigpu.tools.forecast.sweep import WARM_UP_STEPS, Sweep
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 from unsloth_multigpu.tools.verify.recorder import CHANGED, saving_nothing
+from unsloth_multigpu.train.outlook import epochs_of
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 # Steps of the sampler's order that the forecast is made for, beside those that were trained.
@@ -176,6 +177,7 @@ class Recorder(Part):
     def _facts(self, timed: set[int]) -> dict[str, Any]:
         """All that a forecast needs beside the times of the steps."""
         balancer, config = self._steps.balancer, self._asked
+        epochs = None if config.keeps_global_batch else epochs_of(self._trainer)
         is_known = balancer.balance is not None
         cost: CostModel = balancer.balance.cost if is_known else self._assumed_cost()
         laps = [lap for lap in self._laps if lap.step in timed]
@@ -200,7 +202,7 @@ class Recorder(Part):
             "cost": {**dataclasses.asdict(cost), "possible": ()},
             "is_cost_given": None not in (config.micro_batch_overhead_tokens, config.micro_batch_floor_tokens),
             "num_steps": self._num_steps,
-            "is_by_epochs": self._trainer.args.max_steps <= 0,
+            "epochs": None if epochs is None else dataclasses.asdict(epochs),
             "is_planned": is_known,
             "regroup": balancer.may_regroup if is_known else self._regroup,
             "whole": self._whole,
