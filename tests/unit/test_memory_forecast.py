@@ -25,7 +25,8 @@ from unsloth_multigpu.shard.memory import (
     forecast_memory,
 )
 from unsloth_multigpu.shard.optimizer import optimizer_of
-from unsloth_multigpu.tools.plan.command import parse_memory, parse_numbers, render
+from unsloth_multigpu.tools.plan.command import parse_memory, render
+from unsloth_multigpu.tools.program import parse_numbers
 
 LAYER = "LlamaDecoderLayer"
 LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "key_heads": 8, "vocabulary": 128256}

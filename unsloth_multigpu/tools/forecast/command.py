@@ -6,37 +6,37 @@ import argparse
 import dataclasses
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
-from unsloth_multigpu.options import variable
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.step.advice import advise, useful_up_to
 from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, curve, forecast_time
 from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
-from unsloth_multigpu.tools.doctor.probe import Probe, exit_on_sigterm
 from unsloth_multigpu.tools.forecast.measured import Check, Measured, check, read_measured
 from unsloth_multigpu.tools.forecast.page import check_report, render, write_page
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.plan.command import parse_numbers
-from unsloth_multigpu.tools.verify.command import device_variables
+from unsloth_multigpu.tools.probe import Probe, exit_on_sigterm
+from unsloth_multigpu.tools.program import (
+    DEFAULT_LIMIT_S,
+    check_is_no_rank,
+    check_ranks,
+    common_variables,
+    device_variables,
+    parse_numbers,
+    run_program,
+)
 from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.identity import read_identity
-from unsloth_multigpu.wire.process import end_command
 
 SCHEMA_VERSION = 1
-DEFAULT_GPUS, DEFAULT_STEPS, DEFAULT_LIMIT_S = "2,4,8,64,1024", 16, 3600.0
-_RANK_MODULE = "unsloth_multigpu.cli.script"
-# The supervisor gives its ranks 30 seconds to end.
-_TERMINATE_LIMIT_S = 40.0
+DEFAULT_GPUS, DEFAULT_STEPS = "2,4,8,64,1024", 16
 _LOG_LINES = 15
 _REDUCE_LIMIT_S = 120.0
 _MEASURE = "measure"
@@ -147,15 +147,18 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         RankTimeoutError: A run took longer than its limit.
     """
     request = Request.read(options)
-    if read_identity(os.environ) is not None:
-        raise SetupError("forecast starts its rank itself, but is a rank here.", hint="Run it without a launcher.")
+    check_is_no_rank("forecast")
+    if request.check is not None:
+        _check_can_run(request.check, options.device)
     with private_dir() as folder, exit_on_sigterm():
         print(
             f"forecast: runs {request.num_steps} steps of {' '.join(program)} on one rank", file=sys.stderr, flush=True
         )
+        # Before the script, because there may be nothing to measure.
+        link = _measured_link(request, folder) if request.link == _MEASURE else None
         (record,) = _run(request, program, folder, 1)
         measured = read_measured(record)
-        network = _network(request, measured, folder)
+        network = _network(request, measured, folder, link)
         checked = None
         if request.check is not None:
             print(f"forecast: runs the same steps on {request.check} ranks", file=sys.stderr, flush=True)
@@ -176,48 +179,35 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     return 0
 
 
+def _check_can_run(num_ranks: int, device: str | None) -> None:
+    """Refuses, before anything runs, ranks that this machine cannot start."""
+    try:
+        check_ranks("forecast", MultiGPUConfig.resolve({"num_gpus": num_ranks, "device": device}))
+    except SetupError as error:
+        raise SetupError(
+            f"--check {num_ranks} cannot be run here: {error.args[0]}",
+            hint="Give a number that this machine has; --gpus may name any, since those are computed.",
+        ) from error
+
+
 def _run(request: Request, program: Sequence[str], folder: Path, num_gpus: int) -> list[dict[str, Any]]:
     """Runs the first steps of the program on so many ranks, and returns what each has recorded."""
     place = folder / f"ranks_{num_gpus}"
     place.mkdir()
     asked = MeasureRequest(str(place), request.num_steps, num_gpus, request.clock)
     environment = {
-        variable("log_dir"): str(place / "logs"),
-        # The order of a set of strings may decide the order of samples, which two runs are compared by.
-        "PYTHONHASHSEED": "0",
-        **os.environ,
-        variable("max_restarts"): "0",
-        "WANDB_MODE": "disabled",
+        **common_variables(place / "logs"),
         **({variable("device"): "cpu"} if request.device == "cpu" else {}),
         **device_variables(request.device, num_gpus),
         **asked.variables(),
     }
-    code = _run_to_end(program, environment, request.limit_s, place)
+    log = place / "log"
+    with log.open("wb") as output:
+        code = run_program(program, environment, output, f"{folder.name}/{place.name}", request.limit_s)
     found = sorted(place.glob("rank_*.json"), key=lambda file: int(file.stem.split("_")[1]))
     if code != 0 or len(found) != num_gpus:
-        raise _no_answer(code, place / "log")
+        raise _no_answer(code, log)
     return [json.loads(file.read_text(encoding="utf-8")) for file in found]
-
-
-def _run_to_end(program: Sequence[str], environment: Mapping[str, str], limit_s: float, place: Path) -> int:
-    # An absolute path: the script may change its working directory before it starts the ranks.
-    name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
-    command = [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
-    with (place / "log").open("wb") as log:
-        # A group of its own, which can be ended as a whole.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment), start_new_session=True
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise RankTimeoutError(
-                f"The run did not make its steps within timeout_s={limit_s:g} seconds.",
-                hint="Run fewer --steps, or raise --timeout-s where it only takes long.",
-            ) from None
-        finally:
-            end_command(process, f"{place.parent.name}/{place.name}", _TERMINATE_LIMIT_S)
-    return code
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
@@ -234,13 +224,12 @@ def _no_answer(code: int, log: Path) -> SetupError:
     )
 
 
-def _network(request: Request, measured: Measured, folder: Path) -> Network:
+def _network(request: Request, measured: Measured, folder: Path, link: Link | None) -> Network:
     """What joins the ranks: as asked for, as measured, or assumed, and it says which."""
     if request.link not in (None, _MEASURE):
         assert request.link is not None
         return Network(parse_link(request.link), request.node_link, request.gpus_per_node)
-    link = None
-    if request.link == _MEASURE or (not measured.facts["is_cpu"] and _num_devices() > 1):
+    if link is None and not measured.facts["is_cpu"] and _num_devices() > 1:
         link = _measured_link(request, folder)
     if link is None:
         assumed = dataclasses.replace(PCIE, source=f"assumed; {PCIE.source}")
@@ -260,7 +249,7 @@ def _measured_link(request: Request, folder: Path) -> Link:
     if request.device == "cpu":
         variables[variable("device")] = "cpu"
     place = Path(tempfile.mkdtemp(dir=folder))
-    with Probe("unsloth_multigpu.tools.doctor.allreduce", place, _REDUCE_LIMIT_S, variables) as probe:
+    with Probe("unsloth_multigpu.tools.allreduce", place, _REDUCE_LIMIT_S, variables) as probe:
         found = probe.outcome()
     if "error" in found:
         raise SetupError(

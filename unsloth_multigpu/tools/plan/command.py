@@ -29,11 +29,11 @@ from unsloth_multigpu.shard.memory import (
 )
 from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Device, ask
 from unsloth_multigpu.text_table import aligned
-from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.probe import exit_on_sigterm
+from unsloth_multigpu.tools.program import command_of, parse_numbers
 
 SCHEMA_VERSION = 1
 DEFAULT_GPUS = "1,2,4,8"
-_RANK_MODULE = "unsloth_multigpu.cli.script"
 _COLUMNS = ("GPUs", "way", "weights", "gradients", "optimizer", "activations", "overhead", "total")
 _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 OWN_OPTIONS: dict[str, CommandOption] = {
@@ -69,8 +69,7 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise ConfigError("--tokens and --timeout-s must be greater than 0.", hint="Leave them out for the defaults.")
     print(f"plan: runs {' '.join(program)} up to train(), without weights", file=sys.stderr, flush=True)
     with exit_on_sigterm():
-        command = [sys.executable, "-m", _RANK_MODULE, *program]
-        answer = ask(command, os.environ, tokens=options.tokens, limit_s=limit_s)
+        answer = ask(command_of(program), os.environ, tokens=options.tokens, limit_s=limit_s)
     device_bytes = given if given is not None else _smallest(answer.devices)
     ways: tuple[Way, ...] = ("ddp", "sharded")
     rows = [forecast_memory(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]
@@ -82,19 +81,6 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
         return 0
     is_possible = any(fits(row, device_bytes) and has_samples(answer.description, row.num_ranks) for row in rows)
     return 0 if is_possible else SetupError.exit_code
-
-
-def parse_numbers(text: str) -> list[int]:
-    """ "1,2,8" as numbers, smallest first.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
-        raise ConfigError(
-            f"--gpus {text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
-        )
-    return sorted({int(number) for number in text.split(",")})
 
 
 def parse_memory(text: str) -> int:
