@@ -48,7 +48,9 @@ OWN_OPTIONS: dict[str, CommandOption] = {
         "what an all-reduce on the ranks of this machine takes. [measured where there are two GPUs, else pcie]",
         "NAME",
     ),
-    "node_link": CommandOption(str, f"What joins machines, all GPUs of one together. [{NODE_LINK.name}]", "NAME"),
+    "node_link": CommandOption(
+        str, f"What joins machines, all GPUs of one together. [{NODE_LINK.name}; that of --link ethernet]", "NAME"
+    ),
     "gpus_per_node": CommandOption(int, f"GPUs of a machine. [{GPUS_PER_NODE}; 1 with --link ethernet]", "N"),
     "steps": CommandOption(int, f"Optimizer steps that are run; the first two are not timed. [{DEFAULT_STEPS}]", "N"),
     "check": CommandOption(
@@ -92,14 +94,12 @@ class Request:
         numbers = tuple(parse_numbers(options.gpus or DEFAULT_GPUS))
         if numbers[-1] > MOST_RANKS:
             raise ConfigError(f"--gpus {options.gpus}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
-        if options.link not in (None, _MEASURE):
-            parse_link(options.link)
-        default = 1 if (options.link or "").lower().startswith("ethernet") else GPUS_PER_NODE
+        node_link, gpus_per_node = _between_machines(options)
         request = cls(
             numbers=numbers,
             link=options.link,
-            node_link=parse_link(options.node_link or (options.link if default == 1 else NODE_LINK.name)),
-            gpus_per_node=_or(options.gpus_per_node, default),
+            node_link=node_link,
+            gpus_per_node=gpus_per_node,
             num_steps=_or(options.steps, DEFAULT_STEPS),
             check=options.check,
             device=options.device or "auto",
@@ -129,6 +129,25 @@ class Request:
                 raise ConfigError(f"{name} {given!r}; expected {' or '.join(known)}.", hint="Leave it out.")
         if self.report is not None:
             check_report(self.report)
+
+
+def _between_machines(options: argparse.Namespace) -> tuple[Link, int]:
+    """What joins machines, and how many GPUs one has. `--link ethernet:n` says both: a network joins machines.
+
+    Raises:
+        ConfigError: No link, or `--link` and another option contradict each other.
+    """
+    given = None if options.link in (None, _MEASURE) else parse_link(options.link)
+    node_link = None if options.node_link is None else parse_link(options.node_link)
+    if given is None or not given.name.startswith("ethernet"):
+        return node_link or NODE_LINK, _or(options.gpus_per_node, GPUS_PER_NODE)
+    if node_link not in (None, given) or options.gpus_per_node not in (None, 1):
+        other = "--node-link" if node_link not in (None, given) else "--gpus-per-node"
+        raise ConfigError(
+            f"--link {given.name} says that each machine has one GPU and what joins machines; {other} says otherwise.",
+            hint=f"For machines of several GPUs: --link nvlink or pcie, with --node-link {given.name}.",
+        )
+    return given, 1
 
 
 def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
