@@ -104,7 +104,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             _check_followed(config, given, records[-1])
         one, many = records
         comparison = _compare(folder, one, many)
-    speeds = (speed_of(one.ranks), speed_of(many.ranks)) if one.ranks and many.ranks else None
+    speeds = (_speed(one), _speed(many)) if one.ranks and many.ranks else None
     receipt = _receipt(program, one, many, comparison, speeds)
     file.write_text(json_text(receipt), encoding="utf-8")
     screen = Screen()
@@ -208,6 +208,10 @@ def _receipt(
         "steps": [asdict(step) for step in comparison.steps],
         "weights": [asdict(weight) for weight in comparison.weights],
     }
+
+
+def _speed(run: RunRecord) -> Speed:
+    return speed_of(run.ranks, [step.samples.total() for step in run.steps])
 
 
 def _figures(one: RunRecord, many: RunRecord, *speeds: Speed) -> dict[str, Any]:

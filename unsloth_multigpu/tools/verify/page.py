@@ -51,9 +51,8 @@ def show(
     if speeds is not None:
         screen.line()
         screen.table((*COLUMNS, ranks), speed_rows(*speeds), num_left=1)
-        is_larger = any(source["name"] == "larger steps" for source in sources)
         screen.line()
-        screen.line(speed_verdict(*speeds, ranks, is_larger_step=is_larger))
+        screen.line(speed_verdict(*speeds, ranks))
     screen.line()
     for line in _verdict(comparison, ranks, bool(sources)):
         screen.line(line, "bold green" if comparison.agree else "bold red")
