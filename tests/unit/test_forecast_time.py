@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.advice import advise, compare_two, duration, useful_up_to
+from unsloth_multigpu.step.advice import advise, compare_two, useful_up_to
 from unsloth_multigpu.step.cost import CostModel, fit_time
 from unsloth_multigpu.step.forecast import BACKWARD, Epochs, Workload, curve, expected_maximum, forecast_time, ladder
 from unsloth_multigpu.step.link import NODE_LINK, NVLINK, PCIE, Link, Network, ethernet, fit_link, parse_link
@@ -294,11 +294,3 @@ def test_line_about_a_second_gpu_is_for_long_trainings():
     assert compare_two(dataclasses.replace(work, num_steps=3), NETWORK) is None
     assert compare_two(dataclasses.replace(work, update_s=1000.0), NETWORK) is None
     assert compare_two(workload([(1000,)], num_steps=10**6), NETWORK) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(12.34, "12.3 s"), (59.9, "59.9 s"), (840, "14 min"), (7260, "2 h 01 min"), (273600, "3 d 4 h")],
-)
-def test_duration_is_told_in_two_units(seconds, text):
-    assert duration(seconds) == text

@@ -26,7 +26,7 @@ from unsloth_multigpu.launch.metrics_file import MetricsFile, escaped
 from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.overview import Gpu, Overview, columns_of, duration, headline, last_line
+from unsloth_multigpu.overview import Gpu, Overview, columns_of, headline, last_line
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
@@ -160,10 +160,6 @@ def test_last_line_of_a_log_is_what_a_terminal_would_show(tmp_path: Path) -> Non
     log.write_bytes(b"first\n 10%\r 20%\r\x1b[31m 30% [red]\x1b[0m\x07\n\n")
     assert last_line(log) == "30% [red]"
     assert last_line(tmp_path / "rank_2.log") == ""
-
-
-def test_durations_are_words() -> None:
-    assert [duration(s) for s in (0.4, 48, 185, 7260)] == ["0 s", "48 s", "3 min 05 s", "2 h 01 min"]
 
 
 def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> None:

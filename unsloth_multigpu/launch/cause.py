@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.words import gib
 
 # Errors of gloo, NCCL and the store that say that *another* rank went away: a consequence, never the cause.
 _COMMUNICATION_ERROR = re.compile(
@@ -245,7 +246,7 @@ def _from_exit_codes(
 def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
     # Real-time signals have numbers only.
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    held = f"it held {memory.held_bytes[rank] / 2**30:.1f} GiB" if memory.held_bytes.get(rank) else ""
+    held = f"it held {gib(memory.held_bytes[rank], 1)}" if memory.held_bytes.get(rank) else ""
     likely = ""
     if code == -signal.SIGKILL and memory.num_kills > 0:
         likely = "; the kernel killed it for lack of memory" + (held and f", {held}")

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 
 from unsloth_multigpu.step.forecast import TimeForecast, Workload, forecast_time, ladder
 from unsloth_multigpu.step.link import Network
+from unsloth_multigpu.words import duration
 
 # A GPU that does less than half of what one alone does is better used elsewhere.
 USEFUL = 0.5
 # With fewer samples for each rank no plan can make the ranks equal.
 _FEW_SAMPLES = 4
 _MORE_DATA = "More data, or fewer samples in a step of each GPU, keep more GPUs busy."
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+# The line about a second GPU is for trainings that take at least this long.
+_LONG_S = 600
 
 
 def useful_up_to(rows: Sequence[TimeForecast]) -> int:
@@ -137,22 +139,9 @@ def compare_two(work: Workload, network: Network) -> str | None:
     if not work.has_samples(2):
         return None
     one, two = (forecast_time(work, n, network) for n in (1, 2))
-    if one.total_s < 10 * _MINUTE_S or two.total_s > 0.9 * one.total_s:
+    if one.total_s < _LONG_S or two.total_s > 0.9 * one.total_s:
         return None
     times = f"{duration(two.total_s)} instead of {duration(one.total_s)}"
     # Lengths that are not known are all 1.
     equal = ", samples of equal length assumed" if max(map(max, work.steps)) == 1 else ""
     return f"2 GPUs would take {times} (forecast, {network.inner.name} assumed{equal})"
-
-
-def duration(seconds: float) -> str:
-    """ "2 h 01 min", "3 d 4 h", "14 min" or "12 s"."""
-    if seconds < _MINUTE_S:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / _MINUTE_S)
-    if minutes < 60:
-        return f"{minutes} min"
-    if seconds < 2 * _DAY_S:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    hours = round(seconds / _HOUR_S)
-    return f"{hours // 24} d {hours % 24} h"

@@ -10,11 +10,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.step.advice import duration, useful_up_to
+from unsloth_multigpu.step.advice import useful_up_to
 from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, Workload
 from unsloth_multigpu.step.link import Network
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.forecast.measured import Check, Measured
+from unsloth_multigpu.words import duration
 
 _COLUMNS = (
     "GPUs",

@@ -15,15 +15,14 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.shard.description import Description
 from unsloth_multigpu.shard.memory import (
-    GIB,
     RESERVE,
     MemoryForecast,
     Way,
     fewest_ranks,
     fits,
     forecast_memory,
-    gib,
     has_samples,
+    in_gib,
     usable_bytes,
     would_do,
 )
@@ -31,6 +30,7 @@ from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Device, ask
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.tools.program import command_of, parse_numbers
+from unsloth_multigpu.words import GIB
 
 SCHEMA_VERSION = 1
 DEFAULT_GPUS = "1,2,4,8"
@@ -106,7 +106,7 @@ def render(
         devices: Of this machine.
         device_bytes: Memory of one GPU; None = not known.
     """
-    head = (*_COLUMNS, *(() if device_bytes is None else (f"of {gib(device_bytes)}",)))
+    head = (*_COLUMNS, *(() if device_bytes is None else (f"of {in_gib(device_bytes)}",)))
     table = aligned([head, *(_cells(description, row, device_bytes) for row in rows)], num_left=2)
     training = description.training
     facts = [
@@ -114,7 +114,7 @@ def render(
         f"{training.checkpointing}, {training.autocast or 'no mixed precision'}, loss from {training.loss}"
     ]
     notes = [f"note: {note}" for note in description.notes]
-    hosts = [f"{row.num_ranks} x {gib(row.host)}" for row in rows if row.host]
+    hosts = [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]
     if hosts:
         notes.append(f"note: offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}")
     return "\n".join(
@@ -142,7 +142,7 @@ def _advice(
         return [text, *(_advice(description, rows, devices, device_bytes) if rows else [])]
     if device_bytes is None:
         return ["This machine has no accelerator: give --memory, such as --memory 24GiB, to see which row fits."]
-    of = f"{gib(usable_bytes(device_bytes))} of {gib(device_bytes)} GiB count: {RESERVE:.0%} stay free"
+    of = f"{in_gib(usable_bytes(device_bytes))} of {in_gib(device_bytes)} GiB count: {RESERVE:.0%} stay free"
     here = len(devices)
     mine = [row for row in rows if row.num_ranks == here and fits(row, device_bytes)]
     if not any(fits(row, device_bytes) for row in rows):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.overview import Overview, duration
+from unsloth_multigpu.overview import Overview
 from unsloth_multigpu.tools.top.card import open_cards
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
+from unsloth_multigpu.words import duration
 
 _EVERY_S = 0.5
 _WIDE = 200

@@ -25,6 +25,7 @@ from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_r
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest, write_steps_done
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.words import gib
 
 UPDATES_FILE = "updates.safetensors"
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
@@ -197,7 +198,6 @@ def _check_space(request: ReceiptRequest, num_bytes: int) -> None:
     needed, free = num_bytes * (2 if request.num_gpus == 1 else 1), shutil.disk_usage(request.folder).free
     if needed > free:
         raise SetupError(
-            f"verify needs {needed / 2**30:.1f} GiB for the updates of the weights, and {request.folder} has "
-            f"{free / 2**30:.1f}.",
+            f"verify needs {gib(needed, 1)} for the updates of the weights, and {request.folder} has {gib(free, 1)}.",
             hint="Set TMPDIR to a folder with more room.",
         )

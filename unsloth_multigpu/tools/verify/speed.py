@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unsloth_multigpu.report import RankReport, RunReport
+from unsloth_multigpu.words import gib
 
 # A median of fewer steps is by chance. The first step is none of them: kernels are compiled in it.
 MIN_STEPS = 3
@@ -76,7 +77,7 @@ def speed_rows(one: Speed, many: Speed) -> list[tuple[str, str, str]]:
         ("tokens/s", "tokens_per_s", "{:,.0f}".format),
         ("padding", "padding", "{:.1%}".format),
         ("waiting", "waiting", "{:.1%}".format),
-        ("peak memory of a rank", "peak_bytes", lambda size: f"{size / 2**30:.2f} GiB"),
+        ("peak memory of a rank", "peak_bytes", gib),
     )
     rows = []
     for name, field, shown in lines:
