@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
@@ -16,7 +18,7 @@ from unsloth_multigpu.step.forecast import forecast_time
 from unsloth_multigpu.step.link import PCIE, Network
 from unsloth_multigpu.strategy import ParameterServer
 from unsloth_multigpu.tools.forecast.measured import check, read_measured
-from unsloth_multigpu.tools.forecast.page import table_rows
+from unsloth_multigpu.tools.forecast.page import show, table_rows
 from unsloth_multigpu.tools.forecast.recorder import Clock, _refuse_what_is_not_known, _rows_of
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 
@@ -112,6 +114,27 @@ def test_rows_of_the_table_name_what_is_refused() -> None:
     rows = table_rows(work, [2, 8], [forecast_time(work, n, Network(PCIE)) for n in (1, 2)])
     assert [row[0] for row in rows] == ["1", "2", "8"]
     assert rows[2][1:3] == ("refused", "4 samples")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["pipe", "terminal"])
+def test_forecast_is_coloured_on_a_terminal_only(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    named = {"model": "M", "trainer": "T", "device": "D", "num_parameters": 2, "num_trained": 2}
+    measured, network = read_measured(record(**named)), Network(PCIE)
+    rows = [forecast_time(measured.work, n, network) for n in (1, 2)]
+    show(Screen(stream), measured, [2], rows, network, ["Useful up to 2 GPUs.", "More."], None)
+    text = stream.getvalue()
+    assert ("\x1b[1m" in text) == stream.isatty()
+    assert ("\nUseful up to 2 GPUs.\nMore.\n" in text) != stream.isatty()
+    assert "GPUs" in text
+    assert "speed-up: over the script" in text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.shard.activation import Weights, activations, layer_bytes
 from unsloth_multigpu.shard.description import Decoder, Description, Tensors, Training
@@ -25,7 +27,7 @@ from unsloth_multigpu.shard.memory import (
     forecast_memory,
 )
 from unsloth_multigpu.shard.optimizer import optimizer_of
-from unsloth_multigpu.tools.plan.command import parse_memory, render
+from unsloth_multigpu.tools.plan.command import parse_memory, show
 from unsloth_multigpu.tools.program import parse_numbers
 
 LAYER = "LlamaDecoderLayer"
@@ -362,7 +364,9 @@ def test_wrong_numbers_of_gpus_are_refused(text: str) -> None:
 
 def lines_of(description: Description, numbers: Sequence[int], device_bytes: int | None) -> list[str]:
     rows = [forecast_memory(description, way, n) for n in numbers for way in ("ddp", "sharded")]
-    return render(description, rows, (), device_bytes).splitlines()
+    stream = io.StringIO()
+    show(Screen(stream), description, rows, (), device_bytes)
+    return stream.getvalue().splitlines()
 
 
 def test_table_says_which_row_fits_and_what_to_set() -> None:

@@ -216,6 +216,15 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     assert "2 jobs run here." in capsys.readouterr().err
 
 
+def test_pipe_has_no_colour(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pages(run, TEN_STEPS, TEN_STEPS)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["top", "--once", str(run.pid)]) == 0
+    out = capsys.readouterr().out
+    assert "10 / 40" in out
+    assert "\x1b" not in out
+
+
 def test_narrow_terminal_has_fewer_columns_and_whole_ones(run: Run) -> None:
     first, _ = pages(run, TEN_STEPS, TEN_STEPS)
     first.name_device("NVIDIA H100 80GB HBM3", "")

@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.row import CommandOption
@@ -20,7 +20,7 @@ from unsloth_multigpu.step.advice import advise, useful_up_to
 from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, curve, forecast_time
 from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
 from unsloth_multigpu.tools.forecast.measured import Check, Measured, check, read_measured
-from unsloth_multigpu.tools.forecast.page import check_report, render, write_page
+from unsloth_multigpu.tools.forecast.page import check_report, show, write_page
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.probe import Probe, exit_on_sigterm
@@ -169,10 +169,9 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     check_is_no_rank("forecast")
     if request.check is not None:
         _check_can_run(request.check, options.device)
+    screen, progress = Screen(), Progress("forecast")
     with private_dir() as folder, exit_on_sigterm():
-        print(
-            f"forecast: runs {request.num_steps} steps of {' '.join(program)} on one rank", file=sys.stderr, flush=True
-        )
+        progress.say(f"runs {request.num_steps} steps of {' '.join(program)} on one rank")
         # Before the script, because there may be nothing to measure.
         link = _measured_link(request, folder) if request.link == _MEASURE else None
         (record,) = _run(request, program, folder, 1)
@@ -180,7 +179,7 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         network = _network(request, measured, folder, link)
         checked = None
         if request.check is not None:
-            print(f"forecast: runs the same steps on {request.check} ranks", file=sys.stderr, flush=True)
+            progress.say(f"runs the same steps on {request.check} ranks")
             records = _run(request, program, folder, request.check)
             checked = check(measured, records, _without_link(network) if request.clock == "cpu" else network)
     work = measured.work
@@ -189,12 +188,12 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     whole = curve(work, network, measured.way)
     advice = advise(work, whole, network, MOST_RANKS)
     if options.json:
-        print(json_text(_values(program, request, measured, network, rows, whole, advice, checked)))
+        screen.line(json_text(_values(program, request, measured, network, rows, whole, advice, checked)).rstrip())
     else:
-        print(render(measured, request.numbers, rows, network, advice, checked))
+        show(screen, measured, request.numbers, rows, network, advice, checked)
     if request.report is not None:
         write_page(request.report, program, measured, request.numbers, rows, whole, network, advice, checked)
-        print(f"report: {request.report}", file=sys.stderr)
+        progress.say(f"report: {request.report}")
     return 0
 
 
@@ -263,7 +262,7 @@ def _num_devices() -> int:
 
 
 def _measured_link(request: Request, folder: Path) -> Link:
-    print("forecast: measures an all-reduce on the ranks of this machine", file=sys.stderr, flush=True)
+    Progress("forecast").say("measures an all-reduce on the ranks of this machine")
     variables = {variable("log_dir"): str(folder / "reduce"), variable("max_restarts"): "0"}
     if request.device == "cpu":
         variables[variable("device")] = "cpu"

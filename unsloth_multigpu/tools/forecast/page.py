@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.advice import useful_up_to
 from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, Workload
 from unsloth_multigpu.step.link import Network
-from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.forecast.measured import Check, Measured
 from unsloth_multigpu.words import duration
 
@@ -74,17 +74,19 @@ img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 }}
 """
 
 
-def render(
+def show(
+    screen: Screen,
     measured: Measured,
     numbers: Sequence[int],
     rows: Sequence[TimeForecast],
     network: Network,
     advice: Sequence[str],
     checked: Check | None,
-) -> str:
+) -> None:
     """The table, what it is made from, and what to do.
 
     Args:
+        screen: Where to.
         measured: Of one rank.
         numbers: Of GPUs that were asked for.
         rows: A forecast for each that has samples, and for one.
@@ -92,8 +94,14 @@ def render(
         advice: See `advice.advise`.
         checked: Forecast and reality, where several ranks were run.
     """
-    table = aligned([_COLUMNS, *table_rows(measured.work, numbers, rows)], num_left=0)
-    return "\n".join([*facts(measured, rows, network, checked), "", *table, "", _LEGEND, "", *advice])
+    for line in [*facts(measured, rows, network, checked), ""]:
+        screen.line(line)
+    screen.table(_COLUMNS, table_rows(measured.work, numbers, rows), num_left=0)
+    screen.line(f"\n{_LEGEND}\n")
+    head, *rest = advice
+    screen.line(head, "bold")
+    for line in rest:
+        screen.line(line)
 
 
 def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, checked: Check | None) -> list[str]:

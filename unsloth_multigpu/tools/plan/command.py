@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.shard.description import Description
@@ -27,7 +26,7 @@ from unsloth_multigpu.shard.memory import (
     would_do,
 )
 from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Device, ask
-from unsloth_multigpu.text_table import aligned
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.tools.program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB
@@ -67,16 +66,17 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
     if limit_s <= 0 or (options.tokens is not None and options.tokens < 1):
         raise ConfigError("--tokens and --timeout-s must be greater than 0.", hint="Leave them out for the defaults.")
-    print(f"plan: runs {' '.join(program)} up to train(), without weights", file=sys.stderr, flush=True)
+    Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
     with exit_on_sigterm():
         answer = ask(command_of(program), os.environ, tokens=options.tokens, limit_s=limit_s)
     device_bytes = given if given is not None else _smallest(answer.devices)
     ways: tuple[Way, ...] = ("ddp", "sharded")
     rows = [forecast_memory(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]
+    screen = Screen()
     if options.json:
-        print(json.dumps(_values(answer, rows, device_bytes)))
+        screen.line(json_text(_values(answer, rows, device_bytes)).rstrip())
     else:
-        print(render(answer.description, rows, answer.devices, device_bytes))
+        show(screen, answer.description, rows, answer.devices, device_bytes)
     if device_bytes is None:
         return 0
     is_possible = any(fits(row, device_bytes) and has_samples(answer.description, row.num_ranks) for row in rows)
@@ -95,39 +95,37 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def render(
-    description: Description, rows: Sequence[MemoryForecast], devices: Sequence[Device], device_bytes: int | None
-) -> str:
+def show(
+    screen: Screen,
+    description: Description,
+    rows: Sequence[MemoryForecast],
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> None:
     """The table, what it is based on, and what to set.
 
     Args:
+        screen: Where to.
         description: Of the training.
         rows: A forecast for each number of GPUs and way.
         devices: Of this machine.
         device_bytes: Memory of one GPU; None = not known.
     """
-    head = (*_COLUMNS, *(() if device_bytes is None else (f"of {in_gib(device_bytes)}",)))
-    table = aligned([head, *(_cells(description, row, device_bytes) for row in rows)], num_left=2)
     training = description.training
-    facts = [
+    screen.line(
         f"{description.model}: {_trainable(description)}; {training.optimizer}, gradient checkpointing "
         f"{training.checkpointing}, {training.autocast or 'no mixed precision'}, loss from {training.loss}"
-    ]
-    notes = [f"note: {note}" for note in description.notes]
-    hosts = [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]
-    if hosts:
-        notes.append(f"note: offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}")
-    return "\n".join(
-        [
-            *facts,
-            *notes,
-            "",
-            "GiB on the rank that needs most:",
-            *table,
-            "",
-            *_advice(description, rows, devices, device_bytes),
-        ]
     )
+    hosts = [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]
+    offloaded = [f"offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}"] if hosts else []
+    for note in [*description.notes, *offloaded]:
+        screen.line(f"note: {note}")
+    screen.line("\nGiB on the rank that needs most:")
+    columns = (*_COLUMNS, *(() if device_bytes is None else (f"of {in_gib(device_bytes)}",)))
+    screen.table(columns, [_cells(description, row, device_bytes) for row in rows], num_left=2)
+    screen.line()
+    for line in _advice(description, rows, devices, device_bytes):
+        screen.line(line, "bold")
 
 
 def _advice(
