@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from unsloth_multigpu.report import share, total
+from unsloth_multigpu.report import NO_WAITING, share, total
 from unsloth_multigpu.wire.beat import Beat, BeatReader, Figures, Phase
 from unsloth_multigpu.wire.run import Run
 from unsloth_multigpu.words import duration, gib, shown_lines
@@ -245,6 +245,9 @@ def headline(look: Look) -> str:
         parts.append("done" if not look.eta_s else f"{duration(look.eta_s)} left")
     speeds = ((rates.samples_per_s, "samples/s"), (rates.tokens_per_s, "tokens/s"))
     parts += [f"{_number(value)} {unit}" for value, unit in speeds if value is not None]
+    trained = [row.beat.figures for row in look.rows if row.beat.figures.num_steps]
+    if len(look.rows) > 1 and trained and all(figures.waiting_s is None for figures in trained):
+        parts.append(NO_WAITING)
     return ", ".join(parts)
 
 

@@ -216,6 +216,19 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     assert "2 jobs run here." in capsys.readouterr().err
 
 
+def test_missing_waiting_of_shards_is_said(run: Run) -> None:
+    sharded = dataclasses.replace(TEN_STEPS, waiting_s=None)
+    first, second = pages(run, sharded, sharded)
+    look = Overview(run).look()
+    assert headline(look).endswith(", waiting is not measured where ranks hold parts of the weights")
+    assert "waiting" not in dict(columns_of(look))
+    second.note(TEN_STEPS)
+    assert "not measured" not in headline(Overview(run).look())
+    for page in (first, second):
+        page.note(Figures())  # Before the first step nothing is known of anything.
+    assert "not measured" not in headline(Overview(run).look())
+
+
 def test_pipe_has_no_colour(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pages(run, TEN_STEPS, TEN_STEPS)
     monkeypatch.setenv("FORCE_COLOR", "1")

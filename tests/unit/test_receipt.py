@@ -618,6 +618,13 @@ def test_speed_of_a_run_is_that_of_all_its_ranks():
     assert text[-1] == "One process and 2 ranks agree over 2 steps."
 
 
+def test_missing_waiting_of_shards_is_said():
+    shards = speed_of([measured(waiting_s=None), measured(1, waiting_s=None)], [9] * 5)
+    said = "\nwaiting is not measured where ranks hold parts of the weights.\n"
+    assert said in page_of(judged(STEPS), [], run_of().facts, 2, (ALONE, shards))
+    assert said not in page_of(judged(STEPS), [], run_of().facts, 2, (ALONE, RANKS))
+
+
 def test_median_of_few_steps_is_none():
     short = speed_of([measured(num_steps=3)], [9] * 3)
     assert (short.num_timed, short.step_s, short.tokens_per_s, short.padding) == (2, None, None, 0.0)

@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.report import share, total
+from unsloth_multigpu.report import NO_WAITING, share, total
 from unsloth_multigpu.train.figures import Meter
 from unsloth_multigpu.wire.beat import BeatReader, Figures
 from unsloth_multigpu.words import GIB
+
+logger = get_logger(__name__)
 
 PREFIX = "multigpu/"
 
@@ -40,6 +43,8 @@ class LogFigures(Part):
     @contextmanager
     def around(self) -> Iterator[None]:
         self._before = {}
+        if self._meter.is_sharded:
+            logger.info("multigpu/waiting and multigpu/slowest_rank are not logged: %s", NO_WAITING)
         yield
 
     def overrides(self) -> dict[str, Override]:
