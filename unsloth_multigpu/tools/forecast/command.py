@@ -33,6 +33,7 @@ from unsloth_multigpu.tools.program import (
     parse_numbers,
     run_program,
 )
+from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 
 SCHEMA_VERSION = 1
@@ -229,8 +230,8 @@ def _run(request: Request, program: Sequence[str], folder: Path, num_gpus: int) 
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    shown = "".join(f"\n  | {line}" for line in lines[-_LOG_LINES:])
+    lines = last_lines(log.read_text(encoding="utf-8", errors="replace"), _LOG_LINES).split("\n")
+    shown = "".join(f"\n  | {line}" for line in lines)
     if code == 0:
         return SetupError(
             f"The script ended without a training that forecast could follow.{shown}",
