@@ -38,7 +38,7 @@ ENV_TOOL = ENV_PREFIX + "TOOL"
 ENV_SHARD_CHOICE = ENV_PREFIX + "SHARD_CHOICE"
 # What a worker of a notebook needs to know: a JSON object, see notebook.start.
 ENV_NOTEBOOK = ENV_PREFIX + "NOTEBOOK"
-# Marks the processes of one check of `unsloth-multigpu doctor`, see tools.doctor.probe.
+# Marks the processes of one check of `unsloth-multigpu doctor`, see tools.probe.
 ENV_PROBE = ENV_PREFIX + "PROBE"
 # A YAML file of options, which users may set too.
 ENV_CONFIG = ENV_PREFIX + "CONFIG"

@@ -13,9 +13,10 @@ from typing import Any
 
 import psutil
 
-from unsloth_multigpu.report import share, total
+from unsloth_multigpu.report import NO_WAITING, share, total
 from unsloth_multigpu.wire.beat import Beat, BeatReader, Figures, Phase
 from unsloth_multigpu.wire.run import Run
+from unsloth_multigpu.words import duration, gib, shown_lines
 
 # Rates are taken between the newest look and one that is at least so old.
 _WINDOW_S = 10.0
@@ -172,7 +173,7 @@ class Overview:
         beats = self._reader.read()
         figures = {rank: beat.figures for rank, beat in beats.items()}
         before = self._before(now_s, figures)
-        gone = {rank: _between(before.get(rank, Figures()), found) for rank, found in figures.items()}
+        gone = {rank: found.since(before.get(rank, Figures())) for rank, found in figures.items()}
         rows = tuple(self._row(rank, beat, _rates_of([gone[rank]]), now_s) for rank, beat in beats.items())
         elapsed_s = time.time() - self.run.begin_s
         return Look(self.run, rows, _rates_of(list(gone.values())), elapsed_s)
@@ -208,9 +209,7 @@ def last_line(path: Path) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    # A progress bar writes its line many times.
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    shown = [_CONTROL.sub("", line).strip() for line in lines]
+    shown = [_CONTROL.sub("", line).strip() for line in shown_lines(text)]
     return next((line for line in reversed(shown) if line and not _OBJECT.fullmatch(line)), "")
 
 
@@ -226,8 +225,8 @@ def columns_of(look: Look) -> list[tuple[str, list[str]]]:
         "tokens/s": [_number(row.rates.tokens_per_s) for row in rows],
         "waiting": [_percent(row.rates.waiting) for row in rows],
         "padding": [_percent(row.rates.padding) for row in rows],
-        "memory": [_gib(row.held_bytes) for row in rows],
-        "peak": [_gib(_peak(row)) for row in rows],
+        "memory": [_size(row.held_bytes) for row in rows],
+        "peak": [_size(_peak(row)) for row in rows],
         "GPU": [_unit((row.gpu or Gpu()).utilization, " %") for row in rows],
         "temp.": [_unit((row.gpu or Gpu()).temperature_c, " C") for row in rows],
         "log": [row.log for row in rows],
@@ -248,18 +247,10 @@ def headline(look: Look) -> str:
         parts.append("done" if not look.eta_s else f"{duration(look.eta_s)} left")
     speeds = ((rates.samples_per_s, "samples/s"), (rates.tokens_per_s, "tokens/s"))
     parts += [f"{_number(value)} {unit}" for value, unit in speeds if value is not None]
+    trained = [row.beat.figures for row in look.rows if row.beat.figures.num_steps]
+    if len(look.rows) > 1 and trained and all(figures.waiting_s is None for figures in trained):
+        parts.append(NO_WAITING)
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """ "48 s", "3 min 05 s" or "2 h 01 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _rates(rates: Rates) -> dict[str, float | None]:
@@ -291,12 +282,6 @@ def _values(row: RankRow) -> dict[str, Any]:
 
 def _num_steps(figures: Figures | None) -> int:
     return 0 if figures is None else figures.num_steps or 0
-
-
-def _between(before: Figures, now: Figures) -> dict[str, Any]:
-    names = ("num_steps", "num_samples", "num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
-    pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
-    return {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}
 
 
 def _rates_of(gone: Sequence[Mapping[str, Any]]) -> Rates:
@@ -360,8 +345,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}".replace("%", " %")
 
 
-def _gib(value: int | None) -> str:
-    return "-" if value is None else f"{value / 2**30:.2f} GiB"
+def _size(value: int | None) -> str:
+    return "-" if value is None else gib(value)
 
 
 def _unit(value: int | None, unit: str) -> str:

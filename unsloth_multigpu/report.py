@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Said where the number is missing.
+NO_WAITING = "waiting is not measured where ranks hold parts of the weights"
+
 
 @dataclass(frozen=True)
 class RankReport:

@@ -15,6 +15,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.cluster import read_cluster, take
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import MultiGPUConfig, given_options, num_nodes, variable
+from unsloth_multigpu.words import gib
 
 logger = get_logger(__name__)
 
@@ -230,9 +231,9 @@ def _warn_of_early_work(num_ranks: int) -> None:
     if torch is not None and torch.cuda.is_initialized():
         held_bytes = sum(torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count()))
         logger.warning(
-            "enable_multi_gpu() comes after work on a GPU: this process keeps %.1f GiB there while the ranks train. "
+            "enable_multi_gpu() comes after work on a GPU: this process keeps %s there while the ranks train. "
             "Make it the first line of the script.",
-            held_bytes / 2**30,
+            gib(held_bytes, 1),
         )
     heavy = [name for name in ("unsloth", "transformers", "trl", "peft") if name in sys.modules]
     # The time of this process alone: ranks do not repeat the waiting for a child process or for input.

@@ -33,6 +33,7 @@ class ArgumentsLike(Protocol):
     max_steps: int
     n_gpu: int
     neftune_noise_alpha: float | None
+    num_train_epochs: float
     optim: Any  # OptimizerNames, equal to its text
     output_dir: str
     per_device_eval_batch_size: int

@@ -14,7 +14,7 @@ import random
 from cluster_traffic import MODELS, PEAK_FLOPS, UTILISATION
 
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN, Way, Workload, forecast
+from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN, Way, Workload, forecast_time
 from unsloth_multigpu.step.link import NVLINK, Network, ethernet
 
 GPUS = (8, 16, 64, 256, 1024)
@@ -61,7 +61,7 @@ def main() -> None:
             apart = dataclasses.replace(work, exchange="now and then", every_steps=every) if every > 1 else work
             for gbit in LINKS_GBIT:
                 network = Network(NVLINK, ethernet(gbit))
-                rows = [forecast(apart, n, network, way) for n in GPUS]
+                rows = [forecast_time(apart, n, network, way) for n in GPUS]
                 cells = " | ".join(f"{row.step_s:.3g} ({row.efficiency:.0%})" for row in rows)
                 print(f"| {name}, {gbit} Gbit/s | {cells} |")
         print()

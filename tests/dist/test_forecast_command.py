@@ -85,6 +85,19 @@ def test_scaled_batch_takes_more_samples_in_fewer_steps(tmp_path: Path) -> None:
     assert found["forecasts"][2]["speed_up"] > 10
 
 
+def test_scaled_batch_makes_as_many_steps_as_the_run(tmp_path: Path) -> None:
+    run = forecast(tmp_path, "epochs", "--json", "--gpus", "2,64")
+    assert run.code == 0, run.err
+    _, two, many = json.loads(run.out)["forecasts"]
+    real = run_python([SCRIPT, "epochs"], tmp_path, {**BARE, "UNSLOTH_MULTIGPU_NUM_GPUS": "2"})
+    # 14 micro-batches in an epoch: seven for each rank, four steps.
+    assert f"the script has gone on after {two['num_steps']}\n" in real.out, real.err
+    assert two["num_steps"] == 12
+    # Each of 64 GPUs has one micro-batch in an epoch, most of them what others have as well.
+    assert many["num_steps"] == 3
+    assert many["efficiency"] < 0.2
+
+
 def test_script_without_a_training_has_no_forecast(tmp_path: Path) -> None:
     run = run_python([*FORECAST, SCRIPT, "nothing"], tmp_path, BARE)
     assert run.code == 69

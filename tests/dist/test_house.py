@@ -1,11 +1,11 @@
-"""Folders that nothing imports can be deleted: the package is imported and trains on two ranks without each of them."""
+"""Folders that nothing imports can be deleted: two ranks train without each of them, and a tool needs no other."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, ROOT, finish, start
+from tests.helpers.run import BARE, ROOT, finish, run_python, start
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OUTSIDE = ("tools", "strategies", "legacy", "federated")
@@ -23,16 +23,22 @@ print("from", ump.__file__, "trained", trainer.state.global_step, "on", args.wor
 """
 
 
+def copied(folder, *left_out):
+    """A copy of the package without folders of these names."""
+    ignored = shutil.ignore_patterns("__pycache__", *left_out)
+    shutil.copytree(ROOT / "unsloth_multigpu", folder / "unsloth_multigpu", ignore=ignored)
+    return {**BARE, "PYTHONPATH": str(folder)}
+
+
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
     """What a script prints in a copy of the package without one folder; all of them run at the same time."""
     running = {}
     for name in OUTSIDE:
         folder = tmp_path_factory.mktemp(name)
-        left_out = shutil.ignore_patterns("__pycache__", name)
-        shutil.copytree(ROOT / "unsloth_multigpu", folder / "unsloth_multigpu", ignore=left_out)
+        env = copied(folder, name)
         (folder / "train.py").write_text(TRAIN)
-        running[name] = folder, start(["train.py"], folder, {**BARE, "PYTHONPATH": str(folder)})
+        running[name] = folder, start(["train.py"], folder, env)
     return {name: (folder, finish(process)) for name, (folder, process) in running.items()}
 
 
@@ -42,3 +48,35 @@ def test_package_trains_without_a_folder_that_lies_outside(without, name):
     assert run.code == 0, run.err
     assert f"from {folder}/unsloth_multigpu/__init__.py trained 2 on 2" in run.out
     assert not (folder / "unsloth_multigpu" / name).exists()
+
+
+# Every module that is left is imported. Matplotlib, Flower and nvidia-ml-py are there where the tests run.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import unsloth_multigpu.tools as tools
+from unsloth_multigpu.cli.main import find_commands
+print(*find_commands())
+for module in pkgutil.walk_packages(tools.__path__, "unsloth_multigpu.tools."):
+    importlib.import_module(module.name)
+"""
+TOOLS = sorted(path.parent.name for path in (ROOT / "unsloth_multigpu" / "tools").glob("*/__init__.py"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", TOOLS)
+def test_tool_can_be_deleted_alone(tmp_path, name):
+    env = copied(tmp_path)
+    shutil.rmtree(tmp_path / "unsloth_multigpu" / "tools" / name)
+    run = run_python(["-c", IMPORT_ALL], tmp_path, env)
+    assert run.code == 0, run.err
+    assert sorted(run.out.split()) == sorted({"run", *TOOLS} - {name})
+
+
+def test_forecast_needs_no_other_tool(tmp_path):
+    env = copied(tmp_path)
+    for name in set(TOOLS) - {"forecast"}:
+        shutil.rmtree(tmp_path / "unsloth_multigpu" / "tools" / name)
+    command = ["-m", "unsloth_multigpu.cli.main", "forecast", "--steps", "6", "--gpus", "2", "--link", "measure"]
+    run = run_python([*command, "--", SCRIPTS / "forecast_me.py", "list"], tmp_path, env)
+    assert run.code == 0, run.err
+    assert "link: this machine's (" in run.out

@@ -134,7 +134,7 @@ def test_error_is_told_as_plain_python_tells_it(tmp_path, form):
     assert plain.err.endswith("ValueError: rank 1 fell\n")
     assert run.err.count(plain.err) == 1, run.err
     assert run.err.count("Traceback") == 1, run.err
-    assert "unsloth_multigpu: rank 1 failed before the first step: ValueError: rank 1 fell." in run.err
+    assert "unsloth_multigpu: rank 1 failed: ValueError: rank 1 fell." in run.err
 
 
 def test_module_that_does_not_exist_is_named(tmp_path):

@@ -53,7 +53,7 @@ def test_question_is_answered_once_and_an_error_of_all_ranks_is_told_once(tmp_pa
     assert "s3cret" not in shown + (tmp_path / "logs" / "rank_1.log").read_text()
     assert "unsloth_multigpu: 2 ranks on the CPU, 1 thread each" in shown
     end = shown.partition("Traceback")[2]
-    assert "all 2 ranks failed alike before the first step: FileNotFoundError: " in end
+    assert "all 2 ranks failed alike: FileNotFoundError: " in end
     assert "Traceback" not in end
     assert "/unsloth_multigpu/" not in end
     assert "rank_N.log" not in end

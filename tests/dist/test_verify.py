@@ -138,9 +138,14 @@ def test_argument_that_overrules_an_option_is_told(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_dropout_and_larger_steps_are_named(tmp_path):
-    run = verify(tmp_path, "train.py", "--steps", 1, "--global-batch", "scale", "--dropout", "0.3")
+    run = verify(tmp_path, "train.py", "--steps", 4, "--global-batch", "scale", "--dropout", "0.3")
     assert run.code == 77, run.err
+    found = receipt(tmp_path)
+    one, many = (found["figures"][name] for name in ("one", "many"))
     assert "dropout: probabilities 0.3: ranks draw other masks" in run.out
+    assert found["figures"]["times_as_fast"] == pytest.approx(many["samples_per_s"] / one["samples_per_s"])
+    assert many["step_samples"] != one["step_samples"]
+    assert f"2 ranks train {found['figures']['times_as_fast']:.2f} times as many samples in a second" in run.out
     assert "global_batch='scale': a step of several ranks has more samples" in run.out
     assert "DO NOT AGREE: step 1: other samples (9 and 18 on one process and on the ranks)" in run.out
     assert "Remove what may differ without a fault" in run.out

@@ -853,10 +853,10 @@ def test_strategies_are_summarized() -> None:
 
 
 def test_learning_is_drawn(monkeypatch) -> None:
-    original = plot._png_of
+    original = plot.png_of
     runs = learned_runs()
     figures = []
-    monkeypatch.setattr(plot, "_png_of", lambda figure: (figures.append(figure), original(figure))[1])
+    monkeypatch.setattr(plot, "png_of", lambda figure: (figures.append(figure), original(figure))[1])
     plots = draw_curves(summarize_strategies(runs, learning(num_steps=2)))
     # Strategies that learn the same are drawn at the same places.
     for axes in figures[0].axes:

@@ -61,8 +61,11 @@ def test_exception_of_a_rank_is_the_cause() -> None:
 
 
 def test_exception_before_training_has_no_step() -> None:
-    cause = find_cause(Run().fails(0, "KeyError: 'text'").events, {0: 1})
+    cause = find_cause(Run().fails(0, "KeyError: 'text'", step=0).events, {0: 1})
     assert cause.message == "rank 0 failed before the first step: KeyError: 'text'"
+    # A loop without a Trainer counts no steps: nothing is said of them, whether it has made some or not.
+    cause = find_cause(Run().fails(0, "KeyError: 'text'").events, {0: 1})
+    assert cause.message == "rank 0 failed: KeyError: 'text'"
 
 
 def test_interrupt_that_a_rank_raised_itself_is_the_cause() -> None:
@@ -75,7 +78,7 @@ def test_interrupt_that_a_rank_raised_itself_is_the_cause() -> None:
 
 def test_error_without_a_text_has_no_stray_colon() -> None:
     cause = find_cause(Run().fails(0, "AssertionError: ").events, {0: 1})
-    assert cause.message == "rank 0 failed before the first step: AssertionError"
+    assert cause.message == "rank 0 failed: AssertionError"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_kill_for_lack_of_memory_is_told_from_others() -> None:
     def message(memory: Memory) -> str:
         return find_cause(Run().training(0, 1).events, {1: -signal.SIGKILL}, {1}, memory=memory).message
 
-    killed = "rank 1 was killed by SIGKILL before the first step; "
+    killed = "rank 1 was killed by SIGKILL; "
     assert message(Memory(1)) == killed + "the kernel killed it for lack of memory"
     held = {0: 5, 1: 3 * 2**29}
     assert message(Memory(2, held)) == killed + "the kernel killed it for lack of memory, it held 1.5 GiB"
@@ -278,7 +281,7 @@ def test_exit_code_of_a_rank_that_said_nothing_is_kept() -> None:
     # Python could not even find the script.
     cause = find_cause([], {0: 2, 1: 2})
     assert (cause.rank, cause.exit_code) == (0, 2)
-    assert cause.message == "rank 0 exited with code 2 before the first step"
+    assert cause.message == "rank 0 exited with code 2"
 
 
 # Hangs, which the supervisor ends itself.
@@ -335,7 +338,7 @@ def test_restart_after_a_death_claims_no_exit_code() -> None:
 
 def test_restart_before_training_names_the_rank_that_is_gone() -> None:
     cause = find_cause(Run().events, {}, gone={1})
-    assert (cause.rank, cause.message) == (1, "rank 1 ended before the first step")
+    assert (cause.rank, cause.message) == (1, "rank 1 ended")
 
 
 def test_exit_code_is_never_zero_nor_above_255() -> None:
@@ -349,11 +352,11 @@ def test_unnamed_signal_is_shown_by_its_number() -> None:
     assert "killed by signal 35" in find_cause([], {1: -35}).message
 
 
-@pytest.mark.parametrize("step", [-1, 0])
-def test_error_that_all_ranks_raise_before_the_first_step_is_one_of_all(step: int) -> None:
+@pytest.mark.parametrize(("step", "where"), [(-1, ""), (0, " before the first step")])
+def test_error_that_all_ranks_raise_before_the_first_step_is_one_of_all(step: int, where: str) -> None:
     error = "FileNotFoundError: 'train.jsonl'"
     cause = find_cause(alike(Run(), 1, 0, step=step, error=error).events, {0: 1, 1: 1}, num_ranks=2)
-    assert cause.message == "all 2 ranks failed alike before the first step: FileNotFoundError: 'train.jsonl'"
+    assert cause.message == f"all 2 ranks failed alike{where}: FileNotFoundError: 'train.jsonl'"
     assert (cause.rank, cause.exit_code, cause.is_of_all, cause.traceback) == (0, 1, True, f"Traceback of {error}\n")
 
 
@@ -378,7 +381,7 @@ def alike(run: Run, *ranks: int, step: int = -1, error: str = "ValueError: a") -
 def test_error_that_is_not_known_to_be_of_all_names_its_rank(run: Run, num_ranks: int) -> None:
     cause = find_cause(run.events, {0: 1, 1: 1}, num_ranks=num_ranks)
     assert not cause.is_of_all
-    assert cause.message.startswith("rank 1 failed ")
+    assert cause.message.startswith("rank 1 failed")
 
 
 @pytest.mark.parametrize(

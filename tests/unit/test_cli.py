@@ -23,12 +23,15 @@ import torch.distributed as dist
 from tests.helpers.run import orphans
 from unsloth_multigpu import start, versions
 from unsloth_multigpu.cli import main, script
+from unsloth_multigpu.cli.parser import make_parser
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig, command_options
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.tools.doctor import allreduce, device, findings, probe, seam
+from unsloth_multigpu.tools import allreduce, probe, program
 from unsloth_multigpu.tools.doctor import command as doctor
+from unsloth_multigpu.tools.doctor import device, findings, seam
 from unsloth_multigpu.tools.doctor.verdict import verdict
+from unsloth_multigpu.tools.forecast import command as forecast
 from unsloth_multigpu.tools.verify import command as verify
 from unsloth_multigpu.tools.verify.output import HEADING, RunOutput
 from unsloth_multigpu.tools.verify.run import ScriptRun
@@ -333,6 +336,40 @@ def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, ca
     assert asked == [4]
 
 
+def test_forecast_refuses_ranks_that_it_cannot_check_before_the_first_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 2))
+    monkeypatch.setattr(forecast, "run_program", lambda *arguments: pytest.fail("a run was started"))
+    assert main.main(["forecast", "--check", "8", "train.py"]) == SetupError.exit_code
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "error: --check 8 cannot be run here: num_gpus=8, but 2 GPU(s) are visible.\nHint: Give a number"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], ("ethernet:100", 8)),
+        (["--link", "nvlink", "--node-link", "ethernet:400", "--gpus-per-node", "4"], ("ethernet:400", 4)),
+        (["--link", "Ethernet:25"], ("ethernet:25", 1)),
+        (["--link", "ethernet:25", "--node-link", "ethernet:25", "--gpus-per-node", "1"], ("ethernet:25", 1)),
+        (["--link", "ethernet:25", "--node-link", "ethernet:100"], "--node-link says otherwise"),
+        (["--link", "ethernet:25", "--gpus-per-node", "8"], "--gpus-per-node says otherwise"),
+    ],
+)
+def test_link_of_a_network_says_what_joins_machines(given, wanted):
+    options = make_parser(main.find_commands()).parse_args(["forecast", *given])
+    if isinstance(wanted, str):
+        with pytest.raises(ConfigError, match=wanted) as error:
+            forecast.Request.read(options)
+        assert "--link nvlink or pcie, with --node-link ethernet:25" in error.value.hint
+    else:
+        request = forecast.Request.read(options)
+        assert (request.node_link.name, request.gpus_per_node) == wanted
+
+
 HELPER = """
 import signal, subprocess, sys
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
@@ -405,14 +442,14 @@ def test_verify_shows_one_process_one_device(monkeypatch):
         with mock.patch.dict(os.environ, {} if before is None else {"CUDA_VISIBLE_DEVICES": before}):
             if before is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            assert verify.device_variables("auto", 1) == {"CUDA_VISIBLE_DEVICES": alone}
-            assert verify.device_variables("auto", 4) == {}
+            assert program.device_variables("auto", 1) == {"CUDA_VISIBLE_DEVICES": alone}
+            assert program.device_variables("auto", 4) == {}
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_verify_on_the_cpu_hides_the_gpus_of_both_runs(monkeypatch, num_gpus):
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
-    found = verify.device_variables("cpu", num_gpus)
+    found = program.device_variables("cpu", num_gpus)
     assert found == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -749,7 +786,7 @@ PROBES = {
     ],
 )
 def test_probe_turns_every_end_into_an_outcome(tmp_path, capfd, name, expected):
-    imports = "from unsloth_multigpu.tools.doctor.probe import leave_outcome as main\n"
+    imports = "from unsloth_multigpu.tools.probe import leave_outcome as main\n"
     imports += "from unsloth_multigpu.errors import SetupError\n"
     (tmp_path / f"probe_{name}.py").write_text(imports + PROBES[name])
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.forecast import forecast
+from unsloth_multigpu.step.forecast import forecast_time
 from unsloth_multigpu.step.link import PCIE, Network
 from unsloth_multigpu.strategy import ParameterServer
 from unsloth_multigpu.tools.forecast.measured import check, read_measured
-from unsloth_multigpu.tools.forecast.page import table_rows
+from unsloth_multigpu.tools.forecast.page import show, table_rows
 from unsloth_multigpu.tools.forecast.recorder import Clock, _refuse_what_is_not_known, _rows_of
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 
@@ -46,7 +48,7 @@ def record(**values: Any) -> dict[str, Any]:
         "is_cpu": False,
         "is_length_known": True,
         "is_planned": True,
-        "is_by_epochs": True,
+        "epochs": None,
         "regroup": True,
         "whole": False,
         "max_tokens": None,
@@ -68,7 +70,7 @@ def test_forecast_of_one_rank_is_what_was_measured() -> None:
     assert measured.misfit < 1e-6
     assert measured.notes == ()
     in_order = [TOKEN_S * (TRUE.of(rows[:2]) + TRUE.of(rows[2:])) + UPDATE_S for rows in STEPS.values()]
-    assert forecast(measured.work, 1, Network(PCIE)).step_s == pytest.approx(sum(in_order) / len(in_order))
+    assert forecast_time(measured.work, 1, Network(PCIE)).step_s == pytest.approx(sum(in_order) / len(in_order))
 
 
 def test_what_was_assumed_is_said() -> None:
@@ -98,7 +100,7 @@ def test_check_compares_the_same_steps() -> None:
     for slower in (1.0, 0.6):
         steps = []
         for n, rows in STEPS.items():
-            one = forecast(dataclasses.replace(measured.work, steps=(rows,)), 2, network)
+            one = forecast_time(dataclasses.replace(measured.work, steps=(rows,)), 2, network)
             steps.append({"step": n, "seconds": one.step_s * 1.25 * slower})
         ranks.append({"steps": steps})
     found = check(measured, ranks, network)
@@ -109,9 +111,30 @@ def test_check_compares_the_same_steps() -> None:
 
 def test_rows_of_the_table_name_what_is_refused() -> None:
     work = read_measured(record()).work
-    rows = table_rows(work, [2, 8], [forecast(work, n, Network(PCIE)) for n in (1, 2)])
+    rows = table_rows(work, [2, 8], [forecast_time(work, n, Network(PCIE)) for n in (1, 2)])
     assert [row[0] for row in rows] == ["1", "2", "8"]
     assert rows[2][1:3] == ("refused", "4 samples")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["pipe", "terminal"])
+def test_forecast_is_coloured_on_a_terminal_only(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    named = {"model": "M", "trainer": "T", "device": "D", "num_parameters": 2, "num_trained": 2}
+    measured, network = read_measured(record(**named)), Network(PCIE)
+    rows = [forecast_time(measured.work, n, network) for n in (1, 2)]
+    show(Screen(stream), measured, [2], rows, network, ["Useful up to 2 GPUs.", "More."], None)
+    text = stream.getvalue()
+    assert ("\x1b[1m" in text) == stream.isatty()
+    assert ("\nUseful up to 2 GPUs.\nMore.\n" in text) != stream.isatty()
+    assert "GPUs" in text
+    assert "speed-up: over the script" in text
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.advice import advise, compare_two, duration, useful_up_to
+from unsloth_multigpu.step.advice import advise, compare_two, useful_up_to
 from unsloth_multigpu.step.cost import CostModel, fit_time
-from unsloth_multigpu.step.forecast import BACKWARD, Workload, curve, expected_maximum, forecast, ladder
+from unsloth_multigpu.step.forecast import BACKWARD, Epochs, Workload, curve, expected_maximum, forecast_time, ladder
 from unsloth_multigpu.step.link import NODE_LINK, NVLINK, PCIE, Link, Network, ethernet, fit_link, parse_link
 
 NETWORK = Network(PCIE)
@@ -66,7 +66,7 @@ ways = st.sampled_from(["ddp", "sharded"])
 @given(workloads())
 @settings(max_examples=60, deadline=None)
 def test_one_rank_is_the_script_as_it_was_measured(work):
-    row = forecast(work, 1, NETWORK)
+    row = forecast_time(work, 1, NETWORK)
     in_order = []
     for lengths in work.steps:
         rows = iter(lengths)
@@ -81,7 +81,7 @@ def test_one_rank_is_the_script_as_it_was_measured(work):
 def test_no_number_of_ranks_is_faster_than_ideal(work, num_ranks, way):
     if not work.has_samples(num_ranks):
         return
-    row = forecast(work, num_ranks, NETWORK, way)
+    row = forecast_time(work, num_ranks, NETWORK, way)
     # Every token of a step is computed by one rank, and nothing else is.
     steps = work.steps[:: max(1, len(work.steps))] if len(work.steps) == 1 else work.steps
     ideal = min(sum(map(work.timing.row_work, lengths)) for lengths in steps) * work.token_s
@@ -99,47 +99,80 @@ def test_a_faster_link_is_never_slower(work, num_ranks, way, times):
     slow = Link("slow", 1e9, 2e-5, "test")
     fast = dataclasses.replace(slow, bytes_per_s=slow.bytes_per_s * times)
     shorter = dataclasses.replace(slow, latency_s=slow.latency_s / times)
-    step_s = forecast(work, num_ranks, Network(slow), way).step_s
-    assert forecast(work, num_ranks, Network(fast), way).step_s <= step_s
-    assert forecast(work, num_ranks, Network(shorter), way).step_s <= step_s
+    step_s = forecast_time(work, num_ranks, Network(slow), way).step_s
+    assert forecast_time(work, num_ranks, Network(fast), way).step_s <= step_s
+    assert forecast_time(work, num_ranks, Network(shorter), way).step_s <= step_s
 
 
 def test_more_ranks_than_samples_are_refused_as_by_the_run():
     work = workload()
-    assert forecast(work, 4, NETWORK).num_ranks == 4
+    assert forecast_time(work, 4, NETWORK).num_ranks == 4
     with pytest.raises(ConfigError, match=r"4 sample\(s\) cannot be shared by 5 ranks"):
-        forecast(work, 5, NETWORK)
+        forecast_time(work, 5, NETWORK)
     assert [row.num_ranks for row in curve(work, NETWORK)] == [1, 2, 3, 4]
-    scaled = dataclasses.replace(work, keeps_batch=False)
-    assert forecast(scaled, 1024, NETWORK).num_steps == 1
+    assert forecast_time(dataclasses.replace(work, keeps_batch=False), 1024, NETWORK).num_steps == 100
+
+
+@pytest.mark.parametrize("drops_last", [False, True])
+@pytest.mark.parametrize("num_rows", [3, 21, 64])
+@pytest.mark.parametrize("num_epochs", [1.0, 2.5, 3.0])
+def test_larger_steps_are_as_many_as_accelerate_and_transformers_make(num_rows, num_epochs, drops_last):
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    batches = BatchSampler(SequentialSampler(range(num_rows)), 2, drops_last)
+    epochs = Epochs(len(batches), drops_last=drops_last, num_epochs=num_epochs)
+    work = workload([(100, 50, 200, 70)], sizes=(2, 2), keeps_batch=False, epochs=epochs)
+    for num_ranks in (1, 2, 3, 8):
+        mine = len(BatchSamplerShard(batches, num_ranks, 0))
+        if not mine:  # Then transformers finds a loader without a batch.
+            assert not work.has_samples(num_ranks)
+            with pytest.raises(ConfigError, match=rf"cannot be dealt to {num_ranks} ranks: dataloader_drop_last"):
+                forecast_time(work, num_ranks, NETWORK)
+            continue
+        row = forecast_time(work, num_ranks, NETWORK)
+        assert row.num_steps == math.ceil(num_epochs * -(-mine // 2))
+        assert row.speed_up <= num_ranks * 1.001
+
+
+def test_ranks_beyond_the_data_set_are_not_faster():
+    work = workload([(100,) * 4], sizes=(2, 2), keeps_batch=False, epochs=Epochs(8, num_epochs=3.0), gradient_bytes=0)
+    four, eight, many = (forecast_time(work, n, NETWORK) for n in (4, 8, 64))
+    assert (four.num_steps, eight.num_steps, many.num_steps) == (3, 3, 3)
+    assert four.speed_up == pytest.approx(eight.speed_up, rel=0.05)
+    assert many.efficiency < 0.1
+    text = told(work)
+    assert "What limits is the data set: an epoch has 8 micro-batches for 8 GPUs" in text
+    text = told(dataclasses.replace(work, sizes=(4,), epochs=Epochs(4, drops_last=True, num_epochs=1.0)), most=8)
+    assert "Useful up to 4 GPUs: an epoch has 4 whole batches, and the run refuses more GPUs than that" in text
 
 
 def test_equal_samples_without_overhead_are_divided_evenly():
     work = workload([(100,) * 8] * 2, cost=CostModel(overhead_tokens=0.0), update_s=0.0, gradient_bytes=0)
-    row = forecast(work, 8, Network(Link("free", math.inf, 0.0, "test")))
+    row = forecast_time(work, 8, Network(Link("free", math.inf, 0.0, "test")))
     assert row.efficiency == pytest.approx(1.0)
     assert row.speed_up == pytest.approx(8.0)
 
 
 def test_ranks_that_meet_seldom_wait_less_and_send_less():
     work = workload([(300, 10), (10, 300)] * 8, is_planned=False, gradient_bytes=GIB)
-    together = forecast(work, 2, NETWORK)
-    apart = forecast(dataclasses.replace(work, exchange="now and then", every_steps=16), 2, NETWORK)
+    together = forecast_time(work, 2, NETWORK)
+    apart = forecast_time(dataclasses.replace(work, exchange="now and then", every_steps=16), 2, NETWORK)
     assert apart.waiting < together.waiting / 10
     assert apart.link == pytest.approx(together.link * together.step_s / apart.step_s / 16, rel=0.01)
 
 
 def test_backward_hides_the_exchange_but_not_the_last_bucket():
     work = workload([(1000,) * 8] * 2, gradient_bytes=GIB)
-    hidden = forecast(dataclasses.replace(work, hides=BACKWARD), 2, NETWORK)
-    open_s = forecast(work, 2, NETWORK)
+    hidden = forecast_time(dataclasses.replace(work, hides=BACKWARD), 2, NETWORK)
+    open_s = forecast_time(work, 2, NETWORK)
     assert open_s.link * open_s.step_s == pytest.approx(NETWORK.all_reduce_s(GIB, 2), rel=0.01)
     assert hidden.link * hidden.step_s == pytest.approx(NETWORK.all_reduce_s(25 * 2**20, 2), rel=0.1)
 
 
 def test_sharded_ranks_send_all_weights_in_each_micro_batch():
     work = workload([(1000,) * 8] * 2, sizes=(1,) * 8, is_planned=False, gradient_bytes=GIB, weight_bytes=GIB)
-    row = forecast(work, 2, NETWORK, "sharded")
+    row = forecast_time(work, 2, NETWORK, "sharded")
     # Four micro-batches on each rank: two passes over half of the weights in each, one of the gradients in the last.
     assert row.link * row.step_s == pytest.approx((4 * 2 + 1) * 0.5 * GIB / PCIE.bytes_per_s, rel=0.01)
 
@@ -261,11 +294,3 @@ def test_line_about_a_second_gpu_is_for_long_trainings():
     assert compare_two(dataclasses.replace(work, num_steps=3), NETWORK) is None
     assert compare_two(dataclasses.replace(work, update_s=1000.0), NETWORK) is None
     assert compare_two(workload([(1000,)], num_steps=10**6), NETWORK) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(12.34, "12.3 s"), (59.9, "59.9 s"), (840, "14 min"), (7260, "2 h 01 min"), (273600, "3 d 4 h")],
-)
-def test_duration_is_told_in_two_units(seconds, text):
-    assert duration(seconds) == text

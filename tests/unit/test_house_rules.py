@@ -39,6 +39,7 @@ LAYERS = {
     "options": 0,
     "report": 0,
     "text_table": 0,
+    "words": 0,
     "wire": 1,
     "part": 2,
     "patching": 2,
@@ -77,6 +78,9 @@ LIGHT = {"packaging", "wrapt", "psutil"}
 # Read files of options, which few users have: inside functions, where there is one.
 PARSERS = {"yaml", "tomli"}
 HEAVY = {"torch", "numpy", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth", "unsloth_zoo"}
+
+
+TOOLS = {path.parent.name for path in (PACKAGE / "tools").glob("*/__init__.py")}
 
 
 def module_name(path: Path) -> str:
@@ -186,6 +190,22 @@ def third_party_is_allowed(root: str, layer: int, marks: set[str], where: str) -
     if where == "inside":
         return layer != FACE
     return (layer in (*RUNTIME, *OUTSIDE) or "late" in marks) and root in ("torch", "flwr")
+
+
+def tool_violations(source: str, module: str) -> list[str]:
+    """What names another tool than its own: each folder of tools/ can be deleted by itself."""
+    own = module.split(".")[1] if module.startswith("tools.") else None
+    tree = ast.parse(source)
+    named = [(name, line) for name, _, line in imports(tree, module)]
+    texts = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    # Modules are also started, or attached, by their name.
+    named += [(n.value, n.lineno) for n in texts if re.fullmatch(r"unsloth_multigpu\.tools\.[\w.:]+", n.value)]
+    found = [(name.replace(":", ".").split("."), line) for name, line in named]
+    return [
+        f"{module}:{line}: names the tool {parts[2]}"
+        for parts, line in found
+        if parts[:2] == ["unsloth_multigpu", "tools"] and parts[2:3] != [own] and "".join(parts[2:3]) in TOOLS
+    ]
 
 
 def style_violations(source: str, module: str) -> list[str]:
@@ -444,6 +464,35 @@ def test_style_check_catches_a_planted_violation(source: str, fact: str) -> None
 )
 def test_style_check_lets_the_allowed_pass(source: str) -> None:
     assert style_violations(source, "plugin") == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_module_names_no_other_tool(path: Path) -> None:
+    assert tool_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("from unsloth_multigpu.tools.verify.run import ScriptRun", "tools.forecast.command"),
+        ("def f():\n    from unsloth_multigpu.tools import verify", "tools.program"),
+        ("import unsloth_multigpu.tools.verify", "cli.main"),
+        ("from ..verify.run import ScriptRun", "tools.forecast.command"),
+        ("Probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.command"),
+        ("ToolRequest('unsloth_multigpu.tools.verify.tool:Verify')", "launch.rank"),
+    ],
+)
+def test_tool_check_catches_a_planted_violation(source: str, module: str) -> None:
+    (violation,) = tool_violations(source, module)
+    assert violation.endswith("names the tool verify")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from unsloth_multigpu.tools.program import run_program", "from unsloth_multigpu.tools.verify import run"],
+)
+def test_tool_check_lets_the_allowed_pass(source: str) -> None:
+    assert tool_violations(source, "tools.verify.command") == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

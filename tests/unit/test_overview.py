@@ -26,7 +26,7 @@ from unsloth_multigpu.launch.metrics_file import MetricsFile, escaped
 from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.overview import Gpu, Overview, columns_of, duration, headline, last_line
+from unsloth_multigpu.overview import Gpu, Overview, columns_of, headline, last_line
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
@@ -164,10 +164,6 @@ def test_last_line_of_a_log_is_what_a_terminal_would_show(tmp_path: Path) -> Non
     assert last_line(log) == "step 3"
 
 
-def test_durations_are_words() -> None:
-    assert [duration(s) for s in (0.4, 48, 185, 7260)] == ["0 s", "48 s", "3 min 05 s", "2 h 01 min"]
-
-
 def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> None:
     assert find_runs() == [run]
     folder = Path(run.folder)
@@ -220,6 +216,28 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     (other / "run.json").write_text(json.dumps(dataclasses.asdict(second)))
     assert main(["top", "--once"]) == SetupError.exit_code
     assert "2 jobs run here." in capsys.readouterr().err
+
+
+def test_missing_waiting_of_shards_is_said(run: Run) -> None:
+    sharded = dataclasses.replace(TEN_STEPS, waiting_s=None)
+    first, second = pages(run, sharded, sharded)
+    look = Overview(run).look()
+    assert headline(look).endswith(", waiting is not measured where ranks hold parts of the weights")
+    assert "waiting" not in dict(columns_of(look))
+    second.note(TEN_STEPS)
+    assert "not measured" not in headline(Overview(run).look())
+    for page in (first, second):
+        page.note(Figures())  # Before the first step nothing is known of anything.
+    assert "not measured" not in headline(Overview(run).look())
+
+
+def test_pipe_has_no_colour(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pages(run, TEN_STEPS, TEN_STEPS)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["top", "--once", str(run.pid)]) == 0
+    out = capsys.readouterr().out
+    assert "10 / 40" in out
+    assert "\x1b" not in out
 
 
 def test_narrow_terminal_has_fewer_columns_and_whole_ones(run: Run) -> None:

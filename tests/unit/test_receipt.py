@@ -584,24 +584,26 @@ def measured(rank=0, num_steps=5, step_s=0.5, num_tokens=1000, num_padding_token
     )
 
 
-ALONE = speed_of([measured(num_padding_tokens=250)])
+ALONE = speed_of([measured(num_padding_tokens=250)], [9] * 5)
 RANKS = speed_of(
     [
         measured(0, step_s=0.25, num_tokens=600, waiting_s=0.0),
         measured(1, step_s=9.0, num_tokens=400, waiting_s=1.0, peak_bytes=3 * 2**29),
-    ]
+    ],
+    [9] * 5,
 )
 
 
 def test_speed_of_a_run_is_that_of_all_its_ranks():
-    assert Speed(4, 0.5, 400.0, 0.2, None, 2**30) == ALONE
+    assert Speed(4, 0.5, 9.0, 18.0, 400.0, 0.2, None, 2**30) == ALONE
     # Seconds of a step are rank 0's, which every rank ends with the others; of memory the rank with most counts.
-    assert Speed(4, 0.25, 800.0, 0.0, 0.125, 3 * 2**29) == RANKS
+    assert Speed(4, 0.25, 9.0, 36.0, 800.0, 0.0, 0.125, 3 * 2**29) == RANKS
     assert times_as_fast(ALONE, RANKS) == 2.0
     text = page_of(judged(STEPS), [], run_of().facts, 2, (ALONE, RANKS)).splitlines()
     begin = text.index("measured               1 process   2 ranks")
-    assert text[begin + 1 : begin + 8] == [
+    assert text[begin + 1 : begin + 9] == [
         "median s per step          0.500     0.250",
+        "samples/s                     18        36",
         "tokens/s                     400       800",
         "padding                    20.0%      0.0%",
         "waiting                        -     12.5%",
@@ -610,32 +612,45 @@ def test_speed_of_a_run_is_that_of_all_its_ranks():
         "2 ranks train 2.00 times as fast: a step takes 0.250 s instead of 0.500 s, median of the 4 steps after the "
         "first.",
     ]
-    said = speed_verdict(RANKS, ALONE, "2 ranks", is_larger_step=False)
+    said = speed_verdict(RANKS, ALONE, "2 ranks")
     assert said.startswith("2 ranks train 0.50 times as fast, which is SLOWER: a step takes 0.500 s instead of 0.250 s")
     # The verdict is the last line all the same.
     assert text[-1] == "One process and 2 ranks agree over 2 steps."
 
 
+def test_missing_waiting_of_shards_is_said():
+    shards = speed_of([measured(waiting_s=None), measured(1, waiting_s=None)], [9] * 5)
+    said = "\nwaiting is not measured where ranks hold parts of the weights.\n"
+    assert said in page_of(judged(STEPS), [], run_of().facts, 2, (ALONE, shards))
+    assert said not in page_of(judged(STEPS), [], run_of().facts, 2, (ALONE, RANKS))
+
+
 def test_median_of_few_steps_is_none():
-    short = speed_of([measured(num_steps=3)])
+    short = speed_of([measured(num_steps=3)], [9] * 3)
     assert (short.num_timed, short.step_s, short.tokens_per_s, short.padding) == (2, None, None, 0.0)
     assert times_as_fast(short, RANKS) is None
-    assert speed_verdict(short, RANKS, "2 ranks", is_larger_step=False) == (
+    assert speed_verdict(short, RANKS, "2 ranks") == (
         "How much sooner 2 ranks train is not said: the first step warms up, and 2 more give no median. "
         "Give --steps 4 or more."
     )
-    assert speed_of([measured(num_steps=4)]).step_s == 0.5
+    assert speed_of([measured(num_steps=4)], [9] * 4).step_s == 0.5
 
 
-def test_steps_with_more_samples_are_compared_by_their_tokens():
-    said = speed_verdict(ALONE, RANKS, "2 ranks", is_larger_step=True)
-    assert said.startswith("2 ranks: 2.00 times the tokens in a second; a step takes 0.250 s instead of 0.500 s, ")
-    assert said.endswith(", with more samples in it.")
+def test_steps_with_more_samples_are_compared_by_their_samples():
+    # Twice the samples, in steps that take longer.
+    larger = speed_of([measured(step_s=0.8), measured(1, step_s=0.8)], [18] * 5)
+    assert times_as_fast(ALONE, larger) == pytest.approx(2 * 0.5 / 0.8)
+    said = speed_verdict(ALONE, larger, "2 ranks")
+    assert said.startswith(
+        "2 ranks train 1.25 times as many samples in a second: a step takes 0.800 s instead of 0.500 s, "
+    )
+    assert said.endswith(", with 18 samples in it instead of 9.")
 
 
 def test_what_was_not_measured_is_left_open():
     blind = speed_of(
-        [measured(num_tokens=None, num_padding_tokens=None, waiting_s=None, peak_bytes=None, step_s=None)] * 2
+        [measured(num_tokens=None, num_padding_tokens=None, waiting_s=None, peak_bytes=None, step_s=None)] * 2,
+        [9] * 5,
     )
-    assert blind == Speed(4, None, None, None, None, None)
-    assert [row[1:] for row in speed_rows(blind, blind)] == [("-", "-")] * 5
+    assert blind == Speed(4, None, 9.0, None, None, None, None, None)
+    assert [row[1:] for row in speed_rows(blind, blind)] == [("-", "-")] * 6

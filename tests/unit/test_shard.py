@@ -189,7 +189,7 @@ def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
 
 def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, *, offload: bool = False, **options: Any) -> Any:
     """What `shard="auto"` becomes for the 8B Llama with LoRA, which needs 19 GiB with DDP and 7 on 8 ranks."""
-    from tests.unit.test_forecast import LLAMA_8B, llama
+    from tests.unit.test_memory_forecast import LLAMA_8B, llama
     from unsloth_multigpu.shard import choice
     from unsloth_multigpu.shard.probe import Answer, Device
 

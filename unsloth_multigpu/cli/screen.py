@@ -34,12 +34,14 @@ class Screen:
 
     @property
     def console(self) -> Console:
-        """rich's console on the stream, for a terminal."""
+        """rich's console on the stream; it colours on a terminal only."""
         if self._console is None:
             from rich.console import Console
 
             # No guesses: what looks like a number, a path or a tag in our lines is shown as it is.
-            self._console = Console(file=self.stream, highlight=False, markup=False, emoji=False)
+            self._console = Console(
+                file=self.stream, highlight=False, markup=False, emoji=False, force_terminal=self.is_terminal
+            )
         return self._console
 
     def line(self, text: str = "", style: str | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.words import gib
 
 logger = get_logger(__name__)
 
@@ -44,9 +45,9 @@ def pack(app: Any) -> bytes:
         ) from error
     if len(data) > _WARN_BYTES:
         logger.warning(
-            "the clients' functions take %.1f GiB with the objects that they use, for every slot: load data and models "
+            "the clients' functions take %s with the objects that they use, for every slot: load data and models "
             "inside them",
-            len(data) / 2**30,
+            gib(len(data), 1),
         )
     return data
 

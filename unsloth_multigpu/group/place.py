@@ -11,6 +11,7 @@ import torch
 from unsloth_multigpu.group.manager import find_accelerator, local_device
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.words import gib
 
 # By which users choose devices.
 _CHOOSERS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -71,7 +72,7 @@ def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
     """
     texts = []
     for (name, num_bytes), group in itertools.groupby(sorted(devices)):
-        number, size = len(list(group)), f"{num_bytes / 2**30:.1f} GiB"
+        number, size = len(list(group)), gib(num_bytes, 1)
         texts.append(f"{number} x {name} ({size} each)" if number > 1 else f"{name} ({size})")
     return " and ".join(texts)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
+from unsloth_multigpu.words import gib
 
 # Errors of gloo, NCCL and the store that say that *another* rank went away: a consequence, never the cause.
 _COMMUNICATION_ERROR = re.compile(
@@ -114,14 +115,14 @@ def find_cause(
         return ended
     if exceptions and not is_one_node:
         rank, step = exceptions[0].rank, exceptions[0].step
-        lost = f"rank {rank} lost its connection to another node {_where(step)}"
+        lost = f"rank {rank} lost its connection to another node{where(step)}"
         return Cause(rank, DistributedError.exit_code, f"{lost}; that node's own message names the cause")
     if exceptions:
         return _from_exception(exceptions[0])
     exit_codes = {r: c for r, c in exit_codes.items() if c}
     if not exit_codes:
         rank = min(gone, default=0)
-        return Cause(rank, 1, f"rank {rank} ended {_where(steps.get(rank, -1))}")
+        return Cause(rank, 1, f"rank {rank} ended{where(steps.get(rank, -1))}")
     rank = min(set(gone) & set(exit_codes) or set(exit_codes))
     code = exit_codes[rank]
     return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
@@ -159,11 +160,11 @@ def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, 
         # The process has not exited: train() raised an error, and the script caught it.
         error = str(left.facts["error"]).strip().split("\n")[0].rstrip(".: ")
         ended = f" and ended with exit code {code}" if is_gone else ""
-        message = f"rank {left.rank} left train() by an error {_where(step)}, which its script caught{ended}"
+        message = f"rank {left.rank} left train() by an error{where(step)}, which its script caught{ended}"
         hint = "Hint: Catch errors of train() on all ranks or on none; the others wait for the one that has left.\n"
         return Cause(left.rank, code or 1, f"{message}, while other ranks were training: {error}", hint)
     how = f"left with exit code {code}" if "exit_code" in left.facts or exit_codes else "ended"
-    return Cause(left.rank, code or 1, f"rank {left.rank} {how} {_where(step)}, while other ranks were training")
+    return Cause(left.rank, code or 1, f"rank {left.rank} {how}{where(step)}, while other ranks were training")
 
 
 def _is_communication_error(event: Event) -> bool:
@@ -178,7 +179,7 @@ def _is_second_hand(event: Event) -> bool:
 
 
 def _from_exception(event: Event) -> Cause:
-    message = f"rank {event.rank} failed {_where(event.step)}: {_first_line(event)}"
+    message = f"rank {event.rank} failed{where(event.step)}: {_first_line(event)}"
     return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]) + _hint(event))
 
 
@@ -190,7 +191,7 @@ def _from_exceptions_of_all(own: Sequence[Event], ranks: Collection[int]) -> Cau
     # Later the text of such an error tells what one rank has found, and which ranks still raise it is chance.
     if len(ranks) < 2 or not is_of_all or first.step > 0:
         return None
-    message = f"all {len(ranks)} ranks failed alike before the first step: {_first_line(first)}"
+    message = f"all {len(ranks)} ranks failed alike{where(first.step)}: {_first_line(first)}"
     text = str(first.facts["traceback"]) + _hint(first)
     return Cause(first.rank, int(first.facts["exit_code"]), message, text, is_of_all=True)
 
@@ -204,10 +205,11 @@ def _from_exits_of_all(
     is_known = not set(ranks) - exiting and not set(ranks) - set(exit_codes)
     if len(ranks) < 2 or not is_known or len(codes) != 1 or min(codes) <= 0:
         return None
-    if max((steps.get(rank, -1) for rank in ranks), default=-1) > 0:
+    step = max((steps.get(rank, -1) for rank in ranks), default=-1)
+    if step > 0:
         return None
     (code,) = codes
-    return Cause(0, code, f"all {len(ranks)} ranks exited with code {code} before the first step", is_of_all=True)
+    return Cause(0, code, f"all {len(ranks)} ranks exited with code {code}{where(step)}", is_of_all=True)
 
 
 def _first_line(event: Event) -> str:
@@ -243,14 +245,14 @@ def _from_exit_codes(
     for rank, code in sorted(deaths.items(), key=lambda death: (death[0] not in gone, death[0])):
         return Cause(rank, 128 - code, _death_message(rank, code, steps.get(rank, -1), memory))
     for rank, code in sorted((r, c) for r, c in exit_codes.items() if c > 0):
-        return Cause(rank, code, f"rank {rank} exited with code {code} {_where(steps.get(rank, -1))}")
+        return Cause(rank, code, f"rank {rank} exited with code {code}{where(steps.get(rank, -1))}")
     return None
 
 
 def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
     # Real-time signals have numbers only.
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    held = f"it held {memory.held_bytes[rank] / 2**30:.1f} GiB" if memory.held_bytes.get(rank) else ""
+    held = f"it held {gib(memory.held_bytes[rank], 1)}" if memory.held_bytes.get(rank) else ""
     likely = ""
     if code == -signal.SIGKILL and memory.num_kills > 0:
         likely = "; the kernel killed it for lack of memory" + (held and f", {held}")
@@ -258,8 +260,15 @@ def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
         likely = "; the usual cause is that the machine ran out of memory (see dmesg" + (held and f"; {held}") + ")"
     elif code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
         likely = "; a native library crashed, its stack is in the rank's log"
-    return f"rank {rank} was killed by {name} {_where(step)}{likely}"
+    return f"rank {rank} was killed by {name}{where(step)}{likely}"
 
 
-def _where(step: int) -> str:
-    return f"after step {step}" if step > 0 else "before the first step"
+def where(step: int) -> str:
+    """After which step, with a space in front; "" where no Trainer has begun, since a plain loop counts no steps.
+
+    Args:
+        step: The last finished one; 0 = `train()` has begun, -1 = it has not.
+    """
+    if step < 0:
+        return ""
+    return f" after step {step}" if step else " before the first step"

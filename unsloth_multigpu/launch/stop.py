@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, VersionError
+from unsloth_multigpu.launch.cause import where
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.beat import Phase, read_beats
 from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
@@ -171,15 +172,15 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
         resume: The option.
     """
     name = signal.Signals(stop.signal_number).name
-    where = f"after step {step}" if step >= 0 else "before the first step"
+    place = where(step)
     saved = [str(event.facts["checkpoint"]) for event in events if event.facts.get("checkpoint")]
     way = "The same command resumes" if resume == "auto" else "With resume='auto' the same command resumes"
     rest = f" {way} from {saved[-1]}." if saved else " Nothing was saved."
     if any(event.kind == "stopped" for event in events):
-        return f"stopped by {name} {where}.{rest}"
+        return f"stopped by {name}{place}.{rest}"
     if stop.how == "late":
-        return f"stopped by {name}: the ranks did not stop within grace_s={grace_s:g} s and were ended {where}.{rest}"
-    return f"stopped by {name} {where}: all ranks were ended at once.{rest if saved else ''}"
+        return f"stopped by {name}: the ranks did not stop within grace_s={grace_s:g} s and were ended{place}.{rest}"
+    return f"stopped by {name}{place}: all ranks were ended at once.{rest if saved else ''}"
 
 
 def _is_permanent(event: Event) -> bool:

@@ -20,6 +20,7 @@ from unsloth_multigpu.notebook.share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.wire.beat import Beat, read_beats
+from unsloth_multigpu.words import gib
 
 _NUM_LOG_LINES = 40
 _MOST_LINES = 1000
@@ -168,7 +169,7 @@ def _rss(pid: int) -> str:
     import psutil
 
     try:
-        return f"{psutil.Process(pid).memory_info().rss / 2**30:.2f} GiB"
+        return gib(psutil.Process(pid).memory_info().rss)
     except psutil.NoSuchProcess:
         return "-"
 

@@ -13,9 +13,9 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.shard.activation import Activations, Weights, activations
 from unsloth_multigpu.shard.description import ITEM_BYTES, Decoder, Description, Tensors, Training
 from unsloth_multigpu.shard.optimizer import optimizer_of
+from unsloth_multigpu.words import GIB
 
 Way = Literal["ddp", "sharded"]
-GIB = 2**30
 # Of a device's memory, which a forecast has to leave free: for fragments, and since it may be wrong by as much.
 RESERVE = 0.15
 # A forecast that is further off from what the allocator saw is worth a word.
@@ -26,7 +26,7 @@ _MOST_RANKS = 4096
 
 
 @dataclass(frozen=True)
-class Forecast:
+class MemoryForecast:
     """Bytes on the rank that needs most, at the peak of a step.
 
     Args:
@@ -86,7 +86,7 @@ class Decision:
     text: str
 
 
-def forecast(description: Description, way: Way, num_ranks: int) -> Forecast:
+def forecast_memory(description: Description, way: Way, num_ranks: int) -> MemoryForecast:
     """The memory of one rank.
 
     Args:
@@ -121,7 +121,7 @@ def forecast(description: Description, way: Way, num_ranks: int) -> Forecast:
     whole = sum(t.count * t.weight_bytes() for t in description.tensors)
     states += optimizer.table_bytes() if trained else 0
     on_top = _on_top(kept, gradients, 0 if are_held else _late_bytes(description), are_held=are_held)
-    return Forecast(
+    return MemoryForecast(
         way=way,
         num_ranks=num_ranks,
         weights=whole_weights if moves else weights + whole_weights,
@@ -135,7 +135,7 @@ def forecast(description: Description, way: Way, num_ranks: int) -> Forecast:
     )
 
 
-def fits(wanted: Forecast, device_bytes: int) -> bool:
+def fits(wanted: MemoryForecast, device_bytes: int) -> bool:
     """True if `RESERVE` of the device stays free, also while the model is loaded.
 
     Args:
@@ -160,7 +160,7 @@ def fewest_ranks(description: Description, way: Way, device_bytes: int) -> int |
     """
     more = (64 * 2**power for power in range(1, (_MOST_RANKS // 64).bit_length()))
     candidates = (n for n in (*range(1, 65), *more) if has_samples(description, n))
-    return next((n for n in candidates if fits(forecast(description, way, n), device_bytes)), None)
+    return next((n for n in candidates if fits(forecast_memory(description, way, n), device_bytes)), None)
 
 
 def has_samples(description: Description, num_ranks: int) -> bool:
@@ -180,19 +180,19 @@ def decide(description: Description, num_ranks: int, device_bytes: int) -> Decis
     Raises:
         SetupError: Neither fits; says how many devices would do.
     """
-    whole = forecast(description, "ddp", num_ranks)
-    of = gib(device_bytes)
+    whole = forecast_memory(description, "ddp", num_ranks)
+    of = in_gib(device_bytes)
     if fits(whole, device_bytes):
-        return Decision("ddp", f"DDP needs {gib(whole.total)} GiB of {of}: not sharded")
-    parts = forecast(description, "sharded", num_ranks)
-    needs = f"DDP needs {gib(whole.total)} GiB of {of}, sharded over {num_ranks} ranks {gib(parts.total)}"
+        return Decision("ddp", f"DDP needs {in_gib(whole.total)} GiB of {of}: not sharded")
+    parts = forecast_memory(description, "sharded", num_ranks)
+    needs = f"DDP needs {in_gib(whole.total)} GiB of {of}, sharded over {num_ranks} ranks {in_gib(parts.total)}"
     if num_ranks > 1 and fits(parts, device_bytes):
         return Decision("sharded", f"{needs}: sharded")
-    while_loading = f", and {gib(parts.loading)} while it is loaded" if parts.loading > parts.total else ""
+    while_loading = f", and {in_gib(parts.loading)} while it is loaded" if parts.loading > parts.total else ""
     num_more = fewest_ranks(description, "sharded", device_bytes)
     hint = would_do(num_more)
     raise SetupError(
-        f"{needs}{while_loading}; of {of} GiB {gib(usable_bytes(device_bytes))} can be planned for.",
+        f"{needs}{while_loading}; of {of} GiB {in_gib(usable_bytes(device_bytes))} can be planned for.",
         hint=f"{hint} Fewer or shorter samples in a micro-batch, gradient_checkpointing=True, load_in_4bit=True or an "
         f"8-bit optimizer need less{'' if description.training.offload else ', and shard_offload=True'}; shard='on' or "
         "'off' trains without this check.",
@@ -210,7 +210,7 @@ def calibrate(forecast_bytes: int, seen_bytes: int) -> str | None:
     """One sentence where the forecast was off by more than `TOLERANCE`; None where it was not.
 
     Args:
-        forecast_bytes: `Forecast.allocated` of this run.
+        forecast_bytes: `MemoryForecast.allocated` of this run.
         seen_bytes: The most that torch's allocator held at a time, since before the first step: of
             `torch.cuda.max_memory_allocated`.
     """
@@ -219,12 +219,12 @@ def calibrate(forecast_bytes: int, seen_bytes: int) -> str | None:
         return None
     more = "more" if off > 0 else "less"
     return (
-        f"memory: {gib(seen_bytes)} GiB were allocated, {abs(off):.0%} {more} than the {gib(forecast_bytes)} GiB of "
-        "the forecast"
+        f"memory: {in_gib(seen_bytes)} GiB were allocated, {abs(off):.0%} {more} than the {in_gib(forecast_bytes)} GiB "
+        "of the forecast"
     )
 
 
-def gib(num_bytes: int) -> str:
+def in_gib(num_bytes: int) -> str:
     """ "28" or, below ten, "7.4"."""
     size = num_bytes / GIB
     return f"{size:.0f}" if size >= 10 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"

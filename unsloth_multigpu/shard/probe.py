@@ -10,7 +10,6 @@ import atexit
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import end_command
+from unsloth_multigpu.wire.process import run_to_end
 
 DEFAULT_LIMIT_S = 600.0
 _TERMINATE_LIMIT_S = 10.0
@@ -90,25 +89,20 @@ def ask(
         request = ToolRequest("unsloth_multigpu.shard.probe:Probe", {"file": str(outcome), "tokens": tokens})
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
         with log.open("wb") as output:
-            # A group of its own, which can be ended as a whole.
-            process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                start_new_session=True,
+            code = run_to_end(
+                command,
+                variables,
+                output,
+                marker=str(outcome),
+                limit_s=limit_s,
+                terminate_limit_s=_TERMINATE_LIMIT_S,
             )
-            try:
-                process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                raise RankTimeoutError(
-                    f"The script did not come to train() within {limit_s:g} seconds.", hint=f"Raise it. {_WITHOUT}"
-                ) from None
-            finally:
-                end_command(process, str(outcome), _TERMINATE_LIMIT_S)
+        if code is None:
+            raise RankTimeoutError(
+                f"The script did not come to train() within {limit_s:g} seconds.", hint=f"Raise it. {_WITHOUT}"
+            )
         if not outcome.exists():
-            raise _no_answer(process.returncode, log)
+            raise _no_answer(code, log)
         return _answer(json.loads(outcome.read_text(encoding="utf-8")))
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unsloth_multigpu.step.forecast import Forecast, Workload, forecast, ladder
+from unsloth_multigpu.step.forecast import TimeForecast, Workload, forecast_time, ladder
 from unsloth_multigpu.step.link import Network
+from unsloth_multigpu.words import duration
 
 # A GPU that does less than half of what one alone does is better used elsewhere.
 USEFUL = 0.5
 # With fewer samples for each rank no plan can make the ranks equal.
 _FEW_SAMPLES = 4
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+_MORE_DATA = "More data, or fewer samples in a step of each GPU, keep more GPUs busy."
+# The line about a second GPU is for trainings that take at least this long.
+_LONG_S = 600
 
 
-def useful_up_to(rows: Sequence[Forecast]) -> int:
+def useful_up_to(rows: Sequence[TimeForecast]) -> int:
     """The largest number of ranks before the efficiency first falls below `USEFUL`.
 
     Args:
@@ -28,7 +31,7 @@ def useful_up_to(rows: Sequence[Forecast]) -> int:
     return useful
 
 
-def advise(work: Workload, rows: Sequence[Forecast], network: Network, most: int) -> list[str]:
+def advise(work: Workload, rows: Sequence[TimeForecast], network: Network, most: int) -> list[str]:
     """Sentences for a user.
 
     Args:
@@ -43,10 +46,12 @@ def advise(work: Workload, rows: Sequence[Forecast], network: Network, most: int
         refused = next((n for n in ladder(most) if not work.has_samples(n)), None)
         if refused is None:
             return [f"Useful up to {useful:,} GPUs and more: each does at least {USEFUL:.0%} of what one alone does."]
+        has = f"a step has {work.most_ranks:,} samples"
+        if not work.keeps_batch:
+            has = f"an epoch has {work.most_ranks:,} whole batches"
         return [
-            f"Useful up to {work.num_samples:,} GPUs: a step has {work.num_samples:,} samples, and the run refuses "
-            f"more GPUs than that.",
-            _more_samples(work),
+            f"Useful up to {work.most_ranks:,} GPUs: {has}, and the run refuses more GPUs than that.",
+            _more_samples(work) if work.keeps_batch else _MORE_DATA,
         ]
     head = (
         f"Useful up to {useful:,} GPU{'s' if useful > 1 else ''}: there each does at least {USEFUL:.0%} of what one "
@@ -55,19 +60,25 @@ def advise(work: Workload, rows: Sequence[Forecast], network: Network, most: int
     return [head, *_limit(work, beyond, network)]
 
 
-def _limit(work: Workload, row: Forecast, network: Network) -> list[str]:
+def _limit(work: Workload, row: TimeForecast, network: Network) -> list[str]:
     """What takes most of a row's time, and what would change it."""
     ideal = row.efficiency  # Of a rank's time: what one process would need for its part.
     lost = {
         "link": row.link,
         "waiting": row.waiting,
         "update": row.update * (1 - 1 / row.num_ranks) if work.keeps_batch else 0.0,
-        "small": max(0.0, 1 - ideal - row.link - row.waiting - row.update * (1 - 1 / row.num_ranks)),
+        "data": 0.0 if work.keeps_batch else row.computing * (1 - work.times_the_batch(row.num_ranks) / row.num_ranks),
     }
+    rest = 1 - ideal - row.link - row.waiting - row.update * (1 - 1 / row.num_ranks) - lost["data"]
+    lost["small"] = max(0.0, rest)
     most = max(lost, key=lambda name: lost[name])
     each = work.num_samples / row.num_ranks if work.keeps_batch else float(work.num_samples)
     is_few = work.keeps_batch and each < _FEW_SAMPLES
     shown = f"{lost[most]:.0%} of the ranks' time with {row.num_ranks:,} GPUs"
+    if most == "data":
+        assert work.epochs is not None
+        batches = f"an epoch has {work.epochs.num_batches:,} micro-batches for {row.num_ranks:,} GPUs"
+        return [f"What limits is the data set: {batches}, so samples are computed twice or left out.", _MORE_DATA]
     if most == "link":
         return [f"What limits is the link, {shown}: {network.describe(row.num_ranks)}.", *_less_link(work, row)]
     if most == "waiting" and not is_few:
@@ -100,7 +111,7 @@ def _more_samples(work: Workload) -> str:
     )
 
 
-def _less_link(work: Workload, row: Forecast) -> list[str]:
+def _less_link(work: Workload, row: TimeForecast) -> list[str]:
     if row.way == "sharded":
         return [
             "A faster link, fewer and larger micro-batches, or DDP where the model fits: shards send all weights in "
@@ -127,23 +138,10 @@ def compare_two(work: Workload, network: Network) -> str | None:
     """One line about a second GPU; None where it says nothing useful: a short training, or little to gain."""
     if not work.has_samples(2):
         return None
-    one, two = (forecast(work, n, network) for n in (1, 2))
-    if one.total_s < 10 * _MINUTE_S or two.total_s > 0.9 * one.total_s:
+    one, two = (forecast_time(work, n, network) for n in (1, 2))
+    if one.total_s < _LONG_S or two.total_s > 0.9 * one.total_s:
         return None
     times = f"{duration(two.total_s)} instead of {duration(one.total_s)}"
     # Lengths that are not known are all 1.
     equal = ", samples of equal length assumed" if max(map(max, work.steps)) == 1 else ""
     return f"2 GPUs would take {times} (forecast, {network.inner.name} assumed{equal})"
-
-
-def duration(seconds: float) -> str:
-    """ "2 h 01 min", "3 d 4 h", "14 min" or "12 s"."""
-    if seconds < _MINUTE_S:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / _MINUTE_S)
-    if minutes < 60:
-        return f"{minutes} min"
-    if seconds < 2 * _DAY_S:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    hours = round(seconds / _HOUR_S)
-    return f"{hours // 24} d {hours % 24} h"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
+from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, balance_step, check_divisible, deal_step
 from unsloth_multigpu.step.link import Network
@@ -34,6 +35,26 @@ _FEWEST_STEPS = 2
 
 
 @dataclass(frozen=True)
+class Epochs:
+    """What a data set gives in one process, by which ranks that take the script's batch each make fewer steps.
+
+    Args:
+        num_batches: Micro-batches of an epoch.
+        drops_last: Ranks leave out the batches that not all of them have. False = some are given samples again.
+        num_epochs: After which the training ends; None = it ends after a number of steps.
+    """
+
+    num_batches: int
+    drops_last: bool = False
+    num_epochs: float | None = None
+
+    def steps(self, num_ranks: int, num_accumulated: int) -> int:
+        """Optimizer steps of an epoch, as accelerate deals its batches and transformers counts them; 0 = refused."""
+        batches = self.num_batches // num_ranks if self.drops_last else -(-self.num_batches // num_ranks)
+        return -(-batches // num_accumulated)
+
+
+@dataclass(frozen=True)
 class Workload:
     """A training as one rank has measured it.
 
@@ -50,7 +71,8 @@ class Workload:
         whole: Micro-batches are not cut where each rank can have one, see `deal.deal_step`.
         max_tokens: See `deal.Balance`.
         keeps_batch: A step has the samples of one process; False = each rank takes as many.
-        is_by_epochs: The training ends after epochs, so that larger steps are fewer.
+        epochs: Where each rank takes as many samples as one process: what it takes them from. None = a source without
+            a length.
         exchange: What ranks send to each other.
         every_steps: Steps between two meetings, where they meet now and then.
         gradient_bytes: That are sent for all trainable parameters.
@@ -71,7 +93,7 @@ class Workload:
     whole: bool = False
     max_tokens: int | None = None
     keeps_batch: bool = True
-    is_by_epochs: bool = True
+    epochs: Epochs | None = None
     exchange: Exchange = "gradients"
     every_steps: int = 1
     gradient_bytes: int = 0
@@ -85,8 +107,33 @@ class Workload:
         return sum(self.sizes)
 
     def has_samples(self, num_ranks: int) -> bool:
-        """True if a step has a sample for each rank, without which the run is refused."""
-        return not self.keeps_batch or self.num_samples >= num_ranks
+        """True if a step has a sample, or an epoch a batch, for each rank, without which the run is refused."""
+        return num_ranks <= self.most_ranks
+
+    @property
+    def most_ranks(self) -> float:
+        """More ranks than these are refused."""
+        if self.keeps_batch:
+            return self.num_samples
+        return self.epochs.num_batches if self.epochs is not None and self.epochs.drops_last else math.inf
+
+    def times_the_batch(self, num_ranks: int) -> float:
+        """How many times the samples of a step in one process a step of `num_ranks` takes from the data set.
+
+        Fewer than `num_ranks` where the last step of an epoch is not full, or samples are given again.
+        """
+        if self.keeps_batch:
+            return 1.0
+        if self.epochs is None:
+            return float(num_ranks)
+        one, many = (self.epochs.steps(n, len(self.sizes)) for n in (1, num_ranks))
+        return min(float(num_ranks), one / many)
+
+    def steps_on(self, num_ranks: int) -> int:
+        """Of the whole training, as the run makes them."""
+        if self.keeps_batch or self.epochs is None or self.epochs.num_epochs is None:
+            return self.num_steps
+        return math.ceil(self.epochs.num_epochs * self.epochs.steps(num_ranks, len(self.sizes)))
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Of one micro-batch."""
@@ -99,7 +146,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class TimeForecast:
     """A training on N ranks. The four shares are of all ranks' time, and add up to 1.
 
     Args:
@@ -112,7 +159,7 @@ class Forecast:
         link: Share of sending that nothing hides.
         update: Share of the rest: the optimizer, loading, logging.
         padding: Part of the computed tokens that are padding.
-        speed_up: Samples in a second, over those of the script in one process.
+        speed_up: Samples of the data set in a second, over those of the script in one process.
         efficiency: Speed-up for each rank, over one process that has planned micro-batches as well.
     """
 
@@ -151,7 +198,7 @@ class _Step:
     tokens: tuple[int, int]
 
 
-def forecast(work: Workload, num_ranks: int, network: Network, way: Way = "ddp") -> Forecast:
+def forecast_time(work: Workload, num_ranks: int, network: Network, way: Way = "ddp") -> TimeForecast:
     """The training on `num_ranks` ranks.
 
     Args:
@@ -161,24 +208,29 @@ def forecast(work: Workload, num_ranks: int, network: Network, way: Way = "ddp")
         way: How they train.
 
     Raises:
-        ConfigError: A step has fewer samples than there are ranks: the run is refused as well.
+        ConfigError: A step has fewer samples, or an epoch fewer batches, than there are ranks: the run fails as well.
     """
     if work.keeps_batch:
         check_divisible(work.num_samples, num_ranks)
+    elif num_ranks > work.most_ranks:
+        raise ConfigError(
+            f"{work.most_ranks} batch(es) of an epoch cannot be dealt to {num_ranks} ranks: dataloader_drop_last "
+            "leaves none.",
+            hint="Leave dataloader_drop_last out, or take fewer GPUs.",
+        )
     alone = _mean([_one_rank(work, lengths, is_planned=False) for lengths in work.steps])
     planned = _mean([_one_rank(work, lengths, is_planned=work.is_planned) for lengths in work.steps])
     best_s = min(alone.slowest_s, planned.slowest_s) + work.update_s
     alone_s = alone.slowest_s + work.update_s
     step = alone if num_ranks == 1 else _several(work, num_ranks, network, way)
     step_s = step.slowest_s + step.link_s + work.update_s
-    times = 1 if work.keeps_batch else num_ranks
-    num_steps = -(-work.num_steps // times) if work.is_by_epochs else work.num_steps
+    times = work.times_the_batch(num_ranks)
     computed, real = step.tokens
-    return Forecast(
+    return TimeForecast(
         num_ranks=num_ranks,
         way=way if num_ranks > 1 else "ddp",
         step_s=step_s,
-        num_steps=num_steps,
+        num_steps=work.steps_on(num_ranks),
         computing=step.compute_s / step_s,
         waiting=(step.slowest_s - step.compute_s) / step_s,
         link=step.link_s / step_s,
@@ -189,10 +241,10 @@ def forecast(work: Workload, num_ranks: int, network: Network, way: Way = "ddp")
     )
 
 
-def curve(work: Workload, network: Network, way: Way = "ddp", most: int = MOST_RANKS) -> list[Forecast]:
+def curve(work: Workload, network: Network, way: Way = "ddp", most: int = MOST_RANKS) -> list[TimeForecast]:
     """Forecasts for 1, 2, 3, 4, 6, 8, 12, ... ranks, as far as a step has samples."""
-    numbers = {*ladder(most), *([work.num_samples] if work.keeps_batch and work.num_samples <= most else [])}
-    return [forecast(work, n, network, way) for n in sorted(numbers) if work.has_samples(n)]
+    numbers = {*ladder(most), *([int(work.most_ranks)] if work.most_ranks <= most else [])}
+    return [forecast_time(work, n, network, way) for n in sorted(numbers) if work.has_samples(n)]
 
 
 def ladder(most: int) -> list[int]:

@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.report import share, total
+from unsloth_multigpu.report import NO_WAITING, share, total
 from unsloth_multigpu.train.figures import Meter
 from unsloth_multigpu.wire.beat import BeatReader, Figures
+from unsloth_multigpu.words import GIB
+
+logger = get_logger(__name__)
 
 PREFIX = "multigpu/"
-_GIB = 2**30
 
 
 class LogFigures(Part):
@@ -40,6 +43,8 @@ class LogFigures(Part):
     @contextmanager
     def around(self) -> Iterator[None]:
         self._before = {}
+        if self._meter.is_sharded:
+            logger.info("multigpu/waiting and multigpu/slowest_rank are not logged: %s", NO_WAITING)
         yield
 
     def overrides(self) -> dict[str, Override]:
@@ -84,7 +89,7 @@ def numbers_between(before: Mapping[int, Figures], now: Mapping[int, Figures], r
         now: The same.
         rank: Whose clock counts.
     """
-    gone = {r: _difference(before.get(r, Figures()), figures) for r, figures in now.items()}
+    gone = {r: figures.since(before.get(r, Figures())) for r, figures in now.items()}
     num_tokens, num_padding = (total(g[n] for g in gone.values()) for n in ("num_tokens", "num_padding_tokens"))
     seconds = gone[rank]["loop_s"]
     found: dict[str, float | None] = {}
@@ -99,11 +104,5 @@ def numbers_between(before: Mapping[int, Figures], now: Mapping[int, Figures], r
             found["slowest_rank"] = min(gone, key=lambda r: gone[r]["waiting_s"] or 0.0)
     peaks = [figures.peak_bytes for figures in now.values() if figures.peak_bytes]
     if peaks:
-        found["peak_memory_gib"] = round(max(peaks) / _GIB, 4)
+        found["peak_memory_gib"] = round(max(peaks) / GIB, 4)
     return {PREFIX + name: value for name, value in found.items() if value is not None}
-
-
-def _difference(before: Figures, now: Figures) -> dict[str, Any]:
-    names = ("num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
-    pairs = {name: (getattr(before, name), getattr(now, name)) for name in names}
-    return {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}

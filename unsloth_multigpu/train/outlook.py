@@ -21,7 +21,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.step.advice import compare_two
 from unsloth_multigpu.step.cost import CostModel
-from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN, Workload
+from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN, Epochs, Workload
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.link import PCIE, Network
 from unsloth_multigpu.strategy import DDP
@@ -47,6 +47,20 @@ def outlook_of(trainer: TrainerLike, config: MultiGPUConfig) -> Outlook | None:
     if config.shard != "off" or config.grad_compression is not None or not isinstance(config.sync, DDP):
         return None  # `unsloth-multigpu forecast` knows these ways.
     return Outlook(trainer, config)
+
+
+def epochs_of(trainer: TrainerLike) -> Epochs | None:
+    """What one process is given by its data set, while it trains; None where its loader has no length."""
+    loader: Any = trainer.callback_handler.train_dataloader
+    try:
+        num_batches = len(loader)
+    except TypeError:
+        return None
+    # The batches are the sampler's; a stream has none.
+    maker = getattr(loader, "batch_sampler", None) or loader
+    drops_last = bool(getattr(maker, "drop_last", False))
+    num_epochs = None if trainer.args.max_steps > 0 else float(trainer.args.num_train_epochs)
+    return Epochs(num_batches, drops_last=drops_last, num_epochs=num_epochs)
 
 
 class Outlook(Part):
@@ -118,7 +132,7 @@ class Outlook(Part):
             num_steps=int(state.max_steps) - self._first_step,
             is_planned=False,
             keeps_batch=self._config.keeps_global_batch,
-            is_by_epochs=args.max_steps <= 0,
+            epochs=None if self._config.keeps_global_batch else epochs_of(self._trainer),
             gradient_bytes=num_bytes(*trained),
             hides=0.0 if args.device.type == "cpu" else BACKWARD_FROZEN if is_frozen else BACKWARD,
         )

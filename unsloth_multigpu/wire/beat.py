@@ -66,6 +66,12 @@ class Figures:
     loop_s: float | None = None
     setup_s: float | None = None
 
+    def since(self, before: Figures) -> dict[str, Any]:
+        """What has come since an earlier look, by the names of the fields that add up; None = it is not known."""
+        names = ("num_steps", "num_samples", "num_tokens", "num_padding_tokens", "waiting_s", "loop_s")
+        pairs = {name: (getattr(before, name), getattr(self, name)) for name in names}
+        return {name: None if new is None else new - (old or 0) for name, (old, new) in pairs.items()}
+
 
 @dataclass(frozen=True)
 class Beat:

@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -22,7 +22,7 @@ from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
 
-_POLL_S = 0.01
+_POLL_S, _LOOK_S = 0.01, 0.2
 # From SIGKILL until a process is gone; a driver may hold it longer.
 KILL_LIMIT_S = 5.0
 
@@ -85,6 +85,53 @@ def kill_rank(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         send_signal(pid, signal.SIGKILL)  # It leads none, or all of it has ended.
+
+
+def run_to_end(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: BinaryIO,
+    *,
+    marker: str,
+    limit_s: float,
+    terminate_limit_s: float,
+    cwd: Path | None = None,
+    look: Callable[[int], None] | None = None,
+) -> int | None:
+    """Runs a command in a session of its own, which Ctrl-C does not reach, and leaves nothing of it behind.
+
+    Args:
+        command: The program and its arguments. It reads nothing.
+        environment: All of its variables; one of them must hold `marker`.
+        output: Where it prints.
+        marker: See `end_command`.
+        limit_s: After which it is ended.
+        terminate_limit_s: What it then has to end by itself.
+        cwd: Its working folder; None = this process's.
+        look: Called a few times a second with its process id.
+
+    Returns:
+        Its exit code, negative = the signal that ended it; None where it took longer than `limit_s`.
+    """
+    process = subprocess.Popen(
+        list(command),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        start_new_session=True,
+    )
+    end_s = time.monotonic() + limit_s
+    try:
+        while (left_s := end_s - time.monotonic()) > 0:
+            if look is not None:
+                look(process.pid)
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(left_s if look is None else min(_LOOK_S, left_s))
+        return process.poll()
+    finally:
+        end_command(process, marker, terminate_limit_s)
 
 
 def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:

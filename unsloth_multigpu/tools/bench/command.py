@@ -20,8 +20,8 @@ from unsloth_multigpu.tools.bench.option import NUM_WARMUP_ON_DEVICE, BenchOptio
 from unsloth_multigpu.tools.bench.run import tell
 from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
 from unsloth_multigpu.tools.bench.unsloth import made_model
-from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from unsloth_multigpu.tools.bench.arm import Arm, arm_environment
 from unsloth_multigpu.tools.bench.federated_option import BASELINE, FederatedArm, FederatedOptions, parse_arms
 from unsloth_multigpu.tools.bench.result import Spread
 from unsloth_multigpu.tools.bench.table import Table, show_result, spread_text
-from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.wire.process import find_marked
 
 _WORKER = "unsloth_multigpu.tools.bench.federated_arm"

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE
 from unsloth_multigpu.tools.bench.headline import NORM_BOUNDS, ROUNDINGS
 from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord, Runs, Spread, measure_run
 from unsloth_multigpu.tools.bench.strategy_arm import OURS
 from unsloth_multigpu.tools.bench.strategy_result import StrategyResult
+from unsloth_multigpu.tools.plot_style import BLUE, GREEN, GREY, ORANGE, house_style, new_figure, png_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#8A8F98"
 _LINES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#8A8F98")
 _MARKS = "osD^vP*X<"
-_WIDTH = 9.0
 # Where equal norms are drawn: below what fp32 can tell apart.
 _NO_DIFFERENCE = 1e-9
-_STYLE: Any = {
-    "font.size": 11,
-    "font.family": "sans-serif",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#E4E7EB",
-    "axes.edgecolor": "#8A8F98",
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 14,
-    "legend.frameon": False,
-}
 
 
 def draw_plots(results: Sequence[ArmResult], runs: Runs, num_warmup: int, dtype: str) -> dict[str, bytes]:
@@ -49,14 +30,14 @@ def draw_plots(results: Sequence[ArmResult], runs: Runs, num_warmup: int, dtype:
         num_warmup: Steps that are not timed.
         dtype: "fp32" or "bf16", which decides what rounding is.
     """
-    with _house_style():
+    with house_style():
         figures = {
             "speed.png": _speed(results),
             "shares.png": _shares(results),
             "steps.png": _steps(runs, num_warmup),
             "norms.png": _norms(results, runs, dtype),
         }
-        return {name: _png_of(figure) for name, figure in figures.items()}
+        return {name: png_of(figure) for name, figure in figures.items()}
 
 
 def draw_curves(results: Sequence[StrategyResult]) -> dict[str, bytes]:
@@ -64,8 +45,8 @@ def draw_curves(results: Sequence[StrategyResult]) -> dict[str, bytes]:
     from matplotlib.ticker import PercentFormatter
 
     num_epochs = len(results[0].accuracies)
-    with _house_style():
-        figure, panels = _new_figure(11.0, rows=3)
+    with house_style():
+        figure, panels = new_figure(11.0, rows=3)
         for index, r in enumerate(results):
             for axes, spreads in zip(panels, (r.accuracies, r.test_losses, r.train_losses), strict=True):
                 _curve(axes, index, range(1, num_epochs + 1), spreads, r.name)
@@ -79,43 +60,16 @@ def draw_curves(results: Sequence[StrategyResult]) -> dict[str, bytes]:
             "epoch; medians of the rounds with smallest and largest; curves of equal strategies overlap"
         )
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        return {"accuracy_curves.png": _png_of(figure)}
-
-
-@contextmanager
-def _house_style() -> Iterator[None]:
-    """How plots look while this is open."""
-    import matplotlib
-
-    # Figures without pyplot need no window; the context restores the user's settings.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        yield
-
-
-def _new_figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
-    """A figure of the page's width, and its axes, one above the other."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
-    return figure, figure.subplots(rows, 1, sharex=rows > 1)
-
-
-def _png_of(figure: Figure) -> bytes:
-    """The content of a PNG file."""
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+        return {"accuracy_curves.png": png_of(figure)}
 
 
 def _speed(results: Sequence[ArmResult]) -> Figure:
-    figure, axes = _new_figure(1.3 + 0.5 * len(results))
+    figure, axes = new_figure(1.3 + 0.5 * len(results))
     _name_rows(axes, [r.name for r in results])
     for row, r in enumerate(results):
         speed = r.tokens_per_s
         below, above = speed.median - speed.low, speed.high - speed.median
-        color = _BLUE if r.name.startswith(OURS) else _GREY
+        color = BLUE if r.name.startswith(OURS) else GREY
         axes.barh(row, speed.median, height=0.62, color=color)
         axes.errorbar(speed.median, row, xerr=[[below], [above]], color="black", capsize=4, lw=1.2)
         axes.annotate(_speed_label(r), (speed.high, row), (8, 0), textcoords="offset points", va="center")
@@ -132,12 +86,12 @@ def _speed_label(result: ArmResult) -> str:
 
 
 def _shares(results: Sequence[ArmResult]) -> Figure:
-    figure, axes = _new_figure(1.5 + 0.62 * len(results))
+    figure, axes = new_figure(1.5 + 0.62 * len(results))
     _name_rows(axes, [r.name for r in results])
     height = 0.36
     parts = (
-        ("padding: part of the computed tokens", _ORANGE, -height / 2, [r.padding_share for r in results]),
-        ("waiting: part of the ranks' time", _GREEN, height / 2, [r.waiting_share for r in results]),
+        ("padding: part of the computed tokens", ORANGE, -height / 2, [r.padding_share for r in results]),
+        ("waiting: part of the ranks' time", GREEN, height / 2, [r.waiting_share for r in results]),
     )
     largest = max(share.high for _, _, _, shares in parts for share in shares)
     for label, color, offset, shares in parts:
@@ -154,7 +108,7 @@ def _shares(results: Sequence[ArmResult]) -> Figure:
 
 
 def _steps(runs: Runs, num_warmup: int) -> Figure:
-    figure, axes = _new_figure(1.5 + 0.5 * len(runs))
+    figure, axes = new_figure(1.5 + 0.5 * len(runs))
     _name_rows(axes, list(runs))
     times = [[s for ranks in rounds for s in measure_run(ranks, num_warmup).step_s] for rounds in runs.values()]
     axes.boxplot(
@@ -165,7 +119,7 @@ def _steps(runs: Runs, num_warmup: int) -> Figure:
         whis=(0, 100),
         manage_ticks=False,
         patch_artist=True,
-        boxprops={"facecolor": "#CFE3F1", "edgecolor": _BLUE},
+        boxprops={"facecolor": "#CFE3F1", "edgecolor": BLUE},
         medianprops={"color": "black", "linewidth": 1.6},
     )
     axes.set_xlim(left=0)
@@ -177,7 +131,7 @@ def _steps(runs: Runs, num_warmup: int) -> Figure:
 def _norms(results: Sequence[ArmResult], runs: Runs, dtype: str) -> Figure:
     # Two panels where there is a run to compare with.
     compared = [r.name for r in results if r.norm_difference is not None and r.name != REFERENCE]
-    figure, drawn = _new_figure(6.4 if compared else 3.8, rows=2 if compared else 1)
+    figure, drawn = new_figure(6.4 if compared else 3.8, rows=2 if compared else 1)
     above = drawn[0] if compared else drawn
     for index, (name, rounds) in enumerate(runs.items()):
         if _norms_of(rounds[0]):
@@ -207,7 +161,7 @@ def _draw_bounds(axes: Axes, dtype: str) -> None:
     bound, rounding = NORM_BOUNDS[dtype], ROUNDINGS[dtype]
     axes.axhspan(_NO_DIFFERENCE / 2, bound, color="#EAF3F9", zorder=0)
     for height, text in ((bound, f"bound of equal training, {bound:.0e}"), (rounding, f"one rounding of {dtype}")):
-        axes.axhline(height, color=_GREY, linewidth=1.2, linestyle="--", zorder=1)
+        axes.axhline(height, color=GREY, linewidth=1.2, linestyle="--", zorder=1)
         axes.annotate(
             text,
             (1.0, height),

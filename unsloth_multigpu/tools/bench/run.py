@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,12 +18,11 @@ from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.tools.bench.arm import Arm, arm_command, arm_environment, num_processes
 from unsloth_multigpu.tools.bench.option import BenchOptions
 from unsloth_multigpu.tools.bench.result import RankRecord
-from unsloth_multigpu.wire.process import end_command
+from unsloth_multigpu.wire.process import run_to_end
 
 _LOG_LINES = 30
 # torchrun waits up to 30 s for ranks that it has told to end.
 _TERMINATE_LIMIT_S = 35.0
-_LOOK_S = 0.5
 Result = TypeVar("Result")
 
 
@@ -219,26 +217,16 @@ def _wait(
 ) -> str:
     """Runs a command to its end; returns what went wrong, "" if nothing did."""
     with log.open("wb") as output:
-        # A group of its own: Ctrl-C reaches this process, which then ends the command and what the command started.
-        process = subprocess.Popen(
+        code = run_to_end(
             command,
+            environment,
+            output,
+            marker=str(folder),  # Its TMPDIR.
+            limit_s=limit_s,
+            terminate_limit_s=_TERMINATE_LIMIT_S,
             cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            look=look,
         )
-    end_s = time.monotonic() + limit_s
-    try:
-        while look is not None and process.poll() is None and time.monotonic() + _LOOK_S < end_s:
-            look(process.pid)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_S)
-        code = process.wait(max(0.0, end_s - time.monotonic()))
-        return f"ended with exit code {code}" if code else ""
-    except subprocess.TimeoutExpired:
+    if code is None:
         return f"did not end within {limit_s:g} s"
-    finally:
-        # Its TMPDIR.
-        end_command(process, str(folder), _TERMINATE_LIMIT_S)
+    return f"ended with exit code {code}" if code else ""

@@ -31,8 +31,8 @@ from unsloth_multigpu.tools.chaos.result import (
     show,
 )
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
-from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.text_table import aligned
-from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.doctor.verdict import verdict
+from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         seam_rows,
         version_rows,
     )
-    from unsloth_multigpu.tools.doctor.probe import Probe
+    from unsloth_multigpu.tools.probe import Probe
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unsloth_multigpu_doctor_")))
@@ -87,7 +87,7 @@ def check_machine(num_gpus: int | None, limit_s: float) -> Iterator[tuple[str, l
         yield "", [*driver_rows(devices), *device_rows(devices)]
         yield "adds up a tensor on all ranks", copy_rows(devices)
         environment = _reduce_environment(num_gpus, folder, limit_s)
-        reduced = stack.enter_context(Probe(f"{_HERE}.allreduce", folder, limit_s, environment)).outcome()
+        reduced = stack.enter_context(Probe("unsloth_multigpu.tools.allreduce", folder, limit_s, environment)).outcome()
         yield "imports the libraries, and tries every patch", reduce_rows(reduced, devices)
         landed = seams.outcome()
         yield "", import_rows(landed)

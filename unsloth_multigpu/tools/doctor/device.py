@@ -130,7 +130,7 @@ def _measure() -> dict[str, Any]:
 
 def main() -> None:
     """`python -m unsloth_multigpu.tools.doctor.device OUTCOME.json`."""
-    from unsloth_multigpu.tools.doctor.probe import leave_outcome
+    from unsloth_multigpu.tools.probe import leave_outcome
 
     leave_outcome(_measure)
 

@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from unsloth_multigpu import versions
 from unsloth_multigpu.tools.doctor.nearest import installed_stack, nearest_row, read_rows
+from unsloth_multigpu.words import GIB, gib
 
 State = Literal["ok", "note", "FAIL"]
 
-_GIB = 2**30
 _MIN_PYTHON = (3, 10)
 _NVIDIA_SMI_LIMIT_S = 20.0
 # NCCL and the workers of a DataLoader pass data through shared memory; Docker gives 64 MiB unless told otherwise.
-_MIN_SHARED_BYTES = _GIB
+_MIN_SHARED_BYTES = GIB
 _COPY_HINT = (
     "Set NCCL_P2P_DISABLE=1 for training. The cause is usually the IOMMU (turn off VT-d, AMD-Vi or ACS in the "
     "firmware) or a card whose driver has no P2P."
@@ -110,7 +110,7 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
         return [CheckRow("devices", "torch", "FAIL", devices["error"], hint, log=tuple(devices.get("log", ())))]
     rows = []
     for index, gpu in enumerate(devices["devices"]):
-        text = f"{gpu['name']}, {_gib(gpu['total_bytes'])}, {_gib(gpu['free_bytes'])} free"
+        text = f"{gpu['name']}, {gib(gpu['total_bytes'], 1)}, {gib(gpu['free_bytes'], 1)} free"
         rows.append(CheckRow("devices", f"{devices['kind']}:{index}", "ok", text, facts=gpu))
     if not rows:
         _, num_known = _nvidia_driver()
@@ -208,14 +208,14 @@ def _host_rows() -> list[CheckRow]:
     if memory.exists():
         kib = {line.split(":")[0]: int(line.split()[1]) for line in memory.read_text().splitlines()}
         facts = {"total_bytes": kib["MemTotal"] * 1024, "available_bytes": kib["MemAvailable"] * 1024}
-        text = f"{_gib(facts['total_bytes'])}, {_gib(facts['available_bytes'])} available"
+        text = f"{gib(facts['total_bytes'], 1)}, {gib(facts['available_bytes'], 1)} available"
         rows.append(CheckRow("devices", "memory", "ok", text, facts=facts))
     shared = Path("/dev/shm")
     if shared.exists():
         free_bytes = shutil.disk_usage(shared).free
         is_small = free_bytes < _MIN_SHARED_BYTES
         hint = "In a container: docker run --ipc=host, or --shm-size=8g." if is_small else ""
-        text = f"{_gib(free_bytes)} free"
+        text = f"{gib(free_bytes, 1)} free"
         rows.append(
             CheckRow("devices", "/dev/shm", "note" if is_small else "ok", text, hint, {"free_bytes": free_bytes})
         )
@@ -231,7 +231,3 @@ def _nvidia_driver() -> tuple[str | None, int]:
         return None, 0
     lines = done.stdout.split()
     return (lines[0] if lines else None), len(lines)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"

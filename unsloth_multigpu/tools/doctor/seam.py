@@ -132,7 +132,7 @@ def try_seams(patches: Sequence[Patch], libraries: Sequence[str] = _LIBRARIES) -
 
 def main() -> None:
     """`python -m unsloth_multigpu.tools.doctor.seam OUTCOME.json`."""
-    from unsloth_multigpu.tools.doctor.probe import leave_outcome
+    from unsloth_multigpu.tools.probe import leave_outcome
 
     def try_all() -> dict[str, Any]:
         found = try_seams(all_patches())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.words import gib
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
@@ -38,7 +39,7 @@ def what_runs(rows: Sequence[CheckRow], config: MultiGPUConfig) -> str:
     if any(row.section == "devices" and row.state == "FAIL" for row in rows):
         return "devices could not be looked at, so what a script would run on is not known."
     cards = [row.facts for row in rows if row.section == "devices" and {"name", "total_bytes"} <= row.facts.keys()]
-    names = [f"{card['name']} ({card['total_bytes'] / 2**30:.1f} GiB each)" for card in cards]
+    names = [f"{card['name']} ({gib(card['total_bytes'], 1)} each)" for card in cards]
     if not config.enable_ddp:
         copies = f"with a copy of the model on {len(cards) or 1} device(s)"
         return f"enable_ddp=False is set: this process trains alone, {copies}."

@@ -6,37 +6,38 @@ import argparse
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
-from unsloth_multigpu.options import variable
+from unsloth_multigpu.cli.screen import Progress, Screen
+from unsloth_multigpu.errors import ConfigError, SetupError
+from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.step.advice import advise, useful_up_to
-from unsloth_multigpu.step.forecast import MOST_RANKS, Forecast, curve, forecast
+from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, curve, forecast_time
 from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
-from unsloth_multigpu.tools.doctor.probe import Probe, exit_on_sigterm
 from unsloth_multigpu.tools.forecast.measured import Check, Measured, check, read_measured
-from unsloth_multigpu.tools.forecast.page import check_report, render, write_page
+from unsloth_multigpu.tools.forecast.page import check_report, show, write_page
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.plan.command import parse_numbers
-from unsloth_multigpu.tools.verify.command import device_variables
+from unsloth_multigpu.tools.probe import Probe, exit_on_sigterm
+from unsloth_multigpu.tools.program import (
+    DEFAULT_LIMIT_S,
+    check_is_no_rank,
+    check_ranks,
+    common_variables,
+    device_variables,
+    parse_numbers,
+    run_program,
+)
+from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.identity import read_identity
-from unsloth_multigpu.wire.process import end_command
 
 SCHEMA_VERSION = 1
-DEFAULT_GPUS, DEFAULT_STEPS, DEFAULT_LIMIT_S = "2,4,8,64,1024", 16, 3600.0
-_RANK_MODULE = "unsloth_multigpu.cli.script"
-# The supervisor gives its ranks 30 seconds to end.
-_TERMINATE_LIMIT_S = 40.0
+DEFAULT_GPUS, DEFAULT_STEPS = "2,4,8,64,1024", 16
 _LOG_LINES = 15
 _REDUCE_LIMIT_S = 120.0
 _MEASURE = "measure"
@@ -48,7 +49,9 @@ OWN_OPTIONS: dict[str, CommandOption] = {
         "what an all-reduce on the ranks of this machine takes. [measured where there are two GPUs, else pcie]",
         "NAME",
     ),
-    "node_link": CommandOption(str, f"What joins machines, all GPUs of one together. [{NODE_LINK.name}]", "NAME"),
+    "node_link": CommandOption(
+        str, f"What joins machines, all GPUs of one together. [{NODE_LINK.name}; that of --link ethernet]", "NAME"
+    ),
     "gpus_per_node": CommandOption(int, f"GPUs of a machine. [{GPUS_PER_NODE}; 1 with --link ethernet]", "N"),
     "steps": CommandOption(int, f"Optimizer steps that are run; the first two are not timed. [{DEFAULT_STEPS}]", "N"),
     "check": CommandOption(
@@ -92,14 +95,12 @@ class Request:
         numbers = tuple(parse_numbers(options.gpus or DEFAULT_GPUS))
         if numbers[-1] > MOST_RANKS:
             raise ConfigError(f"--gpus {options.gpus}; expected at most {MOST_RANKS}.", hint="Leave larger ones out.")
-        if options.link not in (None, _MEASURE):
-            parse_link(options.link)
-        default = 1 if (options.link or "").lower().startswith("ethernet") else GPUS_PER_NODE
+        node_link, gpus_per_node = _between_machines(options)
         request = cls(
             numbers=numbers,
             link=options.link,
-            node_link=parse_link(options.node_link or (options.link if default == 1 else NODE_LINK.name)),
-            gpus_per_node=_or(options.gpus_per_node, default),
+            node_link=node_link,
+            gpus_per_node=gpus_per_node,
             num_steps=_or(options.steps, DEFAULT_STEPS),
             check=options.check,
             device=options.device or "auto",
@@ -131,6 +132,25 @@ class Request:
             check_report(self.report)
 
 
+def _between_machines(options: argparse.Namespace) -> tuple[Link, int]:
+    """What joins machines, and how many GPUs one has. `--link ethernet:n` says both: a network joins machines.
+
+    Raises:
+        ConfigError: No link, or `--link` and another option contradict each other.
+    """
+    given = None if options.link in (None, _MEASURE) else parse_link(options.link)
+    node_link = None if options.node_link is None else parse_link(options.node_link)
+    if given is None or not given.name.startswith("ethernet"):
+        return node_link or NODE_LINK, _or(options.gpus_per_node, GPUS_PER_NODE)
+    if node_link not in (None, given) or options.gpus_per_node not in (None, 1):
+        other = "--node-link" if node_link not in (None, given) else "--gpus-per-node"
+        raise ConfigError(
+            f"--link {given.name} says that each machine has one GPU and what joins machines; {other} says otherwise.",
+            hint=f"For machines of several GPUs: --link nvlink or pcie, with --node-link {given.name}.",
+        )
+    return given, 1
+
+
 def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     """Measures `program` on one rank, and prints the forecast.
 
@@ -147,33 +167,46 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         RankTimeoutError: A run took longer than its limit.
     """
     request = Request.read(options)
-    if read_identity(os.environ) is not None:
-        raise SetupError("forecast starts its rank itself, but is a rank here.", hint="Run it without a launcher.")
+    check_is_no_rank("forecast")
+    if request.check is not None:
+        _check_can_run(request.check, options.device)
+    screen, progress = Screen(), Progress("forecast")
     with private_dir() as folder, exit_on_sigterm():
-        print(
-            f"forecast: runs {request.num_steps} steps of {' '.join(program)} on one rank", file=sys.stderr, flush=True
-        )
+        progress.say(f"runs {request.num_steps} steps of {' '.join(program)} on one rank")
+        # Before the script, because there may be nothing to measure.
+        link = _measured_link(request, folder) if request.link == _MEASURE else None
         (record,) = _run(request, program, folder, 1)
         measured = read_measured(record)
-        network = _network(request, measured, folder)
+        network = _network(request, measured, folder, link)
         checked = None
         if request.check is not None:
-            print(f"forecast: runs the same steps on {request.check} ranks", file=sys.stderr, flush=True)
+            progress.say(f"runs the same steps on {request.check} ranks")
             records = _run(request, program, folder, request.check)
             checked = check(measured, records, _without_link(network) if request.clock == "cpu" else network)
     work = measured.work
     known = [n for n in sorted({1, *request.numbers}) if work.has_samples(n)]
-    rows = [forecast(work, n, network, measured.way) for n in known]
+    rows = [forecast_time(work, n, network, measured.way) for n in known]
     whole = curve(work, network, measured.way)
     advice = advise(work, whole, network, MOST_RANKS)
     if options.json:
-        print(json_text(_values(program, request, measured, network, rows, whole, advice, checked)))
+        screen.line(json_text(_values(program, request, measured, network, rows, whole, advice, checked)).rstrip())
     else:
-        print(render(measured, request.numbers, rows, network, advice, checked))
+        show(screen, measured, request.numbers, rows, network, advice, checked)
     if request.report is not None:
         write_page(request.report, program, measured, request.numbers, rows, whole, network, advice, checked)
-        print(f"report: {request.report}", file=sys.stderr)
+        progress.say(f"report: {request.report}")
     return 0
+
+
+def _check_can_run(num_ranks: int, device: str | None) -> None:
+    """Refuses, before anything runs, ranks that this machine cannot start."""
+    try:
+        check_ranks("forecast", MultiGPUConfig.resolve({"num_gpus": num_ranks, "device": device}))
+    except SetupError as error:
+        raise SetupError(
+            f"--check {num_ranks} cannot be run here: {error.args[0]}",
+            hint="Give a number that this machine has; --gpus may name any, since those are computed.",
+        ) from error
 
 
 def _run(request: Request, program: Sequence[str], folder: Path, num_gpus: int) -> list[dict[str, Any]]:
@@ -182,47 +215,23 @@ def _run(request: Request, program: Sequence[str], folder: Path, num_gpus: int) 
     place.mkdir()
     asked = MeasureRequest(str(place), request.num_steps, num_gpus, request.clock)
     environment = {
-        variable("log_dir"): str(place / "logs"),
-        # The order of a set of strings may decide the order of samples, which two runs are compared by.
-        "PYTHONHASHSEED": "0",
-        **os.environ,
-        variable("max_restarts"): "0",
-        "WANDB_MODE": "disabled",
+        **common_variables(place / "logs"),
         **({variable("device"): "cpu"} if request.device == "cpu" else {}),
         **device_variables(request.device, num_gpus),
         **asked.variables(),
     }
-    code = _run_to_end(program, environment, request.limit_s, place)
+    log = place / "log"
+    with log.open("wb") as output:
+        code = run_program(program, environment, output, f"{folder.name}/{place.name}", request.limit_s)
     found = sorted(place.glob("rank_*.json"), key=lambda file: int(file.stem.split("_")[1]))
     if code != 0 or len(found) != num_gpus:
-        raise _no_answer(code, place / "log")
+        raise _no_answer(code, log)
     return [json.loads(file.read_text(encoding="utf-8")) for file in found]
 
 
-def _run_to_end(program: Sequence[str], environment: Mapping[str, str], limit_s: float, place: Path) -> int:
-    # An absolute path: the script may change its working directory before it starts the ranks.
-    name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
-    command = [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
-    with (place / "log").open("wb") as log:
-        # A group of its own, which can be ended as a whole.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment), start_new_session=True
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            raise RankTimeoutError(
-                f"The run did not make its steps within timeout_s={limit_s:g} seconds.",
-                hint="Run fewer --steps, or raise --timeout-s where it only takes long.",
-            ) from None
-        finally:
-            end_command(process, f"{place.parent.name}/{place.name}", _TERMINATE_LIMIT_S)
-    return code
-
-
 def _no_answer(code: int, log: Path) -> SetupError:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    shown = "".join(f"\n  | {line}" for line in lines[-_LOG_LINES:])
+    lines = last_lines(log.read_text(encoding="utf-8", errors="replace"), _LOG_LINES).split("\n")
+    shown = "".join(f"\n  | {line}" for line in lines)
     if code == 0:
         return SetupError(
             f"The script ended without a training that forecast could follow.{shown}",
@@ -234,13 +243,12 @@ def _no_answer(code: int, log: Path) -> SetupError:
     )
 
 
-def _network(request: Request, measured: Measured, folder: Path) -> Network:
+def _network(request: Request, measured: Measured, folder: Path, link: Link | None) -> Network:
     """What joins the ranks: as asked for, as measured, or assumed, and it says which."""
     if request.link not in (None, _MEASURE):
         assert request.link is not None
         return Network(parse_link(request.link), request.node_link, request.gpus_per_node)
-    link = None
-    if request.link == _MEASURE or (not measured.facts["is_cpu"] and _num_devices() > 1):
+    if link is None and not measured.facts["is_cpu"] and _num_devices() > 1:
         link = _measured_link(request, folder)
     if link is None:
         assumed = dataclasses.replace(PCIE, source=f"assumed; {PCIE.source}")
@@ -255,12 +263,12 @@ def _num_devices() -> int:
 
 
 def _measured_link(request: Request, folder: Path) -> Link:
-    print("forecast: measures an all-reduce on the ranks of this machine", file=sys.stderr, flush=True)
+    Progress("forecast").say("measures an all-reduce on the ranks of this machine")
     variables = {variable("log_dir"): str(folder / "reduce"), variable("max_restarts"): "0"}
     if request.device == "cpu":
         variables[variable("device")] = "cpu"
     place = Path(tempfile.mkdtemp(dir=folder))
-    with Probe("unsloth_multigpu.tools.doctor.allreduce", place, _REDUCE_LIMIT_S, variables) as probe:
+    with Probe("unsloth_multigpu.tools.allreduce", place, _REDUCE_LIMIT_S, variables) as probe:
         found = probe.outcome()
     if "error" in found:
         raise SetupError(
@@ -291,8 +299,8 @@ def _values(
     request: Request,
     measured: Measured,
     network: Network,
-    rows: Sequence[Forecast],
-    whole: Sequence[Forecast],
+    rows: Sequence[TimeForecast],
+    whole: Sequence[TimeForecast],
     advice: Sequence[str],
     checked: Check | None,
 ) -> dict[str, Any]:

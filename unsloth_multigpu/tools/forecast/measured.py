@@ -10,7 +10,7 @@ from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.cost import CostModel, fit_cost, fit_time
-from unsloth_multigpu.step.forecast import Forecast, Way, Workload, forecast
+from unsloth_multigpu.step.forecast import Epochs, TimeForecast, Way, Workload, forecast_time
 from unsloth_multigpu.step.link import Network
 
 # Steps that must be timed, or one slow step would decide.
@@ -23,7 +23,6 @@ _TAKEN = (
     "regroup",
     "whole",
     "max_tokens",
-    "is_by_epochs",
     "exchange",
     "every_steps",
     "gradient_bytes",
@@ -82,6 +81,7 @@ def read_measured(record: Mapping[str, Any]) -> Measured:
         steps=tuple(tuple(lengths) for lengths in record["drawn"]),
         sizes=tuple(record["sizes"]),
         keeps_batch=record["asked"]["keeps_batch"],
+        epochs=None if record["epochs"] is None else Epochs(**record["epochs"]),
         **{name: record[name] for name in _TAKEN},
     )
     computed: dict[int, float] = {}
@@ -157,5 +157,5 @@ def check(measured: Measured, records: Sequence[Mapping[str, Any]], network: Net
 
 
 def _step_s(work: Workload, num_ranks: int, network: Network, way: Way) -> float:
-    row: Forecast = forecast(work, num_ranks, network, way)
+    row: TimeForecast = forecast_time(work, num_ranks, network, way)
     return row.step_s

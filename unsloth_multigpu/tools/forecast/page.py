@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.step.advice import duration, useful_up_to
-from unsloth_multigpu.step.forecast import Forecast, Workload
+from unsloth_multigpu.step.advice import useful_up_to
+from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, Workload
 from unsloth_multigpu.step.link import Network
-from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.forecast.measured import Check, Measured
+from unsloth_multigpu.words import duration
 
 _COLUMNS = (
     "GPUs",
@@ -73,17 +74,19 @@ img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 }}
 """
 
 
-def render(
+def show(
+    screen: Screen,
     measured: Measured,
     numbers: Sequence[int],
-    rows: Sequence[Forecast],
+    rows: Sequence[TimeForecast],
     network: Network,
     advice: Sequence[str],
     checked: Check | None,
-) -> str:
+) -> None:
     """The table, what it is made from, and what to do.
 
     Args:
+        screen: Where to.
         measured: Of one rank.
         numbers: Of GPUs that were asked for.
         rows: A forecast for each that has samples, and for one.
@@ -91,11 +94,17 @@ def render(
         advice: See `advice.advise`.
         checked: Forecast and reality, where several ranks were run.
     """
-    table = aligned([_COLUMNS, *table_rows(measured.work, numbers, rows)], num_left=0)
-    return "\n".join([*facts(measured, rows, network, checked), "", *table, "", _LEGEND, "", *advice])
+    for line in [*facts(measured, rows, network, checked), ""]:
+        screen.line(line)
+    screen.table(_COLUMNS, table_rows(measured.work, numbers, rows), num_left=0)
+    screen.line(f"\n{_LEGEND}\n")
+    head, *rest = advice
+    screen.line(head, "bold")
+    for line in rest:
+        screen.line(line)
 
 
-def facts(measured: Measured, rows: Sequence[Forecast], network: Network, checked: Check | None) -> list[str]:
+def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, checked: Check | None) -> list[str]:
     """What was measured, and what was assumed."""
     work, found = measured.work, measured.facts
     is_by_length = work.is_planned and work.exchange != "now and then"
@@ -115,6 +124,11 @@ def facts(measured: Measured, rows: Sequence[Forecast], network: Network, checke
         f"fitted costs repeat these steps within {measured.misfit:.1%}",
         f"link: {network.describe(max(row.num_ranks for row in rows))}",
     ]
+    if work.epochs is not None and (again := [r.num_ranks for r in rows if r.num_ranks > work.epochs.num_batches]):
+        lines.append(
+            f"note: an epoch has {work.epochs.num_batches:,} micro-batches: "
+            f"{', '.join(f'{n:,}' for n in again)} GPUs are given samples again in each"
+        )
     if checked is not None:
         lines.append(
             f"check on {checked.num_ranks} ranks: forecast {_short(checked.forecast_s)} a step, measured "
@@ -123,16 +137,14 @@ def facts(measured: Measured, rows: Sequence[Forecast], network: Network, checke
     return [*lines, *(f"note: {note}" for note in measured.notes)]
 
 
-def table_rows(work: Workload, numbers: Sequence[int], rows: Sequence[Forecast]) -> list[tuple[str, ...]]:
+def table_rows(work: Workload, numbers: Sequence[int], rows: Sequence[TimeForecast]) -> list[tuple[str, ...]]:
     """One for each number of GPUs; those with too few samples say so."""
     found = {row.num_ranks: row for row in rows}
-    return [
-        _cells(found[n]) if n in found else (f"{n:,}", "refused", f"{work.num_samples} samples", *[""] * 7)
-        for n in sorted({1, *numbers})
-    ]
+    has = f"{work.most_ranks:,} {'samples' if work.keeps_batch else 'batches'}"
+    return [_cells(found[n]) if n in found else (f"{n:,}", "refused", has, *[""] * 7) for n in sorted({1, *numbers})]
 
 
-def _cells(row: Forecast) -> tuple[str, ...]:
+def _cells(row: TimeForecast) -> tuple[str, ...]:
     shares = (row.computing, row.waiting, row.link, row.update, row.padding)
     return (
         f"{row.num_ranks:,}",
@@ -168,8 +180,8 @@ def write_page(
     program: Sequence[str],
     measured: Measured,
     numbers: Sequence[int],
-    rows: Sequence[Forecast],
-    whole: Sequence[Forecast],
+    rows: Sequence[TimeForecast],
+    whole: Sequence[TimeForecast],
     network: Network,
     advice: Sequence[str],
     checked: Check | None,
@@ -190,7 +202,9 @@ def write_page(
     from unsloth_multigpu.tools.forecast.plot import draw
 
     useful = useful_up_to(whole)
-    png = base64.b64encode(draw(whole, useful, None if measured.work.has_samples(1024) else measured.work.num_samples))
+    png = base64.b64encode(
+        draw(whole, useful, None if measured.work.has_samples(MOST_RANKS) else int(measured.work.most_ranks))
+    )
     cells = table_rows(measured.work, numbers, rows)
     head, *rest = advice
     text = _PAGE.format(

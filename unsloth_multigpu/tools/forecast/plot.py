@@ -2,87 +2,62 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 from unsloth_multigpu.step.advice import USEFUL
-from unsloth_multigpu.step.forecast import MOST_RANKS, Forecast
+from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast
+from unsloth_multigpu.tools.plot_style import BLUE, GREEN, GREY, ORANGE, house_style, new_figure, png_of
 
-# Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#E69F00", "#009E73", "#8A8F98"
-_SHARES = (("computing", _BLUE), ("waiting", _GREEN), ("link", _ORANGE), ("update", "#CC79A7"))
-_STYLE: Any = {
-    "font.size": 11,
-    "font.family": "sans-serif",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#E4E7EB",
-    "axes.edgecolor": _GREY,
-    "axes.titlesize": 13,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-}
+_SHARES = (("computing", BLUE), ("waiting", GREEN), ("link", ORANGE), ("update", "#CC79A7"))
 
 
-def draw(rows: Sequence[Forecast], useful: int, num_samples: int | None) -> bytes:
+def draw(rows: Sequence[TimeForecast], useful: int, most: int | None) -> bytes:
     """Draws the page's plot.
 
     Args:
         rows: From one rank on, see `forecast.curve`.
         useful: The limit that the advice names.
-        num_samples: Of a step, where more GPUs than that are refused; None = none of the numbers is.
+        most: More GPUs than that are refused; None = none of the numbers is.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    # Figures without pyplot need no window; the context restores the user's settings.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        figure = Figure(figsize=(9.0, 10.0), dpi=150, layout="constrained")
-        above, middle, below = figure.subplots(3, 1, sharex=True)
+    with house_style():
+        figure, (above, middle, below) = new_figure(10.0, rows=3)
         _times(above, rows)
         _efficiency(middle, rows)
         _shares(below, rows)
         for axes in (above, middle, below):
-            _limits(axes, useful, num_samples)
+            _limits(axes, useful, most)
         below.set_xscale("log", base=2)
         below.set_xlim(0.9, MOST_RANKS * 1.15)
         ticks = [2**k for k in range(11)]
         below.set_xticks(ticks, [f"{n:,}" for n in ticks])
         below.set_xlabel("GPUs")
-        target = io.BytesIO()
-        figure.savefig(target, format="png")
-        return target.getvalue()
+        return png_of(figure)
 
 
-def _times(axes: Any, rows: Sequence[Forecast]) -> None:
+def _times(axes: Any, rows: Sequence[TimeForecast]) -> None:
     numbers = [row.num_ranks for row in rows]
     # For as many samples as one process has in a step: with global_batch="scale" a step has more.
     seconds = [rows[0].step_s / row.speed_up for row in rows]
-    axes.plot(numbers, [seconds[0] / n for n in numbers], color=_GREY, linestyle="--", label="one GPU / N")
-    axes.plot(numbers, seconds, color=_BLUE, marker="o", markersize=5, label="forecast")
+    axes.plot(numbers, [seconds[0] / n for n in numbers], color=GREY, linestyle="--", label="one GPU / N")
+    axes.plot(numbers, seconds, color=BLUE, marker="o", markersize=5, label="forecast")
     axes.set_yscale("log")
     axes.set_ylabel("seconds")
     axes.set_title("Seconds for the samples of one step")
     axes.legend(loc="lower left")
 
 
-def _efficiency(axes: Any, rows: Sequence[Forecast]) -> None:
+def _efficiency(axes: Any, rows: Sequence[TimeForecast]) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    axes.plot([r.num_ranks for r in rows], [r.efficiency for r in rows], color=_BLUE, marker="o", markersize=5)
-    axes.axhline(USEFUL, color=_GREY, linestyle=":")
+    axes.plot([r.num_ranks for r in rows], [r.efficiency for r in rows], color=BLUE, marker="o", markersize=5)
+    axes.axhline(USEFUL, color=GREY, linestyle=":")
     axes.set_ylim(0, 1.08)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_title("Efficiency: what each GPU does, of what one alone does")
 
 
-def _shares(axes: Any, rows: Sequence[Forecast]) -> None:
+def _shares(axes: Any, rows: Sequence[TimeForecast]) -> None:
     from matplotlib.ticker import PercentFormatter
 
     shares = [[getattr(row, name) for row in rows] for name, _ in _SHARES]
@@ -94,7 +69,7 @@ def _shares(axes: Any, rows: Sequence[Forecast]) -> None:
     axes.legend(loc="lower left", ncols=4, frameon=True)
 
 
-def _limits(axes: Any, useful: int, num_samples: int | None) -> None:
+def _limits(axes: Any, useful: int, most: int | None) -> None:
     axes.axvline(useful, color="black", linewidth=1.2)
     place = {"xycoords": axes.get_xaxis_transform(), "fontsize": 9.5, "va": "top", "textcoords": "offset points"}
     is_right = useful <= MOST_RANKS / 8
@@ -105,7 +80,7 @@ def _limits(axes: Any, useful: int, num_samples: int | None) -> None:
         ha="left" if is_right else "right",
         **place,
     )
-    if num_samples is not None:
-        axes.axvspan(num_samples, MOST_RANKS * 2, color=_GREY, alpha=0.15, linewidth=0)
-        if num_samples < MOST_RANKS / 2:
-            axes.annotate("refused: fewer samples than GPUs", (num_samples, 0.55), (6, 0), **place)
+    if most is not None:
+        axes.axvspan(most, MOST_RANKS * 2, color=GREY, alpha=0.15, linewidth=0)
+        if most < MOST_RANKS / 2:
+            axes.annotate("refused: fewer samples than GPUs", (most, 0.55), (6, 0), **place)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,15 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.group.model import text_config
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import Override
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN
 from unsloth_multigpu.step.measure import attention_of
 from unsloth_multigpu.strategy import DDP, LocalSGD, ParameterServer
+from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.forecast.sweep import WARM_UP_STEPS, Sweep
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
-from unsloth_multigpu.tools.verify.recorder import CHANGED, saving_nothing
+from unsloth_multigpu.train.outlook import epochs_of
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 # Steps of the sampler's order that the forecast is made for, beside those that were trained.
@@ -76,7 +76,7 @@ class _Lap:
     rows: Callable[[], list[int]]
 
 
-class Recorder(Part):
+class Recorder(FirstSteps):
     """Times one training of this rank, and ends it after the steps that were asked for.
 
     Args:
@@ -90,31 +90,21 @@ class Recorder(Part):
         SetupError: The training is one that nothing can be said of.
     """
 
-    place = "recorder"
-    keeps = CHANGED
-
     def __init__(
         self, trainer: TrainerLike, request: MeasureRequest, rank: int, asked: MultiGPUConfig, steps: Any
     ) -> None:
         _refuse_what_is_not_known(trainer, request, asked)
-        self._trainer = trainer
+        super().__init__(trainer, request.num_steps)
         self._request = request
         self._rank = rank
         self._asked = asked
         self._steps = steps
         self._clock = Clock(request.clock, trainer.args.device)
-        self._first_step = 0
         self._num_steps = 0
         self._laps: list[_Lap] = []
         self._ends: list[Any] = []
         self._sweep: Sweep | None = None
         self._regroup = self._whole = False
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Nothing is saved, uploaded or sent to trackers."""
-        with saving_nothing(self._trainer):
-            yield
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
@@ -127,12 +117,9 @@ class Recorder(Part):
         self._laps.append(_Lap(self._step() + 1, begin, self._clock.now(), positions, _rows_of(inputs)))
         return loss
 
-    def _step(self) -> int:
-        return int(self._trainer.state.global_step) - self._first_step
-
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._first_step, self._num_steps = int(state.global_step), int(state.max_steps)
-        state.best_model_checkpoint = None
+        super().on_train_begin(args, state, control, **kwargs)
+        self._num_steps = int(state.max_steps)
         if self._steps.loader is None and self._asked.keeps_global_batch:
             raise SetupError(
                 f"{type(self._trainer).__name__} builds batches of its own; its global batch cannot be kept by ranks.",
@@ -147,15 +134,7 @@ class Recorder(Part):
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._ends.append(self._clock.now())
-        self._steer(control)
-
-    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._steer(control)
-
-    def _steer(self, control: ControlLike) -> None:
-        control.should_save = control.should_evaluate = False
-        if self._step() >= self._request.num_steps:
-            control.should_training_stop = True
+        super().on_step_end(args, state, control, **kwargs)
 
     def write(self) -> None:
         """Leaves what was recorded in the request's folder."""
@@ -176,6 +155,7 @@ class Recorder(Part):
     def _facts(self, timed: set[int]) -> dict[str, Any]:
         """All that a forecast needs beside the times of the steps."""
         balancer, config = self._steps.balancer, self._asked
+        epochs = None if config.keeps_global_batch else epochs_of(self._trainer)
         is_known = balancer.balance is not None
         cost: CostModel = balancer.balance.cost if is_known else self._assumed_cost()
         laps = [lap for lap in self._laps if lap.step in timed]
@@ -200,7 +180,7 @@ class Recorder(Part):
             "cost": {**dataclasses.asdict(cost), "possible": ()},
             "is_cost_given": None not in (config.micro_batch_overhead_tokens, config.micro_batch_floor_tokens),
             "num_steps": self._num_steps,
-            "is_by_epochs": self._trainer.args.max_steps <= 0,
+            "epochs": None if epochs is None else dataclasses.asdict(epochs),
             "is_planned": is_known,
             "regroup": balancer.may_regroup if is_known else self._regroup,
             "whole": self._whole,

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.shard.description import Description
 from unsloth_multigpu.shard.memory import (
-    GIB,
     RESERVE,
-    Forecast,
+    MemoryForecast,
     Way,
     fewest_ranks,
     fits,
-    forecast,
-    gib,
+    forecast_memory,
     has_samples,
+    in_gib,
     usable_bytes,
     would_do,
 )
 from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Device, ask
-from unsloth_multigpu.text_table import aligned
-from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
+from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.probe import exit_on_sigterm
+from unsloth_multigpu.tools.program import command_of, parse_numbers
+from unsloth_multigpu.words import GIB
 
 SCHEMA_VERSION = 1
 DEFAULT_GPUS = "1,2,4,8"
-_RANK_MODULE = "unsloth_multigpu.cli.script"
 _COLUMNS = ("GPUs", "way", "weights", "gradients", "optimizer", "activations", "overhead", "total")
 _UNITS = {"": GIB, "B": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
 OWN_OPTIONS: dict[str, CommandOption] = {
@@ -67,34 +66,21 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     limit_s = DEFAULT_LIMIT_S if options.timeout_s is None else options.timeout_s
     if limit_s <= 0 or (options.tokens is not None and options.tokens < 1):
         raise ConfigError("--tokens and --timeout-s must be greater than 0.", hint="Leave them out for the defaults.")
-    print(f"plan: runs {' '.join(program)} up to train(), without weights", file=sys.stderr, flush=True)
+    Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
     with exit_on_sigterm():
-        command = [sys.executable, "-m", _RANK_MODULE, *program]
-        answer = ask(command, os.environ, tokens=options.tokens, limit_s=limit_s)
+        answer = ask(command_of(program), os.environ, tokens=options.tokens, limit_s=limit_s)
     device_bytes = given if given is not None else _smallest(answer.devices)
     ways: tuple[Way, ...] = ("ddp", "sharded")
-    rows = [forecast(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]
+    rows = [forecast_memory(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]
+    screen = Screen()
     if options.json:
-        print(json.dumps(_values(answer, rows, device_bytes)))
+        screen.line(json_text(_values(answer, rows, device_bytes)).rstrip())
     else:
-        print(render(answer.description, rows, answer.devices, device_bytes))
+        show(screen, answer.description, rows, answer.devices, device_bytes)
     if device_bytes is None:
         return 0
     is_possible = any(fits(row, device_bytes) and has_samples(answer.description, row.num_ranks) for row in rows)
     return 0 if is_possible else SetupError.exit_code
-
-
-def parse_numbers(text: str) -> list[int]:
-    """ "1,2,8" as numbers, smallest first.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
-        raise ConfigError(
-            f"--gpus {text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
-        )
-    return sorted({int(number) for number in text.split(",")})
 
 
 def parse_memory(text: str) -> int:
@@ -109,43 +95,41 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def render(
-    description: Description, rows: Sequence[Forecast], devices: Sequence[Device], device_bytes: int | None
-) -> str:
+def show(
+    screen: Screen,
+    description: Description,
+    rows: Sequence[MemoryForecast],
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> None:
     """The table, what it is based on, and what to set.
 
     Args:
+        screen: Where to.
         description: Of the training.
         rows: A forecast for each number of GPUs and way.
         devices: Of this machine.
         device_bytes: Memory of one GPU; None = not known.
     """
-    head = (*_COLUMNS, *(() if device_bytes is None else (f"of {gib(device_bytes)}",)))
-    table = aligned([head, *(_cells(description, row, device_bytes) for row in rows)], num_left=2)
     training = description.training
-    facts = [
+    screen.line(
         f"{description.model}: {_trainable(description)}; {training.optimizer}, gradient checkpointing "
         f"{training.checkpointing}, {training.autocast or 'no mixed precision'}, loss from {training.loss}"
-    ]
-    notes = [f"note: {note}" for note in description.notes]
-    hosts = [f"{row.num_ranks} x {gib(row.host)}" for row in rows if row.host]
-    if hosts:
-        notes.append(f"note: offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}")
-    return "\n".join(
-        [
-            *facts,
-            *notes,
-            "",
-            "GiB on the rank that needs most:",
-            *table,
-            "",
-            *_advice(description, rows, devices, device_bytes),
-        ]
     )
+    hosts = [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]
+    offloaded = [f"offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}"] if hosts else []
+    for note in [*description.notes, *offloaded]:
+        screen.line(f"note: {note}")
+    screen.line("\nGiB on the rank that needs most:")
+    columns = (*_COLUMNS, *(() if device_bytes is None else (f"of {in_gib(device_bytes)}",)))
+    screen.table(columns, [_cells(description, row, device_bytes) for row in rows], num_left=2)
+    screen.line()
+    for line in _advice(description, rows, devices, device_bytes):
+        screen.line(line, "bold")
 
 
 def _advice(
-    description: Description, rows: Sequence[Forecast], devices: Sequence[Device], device_bytes: int | None
+    description: Description, rows: Sequence[MemoryForecast], devices: Sequence[Device], device_bytes: int | None
 ) -> list[str]:
     too_many = sorted({row.num_ranks for row in rows if not has_samples(description, row.num_ranks)})
     if too_many:
@@ -156,7 +140,7 @@ def _advice(
         return [text, *(_advice(description, rows, devices, device_bytes) if rows else [])]
     if device_bytes is None:
         return ["This machine has no accelerator: give --memory, such as --memory 24GiB, to see which row fits."]
-    of = f"{gib(usable_bytes(device_bytes))} of {gib(device_bytes)} GiB count: {RESERVE:.0%} stay free"
+    of = f"{in_gib(usable_bytes(device_bytes))} of {in_gib(device_bytes)} GiB count: {RESERVE:.0%} stay free"
     here = len(devices)
     mine = [row for row in rows if row.num_ranks == here and fits(row, device_bytes)]
     if not any(fits(row, device_bytes) for row in rows):
@@ -169,7 +153,7 @@ def _advice(
     return [f"{of}.", f"{place}: {setting}"]
 
 
-def _cells(description: Description, row: Forecast, device_bytes: int | None) -> tuple[str, ...]:
+def _cells(description: Description, row: MemoryForecast, device_bytes: int | None) -> tuple[str, ...]:
     sizes = (row.weights, row.gradients, row.optimizer, row.activations, row.overhead_bytes, row.total)
     cells = (str(row.num_ranks), row.way, *map(_shown, sizes))
     if device_bytes is None:
@@ -197,7 +181,7 @@ def _smallest(devices: Sequence[Device]) -> int | None:
     return min((device.total_bytes for device in devices), default=None)
 
 
-def _values(answer: Answer, rows: Sequence[Forecast], device_bytes: int | None) -> dict[str, Any]:
+def _values(answer: Answer, rows: Sequence[MemoryForecast], device_bytes: int | None) -> dict[str, Any]:
     forecasts = [
         {
             **asdict(row),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
-from unsloth_multigpu.overview import Overview, duration
+from unsloth_multigpu.overview import Overview
+from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.top.card import open_cards
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
+from unsloth_multigpu.words import duration
 
 _EVERY_S = 0.5
 _WIDE = 200
@@ -34,15 +35,15 @@ def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
     """
     if as_json and not once:
         raise ConfigError("top: --json prints one object; expected --once beside it.", hint="Add --once.")
-    run = choose_run(name)
+    run, screen = choose_run(name), Screen()
     with open_cards() as cards:
         overview = Overview(run, cards)
         if as_json:
-            print(json.dumps(overview.look().values()))
-        elif once or not sys.stdout.isatty():
-            _print_once(overview)
+            screen.line(json_text(overview.look().values()).rstrip())
+        elif once or not screen.is_terminal:
+            _print_once(screen, overview)
         else:
-            _follow(overview)
+            _follow(screen, overview)
     return 0
 
 
@@ -91,30 +92,26 @@ def _listed(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
-def _print_once(overview: Overview) -> None:
-    from rich.console import Console
-
+def _print_once(screen: Screen, overview: Overview) -> None:
     from unsloth_multigpu.tools.top.table import render
 
     # A file has no edge.
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
-    console.print(render(overview.look(), console.width))
+    width = screen.console.width if screen.is_terminal else _WIDE
+    screen.console.print(render(overview.look(), width), width=width)
 
 
-def _follow(overview: Overview) -> None:
+def _follow(screen: Screen, overview: Overview) -> None:
     """Until the run ends, or Ctrl-C."""
-    from rich.console import Console
     from rich.live import Live
 
     from unsloth_multigpu.tools.top.table import render
 
     run: Any = overview.run
-    console = Console()
     try:
-        with Live(console=console, auto_refresh=False, transient=False) as live:
+        with Live(console=screen.console, auto_refresh=False, transient=False) as live:
             while run.state() != "over" and Path(run.folder).is_dir():
-                live.update(render(overview.look(), console.width), refresh=True)
+                live.update(render(overview.look(), screen.console.width), refresh=True)
                 time.sleep(_EVERY_S)
-        console.print(f"{run.job} (pid {run.pid}) has ended.", highlight=False)
+        screen.line(f"{run.job} (pid {run.pid}) has ended.")
     except KeyboardInterrupt:
-        console.print("The job runs on.", highlight=False)
+        screen.line("The job runs on.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,15 +13,21 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import CommandOption
-from unsloth_multigpu.tools.doctor.probe import exit_on_sigterm
 from unsloth_multigpu.tools.plain_json import json_text
+from unsloth_multigpu.tools.probe import exit_on_sigterm
+from unsloth_multigpu.tools.program import (
+    DEFAULT_LIMIT_S,
+    check_is_no_rank,
+    check_ranks,
+    common_variables,
+    device_variables,
+)
 from unsloth_multigpu.tools.verify.output import RunOutput
 from unsloth_multigpu.tools.verify.page import COMPARED, show
 from unsloth_multigpu.tools.verify.run import ScriptFailed, ScriptRun, tell_output
 from unsloth_multigpu.tools.verify.speed import Speed, speed_of, times_as_fast
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.identity import read_identity
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.verify.comparison import Comparison, RunRecord
@@ -30,7 +35,6 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 DEFAULT_STEPS = 5
 DEFAULT_FILE = "receipt.json"
-DEFAULT_LIMIT_S = 3600.0
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 # Options that a run does not have, or that mean something else here: see cli.command.
 OWN_OPTIONS: dict[str, CommandOption] = {
@@ -81,7 +85,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             place.mkdir()
             request = ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout)
             environment = {
-                **_common_variables(folder),
+                **common_variables(folder / "logs"),
                 **variables,
                 **device_variables(config.device, num_gpus),
                 **request.variables(),
@@ -100,7 +104,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             _check_followed(config, given, records[-1])
         one, many = records
         comparison = _compare(folder, one, many)
-    speeds = (speed_of(one.ranks), speed_of(many.ranks)) if one.ranks and many.ranks else None
+    speeds = (_speed(one), _speed(many)) if one.ranks and many.ranks else None
     receipt = _receipt(program, one, many, comparison, speeds)
     file.write_text(json_text(receipt), encoding="utf-8")
     screen = Screen()
@@ -110,11 +114,10 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
-    from unsloth_multigpu.start import ranks_to_start, visible_accelerators
-    from unsloth_multigpu.tools.doctor.allreduce import DEFAULT_CPU_RANKS
+    from unsloth_multigpu.start import visible_accelerators
+    from unsloth_multigpu.tools.allreduce import DEFAULT_CPU_RANKS
 
-    if read_identity(os.environ) is not None:
-        raise SetupError("verify starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
+    check_is_no_rank("verify")
     num_devices = 0 if config.device == "cpu" else visible_accelerators()[1]
     num_ranks = config.num_gpus or num_devices or DEFAULT_CPU_RANKS
     if num_ranks == 1:
@@ -122,8 +125,8 @@ def _num_ranks(config: MultiGPUConfig) -> int:
             "verify compares one process with several ranks; this would be one rank.",
             hint="Give --num-gpus 2, with --device cpu where there is one GPU.",
         )
-    # Checked now, before the first run, rather than by the second.
-    return ranks_to_start(replace(config, num_gpus=num_ranks))
+    check_ranks("verify", replace(config, num_gpus=num_ranks))
+    return num_ranks
 
 
 def _check_place(file: Path) -> None:
@@ -143,34 +146,6 @@ def _is_receipt(file: Path) -> bool:
         return not text or {"schema_version", "reasons"} <= dict(json.loads(text)).keys()
     except (OSError, ValueError, TypeError):  # A folder, no text, no JSON, no object.
         return False
-
-
-def _common_variables(folder: Path) -> dict[str, str]:
-    """The environment of both runs, before the options of the command line."""
-    return {
-        # Neither overwrites the logs of a training nor leaves any, unless a folder is named.
-        variable("log_dir"): str(folder / "logs"),
-        # The order of a set of strings may decide the order of samples.
-        "PYTHONHASHSEED": "0",
-        **os.environ,
-        variable("max_restarts"): "0",
-        "WANDB_MODE": "disabled",
-    }
-
-
-def device_variables(device: str, num_gpus: int) -> dict[str, str]:
-    """The variables that show a run its devices: none, or one to one process, which would use DataParallel for more."""
-    from unsloth_multigpu.start import visible_accelerators
-
-    if device == "cpu":
-        # Set here and not by the run: a library may count the cards before the script asks for the CPU.
-        return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    kind, num_devices = visible_accelerators()
-    if num_gpus > 1 or num_devices < 2:
-        return {}
-    names = ("ZE_AFFINITY_MASK",) if kind == "xpu" else ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    name = next((name for name in names if os.environ.get(name)), names[-1])
-    return {name: os.environ.get(name, "0").split(",")[0]}
 
 
 def _read(folder: Path, program: Sequence[str]) -> RunRecord:
@@ -233,6 +208,10 @@ def _receipt(
         "steps": [asdict(step) for step in comparison.steps],
         "weights": [asdict(weight) for weight in comparison.weights],
     }
+
+
+def _speed(run: RunRecord) -> Speed:
+    return speed_of(run.ranks, [step.samples.total() for step in run.steps])
 
 
 def _figures(one: RunRecord, many: RunRecord, *speeds: Speed) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.cli.screen import Screen
+from unsloth_multigpu.report import NO_WAITING
 from unsloth_multigpu.tools.verify.speed import COLUMNS, Speed, speed_rows, speed_verdict
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ def show(
     if speeds is not None:
         screen.line()
         screen.table((*COLUMNS, ranks), speed_rows(*speeds), num_left=1)
-        is_larger = any(source["name"] == "larger steps" for source in sources)
+        if speeds[1].waiting is None:
+            screen.line(f"{NO_WAITING}.")
         screen.line()
-        screen.line(speed_verdict(*speeds, ranks, is_larger_step=is_larger))
+        screen.line(speed_verdict(*speeds, ranks))
     screen.line()
     for line in _verdict(comparison, ranks, bool(sources)):
         screen.line(line, "bold green" if comparison.agree else "bold red")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import platform
 import shutil
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -21,52 +17,21 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.part import Override, Part
+from unsloth_multigpu.part import Override
 from unsloth_multigpu.report import RunReport
-from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.shard.engine import find_engine
+from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_reasons, turn_dropout_off
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest, write_steps_done
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.words import gib
 
 UPDATES_FILE = "updates.safetensors"
 _LIBRARIES = ("unsloth-multigpu", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "unsloth")
-# Nothing of a run that is compared may land in the user's folders or accounts.
-_SAVERS = (
-    "save_model",
-    "save_state",
-    "_save_checkpoint",
-    "save_pretrained",
-    "push_to_hub",
-    # Unsloth's, on the model.
-    "save_pretrained_merged",
-    "save_pretrained_gguf",
-    "push_to_hub_merged",
-    "push_to_hub_gguf",
-)
-# save_total_limit would remove checkpoints at the end.
-_SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
-_TRACKERS = "transformers.integrations"
-# What `saving_nothing` changes of a Trainer, for the `keeps` of a part.
-CHANGED = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
 
 
-@contextmanager
-def saving_nothing(trainer: TrainerLike) -> Iterator[None]:
-    """While it is open, nothing of a training is saved, uploaded or sent to trackers."""
-    handler = trainer.callback_handler
-    for name, value in _SETTINGS.items():
-        setattr(trainer.args, name, value)
-    handler.callbacks = [c for c in handler.callbacks if not _is_tracker(c)]
-    with ExitStack() as stack:
-        for owner in (trainer, trainer.model):
-            for name in (n for n in _SAVERS if hasattr(owner, n)):
-                stack.enter_context(instance_attribute(owner, name, _do_nothing))
-        yield
-
-
-class Recorder(Part):
+class Recorder(FirstSteps):
     """Follows one training of this rank, and ends it after the steps that were asked for.
 
     Args:
@@ -79,9 +44,6 @@ class Recorder(Part):
     Raises:
         SetupError: The training is not one of whole weights on every rank.
     """
-
-    place = "recorder"
-    keeps = CHANGED
 
     def __init__(
         self,
@@ -96,23 +58,16 @@ class Recorder(Part):
                 "verify compares the weights of a training that this package steers; FSDP 1 or DeepSpeed is on.",
                 hint="Switch it off for this comparison.",
             )
-        self._trainer = trainer
+        super().__init__(trainer, request.num_steps)
         self._request = request
         self._rank = rank
         self._config = config
         self._steps = steps
-        self._first_step = 0
         self._samples: dict[int, Counter[str]] = defaultdict(Counter)
         self._figures: dict[int, dict[str, float | None]] = defaultdict(dict)
         self._gradient_shares: dict[str, float] = {}
         self._weights_before: dict[str, torch.Tensor] | None = None
         self._facts: dict[str, Any] = {}
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Nothing is saved, uploaded or sent to trackers."""
-        with saving_nothing(self._trainer):
-            yield
 
     def overrides(self) -> dict[str, Override]:
         return {"training_step": self._training_step}
@@ -125,15 +80,9 @@ class Recorder(Part):
             self._samples[self._step() + 1].update(fingerprints(inputs))
         return original(model, inputs, *args, **kwargs)
 
-    def _step(self) -> int:
-        """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
-        return int(self._trainer.state.global_step) - self._first_step
-
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
         trainer = self._trainer
-        self._first_step = int(state.global_step)
-        # A resumed run sets it, and the Trainer would load that checkpoint at the end.
-        state.best_model_checkpoint = None
         if not self._request.dropout:
             turn_dropout_off(trainer.model)
         self._facts = _facts(trainer, self._config)
@@ -177,17 +126,12 @@ class Recorder(Part):
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         if self._rank == 0:
             write_steps_done(self._request.folder, self._step())
-        self._steer(control)
-
-    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._steer(control)
+        super().on_step_end(args, state, control, **kwargs)
 
     def _steer(self, control: ControlLike) -> None:
-        """Each step is logged, nothing saved, and the last one ends the training."""
+        """Each step is logged."""
+        super()._steer(control)
         control.should_log = True
-        control.should_save = control.should_evaluate = False
-        if self._step() >= self._request.num_steps:
-            control.should_training_stop = True
         if control.should_training_stop:
             # Not after train(), which may end with other weights.
             self._save_updates()
@@ -234,18 +178,6 @@ class Recorder(Part):
         (Path(self._request.folder) / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")
 
 
-def leave_process() -> NoReturn:
-    """Ends this process well, before the script's next line, which may save over the user's model.
-
-    No SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers run, as
-    multiprocessing runs them at the end of its children: they close the process group and end data loading workers.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 def _facts(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
     device = trainer.args.device
     on_card = device.type in ("cuda", "xpu")
@@ -266,15 +198,6 @@ def _check_space(request: ReceiptRequest, num_bytes: int) -> None:
     needed, free = num_bytes * (2 if request.num_gpus == 1 else 1), shutil.disk_usage(request.folder).free
     if needed > free:
         raise SetupError(
-            f"verify needs {needed / 2**30:.1f} GiB for the updates of the weights, and {request.folder} has "
-            f"{free / 2**30:.1f}.",
+            f"verify needs {gib(needed, 1)} for the updates of the weights, and {request.folder} has {gib(free, 1)}.",
             hint="Set TMPDIR to a folder with more room.",
         )
-
-
-def _is_tracker(callback: Any) -> bool:
-    return any(cls.__module__.startswith(_TRACKERS) for cls in type(callback).__mro__)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces what saves or uploads."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,15 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from unsloth_multigpu.cli.screen import Progress
-from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError
+from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.tools.program import run_program
 from unsloth_multigpu.tools.verify.output import RunOutput
 from unsloth_multigpu.tools.verify.tool import steps_done
-from unsloth_multigpu.wire.process import end_command
-
-_RANK_MODULE = "unsloth_multigpu.cli.script"
-# The supervisor gives its ranks 30 seconds to end.
-_TERMINATE_LIMIT_S = 40.0
-_LOOK_S = 0.2
 
 
 class ScriptFailed(Exception):
@@ -80,31 +73,12 @@ class ScriptRun:
         progress.say(f"{done} steps on {self.label} took {time.monotonic() - begin_s:.1f} s with start-up")
 
     def _run(self, stream: BinaryIO, progress: Progress) -> int:
-        # An absolute path: the script may change its working directory before it starts the ranks.
-        name = self.program[0] if self.program[0] == "-m" else os.path.abspath(self.program[0])
-        # A group of its own, which can be ended as a whole.
-        process = subprocess.Popen(
-            [sys.executable, "-m", _RANK_MODULE, name, *self.program[1:]],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=self.environment,
-            start_new_session=True,
-        )
-        end_s = time.monotonic() + self.limit_s
-        try:
-            while (code := _wait(process, end_s)) is None:
-                done = steps_done(self.place)
-                at = f"step {done} of {self.num_steps}" if done else "up to train()"
-                progress.show(f"{self.label}, {at}", done, self.num_steps)
-                if time.monotonic() >= end_s:
-                    raise RankTimeoutError(
-                        f"The run did not reach its end within timeout_s={self.limit_s:g} seconds.",
-                        hint="Compare fewer --steps, or raise --timeout-s where it only takes long.",
-                    )
-        finally:
-            end_command(process, self.marker, _TERMINATE_LIMIT_S)
-        return 128 - code if code < 0 else code
+        def look() -> None:
+            done = steps_done(self.place)
+            at = f"step {done} of {self.num_steps}" if done else "up to train()"
+            progress.show(f"{self.label}, {at}", done, self.num_steps)
+
+        return run_program(self.program, self.environment, stream, self.marker, self.limit_s, look)
 
 
 def tell_output(output: RunOutput, progress: Progress, what: str) -> None:
@@ -117,11 +91,3 @@ def tell_output(output: RunOutput, progress: Progress, what: str) -> None:
     if tail := output.tail():
         print(tail, file=sys.stderr)
     progress.say(f"{what}All of its output: {output.path}")
-
-
-def _wait(process: subprocess.Popen[bytes], end_s: float) -> int | None:
-    """The exit code; None where it has not ended after a short time."""
-    try:
-        return process.wait(max(0.0, min(_LOOK_S, end_s - time.monotonic())))
-    except subprocess.TimeoutExpired:
-        return None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.tool import Tool
-from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
+from unsloth_multigpu.tools.first_steps import FirstStepsTool, leave_process
+from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 
 if TYPE_CHECKING:
@@ -57,10 +55,11 @@ def steps_done(folder: Path) -> int:
         return 0
 
 
-class Verify(Tool):
+class Verify(FirstStepsTool):
     """Records the first steps of a run and ends its ranks; see `ReceiptRequest`."""
 
-    is_comparison = draws_alike = True
+    name = "verify"
+    draws_alike = True
 
     def __init__(self, **values: Any) -> None:
         self.request = ReceiptRequest(**values)
@@ -68,25 +67,8 @@ class Verify(Tool):
         self._session: Any = None
 
     def adjusted(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        if not config.enable_ddp:
-            raise SetupError(
-                "verify compares one process with several ranks; enable_ddp=False, the legacy path, is one process.",
-                hint="Leave enable_ddp out for this comparison.",
-            )
-        # Both runs train as without the tool, on this machine, from the start.
-        alone: dict[str, Any] = {"max_restarts": 0, "nnodes": "1"}
-        alone |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
-        return dataclasses.replace(config, num_gpus=self.request.num_gpus, verify_every=1, resume="off", **alone)
-
-    def check_variables(self, others: list[str]) -> None:
-        if others:  # Otherwise the training would not end after the steps that were asked for.
-            raise SetupError(
-                f"verify compares runs in which every rank has all weights; {others[0]} is set.",
-                hint="Unset it for this comparison.",
-            )
-
-    def adjust_arguments(self, args: ArgumentsLike) -> None:
-        args.push_to_hub = False  # The Trainer makes the repository before train().
+        # Both runs train as without the tool.
+        return self.alone(config, self.request.num_gpus, verify_every=1)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part:
         from unsloth_multigpu.tools.verify.recorder import Recorder
@@ -96,8 +78,6 @@ class Verify(Tool):
         return self._recorder
 
     def end_training(self) -> None:
-        from unsloth_multigpu.tools.verify.recorder import leave_process
-
         assert self._recorder is not None
         self._recorder.write(self._session.report)
         leave_process()

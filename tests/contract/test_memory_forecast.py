@@ -14,7 +14,7 @@ from tests.helpers.allocated import Allocated, bytes_of
 from unsloth_multigpu.shard.activation import Weights, activations
 from unsloth_multigpu.shard.describe import describe, describe_decoder, describe_tensors
 from unsloth_multigpu.shard.description import Training
-from unsloth_multigpu.shard.memory import TOLERANCE, forecast
+from unsloth_multigpu.shard.memory import TOLERANCE, forecast_memory
 from unsloth_multigpu.shard.meta import make_model
 
 VOCABULARY, ROWS, TOKENS = 1000, 2, 256
@@ -123,7 +123,7 @@ def test_forecast_is_that_of_a_real_step(kind: str, tmp_path: Path, record_prope
     gradients = Gradients()
     trainer.add_callback(gradients)
     description = describe(trainer)
-    wanted = forecast(description, "ddp", 1)
+    wanted = forecast_memory(description, "ddp", 1)
     trainer.train()
     model = trainer.model
 
@@ -174,7 +174,7 @@ def test_meta_model_is_described_as_the_real_one(kind: str, tmp_path: Path) -> N
 def test_optimizer_states_are_those_of_a_real_step(name: str, tmp_path: Path) -> None:
     config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 176})
     trainer = trainer_of(LlamaForCausalLM(config), tmp_path, "full", optim=name, optim_args="momentum=0.9")
-    wanted = forecast(describe(trainer), "ddp", 1)
+    wanted = forecast_memory(describe(trainer), "ddp", 1)
     trainer.train()
 
     assert wanted.optimizer == bytes_of(states_of(trainer))

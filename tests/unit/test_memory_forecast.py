@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from unsloth_multigpu.cli.screen import Screen
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.shard.activation import Weights, activations, layer_bytes
 from unsloth_multigpu.shard.description import Decoder, Description, Tensors, Training
@@ -22,10 +24,11 @@ from unsloth_multigpu.shard.memory import (
     decide,
     fewest_ranks,
     fits,
-    forecast,
+    forecast_memory,
 )
 from unsloth_multigpu.shard.optimizer import optimizer_of
-from unsloth_multigpu.tools.plan.command import parse_memory, parse_numbers, render
+from unsloth_multigpu.tools.plan.command import parse_memory, show
+from unsloth_multigpu.tools.program import parse_numbers
 
 LAYER = "LlamaDecoderLayer"
 LLAMA_8B = {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "key_heads": 8, "vocabulary": 128256}
@@ -73,7 +76,7 @@ def test_full_training_by_hand() -> None:
     small = llama("full", **SMALL, optimizer="adamw_torch", tokens=4)
     # A layer: 8 x 8 twice, 4 x 8 twice, 3 times 16 x 8, two norms of 8. The model: two layers, a norm, 2 x 10 x 8.
     num_parameters = 2 * (128 + 64 + 384 + 16) + 8 + 160
-    wanted = forecast(small, "ddp", 1)
+    wanted = forecast_memory(small, "ddp", 1)
 
     assert wanted.weights == wanted.gradients == 2 * num_parameters
     num_tensors = 2 * 9 + 3
@@ -87,7 +90,7 @@ def test_full_training_by_hand() -> None:
 
 def test_rank_that_has_most_of_a_sharded_model_by_hand() -> None:
     small = llama("full", **SMALL, optimizer="adamw_torch", tokens=4)
-    wanted = forecast(small, "sharded", 3)
+    wanted = forecast_memory(small, "sharded", 3)
     # First dimensions 8, 4, 16 and 10 on 3 ranks: 3, 2, 6 and 4 rows.
     most = 2 * (2 * 3 * 8 + 2 * 2 * 8 + 2 * 6 * 8 + 3 * 16 + 2 * 3) + 3 + 2 * 4 * 8
 
@@ -101,34 +104,34 @@ def test_rank_that_has_most_of_a_sharded_model_by_hand() -> None:
 
 def test_what_is_offloaded_is_on_the_host_by_hand() -> None:
     small = llama("full", **SMALL, optimizer="adamw_torch", tokens=4)
-    there = forecast(small, "sharded", 3)
-    wanted = forecast(replace(small, training=replace(small.training, offload=True)), "sharded", 3)
+    there = forecast_memory(small, "sharded", 3)
+    wanted = forecast_memory(replace(small, training=replace(small.training, offload=True)), "sharded", 3)
 
     assert (wanted.weights, wanted.gradients, wanted.optimizer) == (0, 0, 0)
     # One more copy for the update, which is made there.
     assert wanted.host == there.weights + 2 * there.gradients + there.optimizer
     assert wanted.overhead_bytes == there.overhead_bytes + there.gradients  # All of the whole ones, see below.
     assert wanted.activations <= there.activations
-    assert forecast(replace(small, training=replace(small.training, offload=True)), "ddp", 3) == forecast(
+    assert forecast_memory(replace(small, training=replace(small.training, offload=True)), "ddp", 3) == forecast_memory(
         small, "ddp", 3
     )
 
 
 def test_gradients_are_whole_between_micro_batches() -> None:
     small = llama("full", **SMALL, tokens=4)
-    wanted = forecast(small, "sharded", 3)
+    wanted = forecast_memory(small, "sharded", 3)
     whole = 2 * (2 * 592 + 8 + 160)
     assert dict(wanted.overhead)["whole gradients"] + wanted.gradients == whole
     once = replace(small, training=replace(small.training, accumulation=3))
-    assert "whole gradients" not in dict(forecast(once, "sharded", 3).overhead)
+    assert "whole gradients" not in dict(forecast_memory(once, "sharded", 3).overhead)
 
 
 def test_mixed_precision_trains_in_float32_only_where_it_is_sharded() -> None:
     small = llama("full", **SMALL, optimizer="adamw_torch", tokens=4, autocast="bfloat16")
 
-    assert forecast(small, "ddp", 2).weights == forecast(small, "ddp", 1).weights
+    assert forecast_memory(small, "ddp", 2).weights == forecast_memory(small, "ddp", 1).weights
     # 2 divides all first dimensions but the norm's: 4 bytes for 2, on half of them.
-    assert forecast(small, "sharded", 2).weights == forecast(small, "ddp", 2).weights
+    assert forecast_memory(small, "sharded", 2).weights == forecast_memory(small, "ddp", 2).weights
 
 
 @pytest.mark.parametrize(
@@ -233,10 +236,10 @@ def test_gradients_take_the_place_of_activations_in_one_process_without_accumula
     once = llama("full", **SMALL, accumulation=1, checkpointing="off")
     many = llama("full", **SMALL, accumulation=2, checkpointing="off")
 
-    assert forecast(once, "ddp", 1).activations < forecast(many, "ddp", 1).activations
+    assert forecast_memory(once, "ddp", 1).activations < forecast_memory(many, "ddp", 1).activations
     # DDP's buckets are there from the start.
-    assert forecast(replace(once, training=replace(once.training, keeps_batch=False)), "ddp", 2).activations == (
-        forecast(many, "ddp", 1).activations
+    assert forecast_memory(replace(once, training=replace(once.training, keeps_batch=False)), "ddp", 2).activations == (
+        forecast_memory(many, "ddp", 1).activations
     )
 
 
@@ -254,7 +257,7 @@ def test_gradients_take_the_place_of_activations_in_one_process_without_accumula
 )
 def test_known_models_are_in_range(sizes: dict[str, int], kind: str, ddp: int, sharded: int) -> None:
     description = llama(kind, **sizes, optimizer="paged_adamw_32bit", loss="in chunks")
-    whole, parts = (forecast(description, way, 8).total / GIB for way in ("ddp", "sharded"))
+    whole, parts = (forecast_memory(description, way, 8).total / GIB for way in ("ddp", "sharded"))
 
     assert whole == pytest.approx(ddp, rel=0.15)
     assert parts == pytest.approx(sharded, abs=5)
@@ -271,7 +274,7 @@ def test_decision_and_its_line() -> None:
     lora = llama("lora", **LLAMA_70B)
 
     chosen = decide(lora, 8, 80 * GIB)
-    needs = [f"{forecast(lora, way, 8).total / GIB:.0f}" for way in ("ddp", "sharded")]
+    needs = [f"{forecast_memory(lora, way, 8).total / GIB:.0f}" for way in ("ddp", "sharded")]
     assert chosen.way == "sharded"
     assert chosen.text == f"DDP needs {needs[0]} GiB of 80, sharded over 8 ranks {needs[1]}: sharded"
     assert decide(llama("lora", **LLAMA_8B), 8, 80 * GIB).way == "ddp"
@@ -280,14 +283,14 @@ def test_decision_and_its_line() -> None:
     number = fewest_ranks(lora, "sharded", 48 * GIB)
     assert number is not None
     assert refused.value.hint.startswith(f"{number} GPUs of this size would do, sharded.")
-    assert fits(forecast(lora, "sharded", number), 48 * GIB)
-    assert not fits(forecast(lora, "sharded", number - 1), 48 * GIB)
+    assert fits(forecast_memory(lora, "sharded", number), 48 * GIB)
+    assert not fits(forecast_memory(lora, "sharded", number - 1), 48 * GIB)
     with pytest.raises(SetupError, match="No number of GPUs of this size would do"):
         decide(lora, 2, 4 * GIB)
 
 
 def test_nothing_fits_near_the_limit() -> None:
-    wanted = forecast(llama("lora", **LLAMA_8B), "ddp", 1)
+    wanted = forecast_memory(llama("lora", **LLAMA_8B), "ddp", 1)
 
     assert not fits(wanted, wanted.total)
     assert not fits(wanted, round(wanted.total / (1 - RESERVE)) - 1000)
@@ -296,7 +299,7 @@ def test_nothing_fits_near_the_limit() -> None:
 
 def test_packed_weights_have_to_be_loaded_whole() -> None:
     description = llama("qlora", **LLAMA_70B)
-    wanted = forecast(description, "sharded", 8)
+    wanted = forecast_memory(description, "sharded", 8)
 
     assert wanted.total < 24 * GIB * (1 - RESERVE)
     assert not fits(wanted, 24 * GIB)
@@ -314,7 +317,7 @@ def test_packed_weights_have_to_be_loaded_whole() -> None:
 )
 def test_what_is_not_known_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(SetupError, match=r"not known|cannot be forecast") as refused:
-        forecast(replace(llama("full", **SMALL), **changed), "ddp", 1)
+        forecast_memory(replace(llama("full", **SMALL), **changed), "ddp", 1)
     assert "shard='on'" in refused.value.hint
 
 
@@ -325,7 +328,7 @@ def test_dtype_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.parametrize(("share", "sentence"), [(1.14, None), (0.86, None), (1.3, "30% more"), (0.5, "50% less")])
 def test_calibration_says_what_was_off(share: float, sentence: str | None) -> None:
-    wanted = forecast(llama("lora", **LLAMA_8B), "ddp", 2)
+    wanted = forecast_memory(llama("lora", **LLAMA_8B), "ddp", 2)
     text = calibrate(wanted.allocated, round(wanted.allocated * share))
 
     assert (text is None) if sentence is None else (text is not None and sentence in text)
@@ -360,8 +363,10 @@ def test_wrong_numbers_of_gpus_are_refused(text: str) -> None:
 
 
 def lines_of(description: Description, numbers: Sequence[int], device_bytes: int | None) -> list[str]:
-    rows = [forecast(description, way, n) for n in numbers for way in ("ddp", "sharded")]
-    return render(description, rows, (), device_bytes).splitlines()
+    rows = [forecast_memory(description, way, n) for n in numbers for way in ("ddp", "sharded")]
+    stream = io.StringIO()
+    show(Screen(stream), description, rows, (), device_bytes)
+    return stream.getvalue().splitlines()
 
 
 def test_table_says_which_row_fits_and_what_to_set() -> None:

@@ -116,13 +116,13 @@ def _supervise_ranks() -> dict[str, Any]:
     if config.num_gpus is None and (config.device == "cpu" or visible_accelerators()[1] == 0):
         config = dataclasses.replace(config, num_gpus=DEFAULT_CPU_RANKS)
     num_ranks = ranks_to_start(config)
-    supervise([sys.executable, "-m", "unsloth_multigpu.tools.doctor.allreduce", sys.argv[1], "rank"], config, num_ranks)
+    supervise([sys.executable, "-m", "unsloth_multigpu.tools.allreduce", sys.argv[1], "rank"], config, num_ranks)
     return {}
 
 
 def main() -> None:
-    """`python -m unsloth_multigpu.tools.doctor.allreduce OUTCOME.json`; the ranks have `rank` as a second argument."""
-    from unsloth_multigpu.tools.doctor.probe import leave_outcome
+    """`python -m unsloth_multigpu.tools.allreduce OUTCOME.json`; the ranks have `rank` as a second argument."""
+    from unsloth_multigpu.tools.probe import leave_outcome
 
     if sys.argv[2:] == ["rank"]:
         _measure_in_rank()

@@ -1,0 +1,34 @@
+"""Figures in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from unsloth_multigpu.words import duration, gib, shown_lines
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.43, "0.43 s"),
+        (12.34, "12 s"),
+        (59.4, "59 s"),
+        (59.9, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (840, "14 min"),
+        (3590, "1 h 00 min"),
+        (7260, "2 h 01 min"),
+        (273600, "3 d 4 h"),
+    ],
+)
+def test_duration_is_told_in_two_units_at_most(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_size_is_in_gib() -> None:
+    assert (gib(3 * 2**29), gib(15783677952, 1)) == ("1.50 GiB", "14.7 GiB")
+
+
+def test_lines_are_those_of_a_terminal() -> None:
+    assert shown_lines("a \n\n10%\r 50%\r100%\nb\r\n") == ["a", "100%", "b"]

@@ -1,0 +1,148 @@
+"""Runs of a script's first steps: nothing of the training is saved, and its process ends before the next line."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.part import Part
+from unsloth_multigpu.seam import instance_attribute
+from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+
+# Nothing of such a run may land in the user's folders or accounts.
+_SAVERS = (
+    "save_model",
+    "save_state",
+    "_save_checkpoint",
+    "save_pretrained",
+    "push_to_hub",
+    # Unsloth's, on the model.
+    "save_pretrained_merged",
+    "save_pretrained_gguf",
+    "push_to_hub_merged",
+    "push_to_hub_gguf",
+)
+# save_total_limit would remove checkpoints at the end.
+_SETTINGS = {"logging_nan_inf_filter": False, "eval_on_start": False, "save_total_limit": None}
+_TRACKERS = "transformers.integrations"
+
+
+class FirstStepsTool(Tool):
+    """What every tool does to a run of which it follows the first steps.
+
+    Attributes:
+        name: Of the command.
+    """
+
+    is_comparison = True
+    name: str
+
+    def alone(self, config: MultiGPUConfig, num_gpus: int, **changes: Any) -> MultiGPUConfig:
+        """The options of a run on this machine, from the start.
+
+        Args:
+            config: Of the script.
+            num_gpus: Ranks; wins over the script's own number.
+            **changes: Options that the tool itself changes.
+
+        Raises:
+            SetupError: The script asks for the legacy path.
+        """
+        if not config.enable_ddp:
+            raise SetupError(
+                f"{self.name} compares one process with several ranks; enable_ddp=False, the legacy path, is one "
+                "process.",
+                hint="Leave enable_ddp out for this comparison.",
+            )
+        given: dict[str, Any] = {"max_restarts": 0, "nnodes": "1", "resume": "off", "num_gpus": num_gpus}
+        given |= dict.fromkeys(("rdzv_endpoint", "rdzv_id", "node_rank"))
+        return dataclasses.replace(config, **given, **changes)
+
+    def check_variables(self, others: list[str]) -> None:
+        if others:  # Otherwise the training would not end after the steps that were asked for.
+            raise SetupError(
+                f"{self.name} knows ranks that have all weights, or shards of them; {others[0]} is set.",
+                hint=f"Unset it for {self.name}.",
+            )
+
+    def adjust_arguments(self, args: ArgumentsLike) -> None:
+        args.push_to_hub = False  # The Trainer makes the repository before train().
+
+
+class FirstSteps(Part):
+    """Follows a training, lets it save nothing, and ends it after some steps.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        num_steps: After which it ends.
+    """
+
+    place = "recorder"
+    keeps = (*(f"args.{name}" for name in _SETTINGS), "callback_handler.callbacks")
+
+    def __init__(self, trainer: TrainerLike, num_steps: int) -> None:
+        self._trainer = trainer
+        self._most_steps = num_steps
+        self._first_step = 0
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Nothing is saved, uploaded or sent to trackers."""
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        for name, value in _SETTINGS.items():
+            setattr(trainer.args, name, value)
+        handler.callbacks = [c for c in handler.callbacks if not _is_tracker(c)]
+        with ExitStack() as stack:
+            for owner in (trainer, trainer.model):
+                for name in (n for n in _SAVERS if hasattr(owner, n)):
+                    stack.enter_context(instance_attribute(owner, name, _do_nothing))
+            yield
+
+    def _step(self) -> int:
+        """Optimizer steps done since the training began, also where it resumed from a checkpoint."""
+        return int(self._trainer.state.global_step) - self._first_step
+
+    def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._first_step = int(state.global_step)
+        # A resumed run sets it, and the Trainer would load that checkpoint at the end.
+        state.best_model_checkpoint = None
+
+    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def on_epoch_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
+        self._steer(control)
+
+    def _steer(self, control: ControlLike) -> None:
+        """Nothing is saved or evaluated, and the last step ends the training."""
+        control.should_save = control.should_evaluate = False
+        if self._step() >= self._most_steps:
+            control.should_training_stop = True
+
+
+def leave_process() -> NoReturn:
+    """Ends this process well, before the script's next line, which may save over the user's model.
+
+    No SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers run, as
+    multiprocessing runs them at the end of its children: they close the process group and end data loading workers.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _is_tracker(callback: Any) -> bool:
+    return any(cls.__module__.startswith(_TRACKERS) for cls in type(callback).__mro__)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces what saves or uploads."""

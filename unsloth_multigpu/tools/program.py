@@ -1,0 +1,135 @@
+"""How a tool runs the user's script: with which ranks, devices and variables, and for how long at most."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
+from unsloth_multigpu.options import MultiGPUConfig, variable
+from unsloth_multigpu.wire.identity import read_identity
+from unsloth_multigpu.wire.process import run_to_end
+
+DEFAULT_LIMIT_S = 3600.0
+_RANK_MODULE = "unsloth_multigpu.cli.script"
+# The supervisor gives its ranks 30 seconds to end.
+_TERMINATE_LIMIT_S = 40.0
+
+
+def command_of(program: Sequence[str]) -> list[str]:
+    """What starts a program as `unsloth-multigpu run` does.
+
+    Args:
+        program: The script and its arguments, or `-m`, a module and its arguments.
+    """
+    # An absolute path: the script may change its working directory before it starts the ranks.
+    name = program[0] if program[0] == "-m" else os.path.abspath(program[0])
+    return [sys.executable, "-m", _RANK_MODULE, name, *program[1:]]
+
+
+def run_program(
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    output: BinaryIO,
+    marker: str,
+    limit_s: float,
+    look: Callable[[], None] | None = None,
+) -> int:
+    """Runs a program to its end, and returns its exit code as a shell shows it.
+
+    Args:
+        program: See `command_of`.
+        environment: All of its variables. One of them must hold `marker`.
+        output: Where it prints.
+        marker: By which its processes are found, ASCII.
+        limit_s: After which it is ended.
+        look: Called a few times a second.
+
+    Raises:
+        RankTimeoutError: It took longer than `limit_s`.
+    """
+    code = run_to_end(
+        command_of(program),
+        environment,
+        output,
+        marker=marker,
+        limit_s=limit_s,
+        terminate_limit_s=_TERMINATE_LIMIT_S,
+        look=None if look is None else lambda _: look(),
+    )
+    if code is None:
+        raise RankTimeoutError(
+            f"The run did not reach its end within timeout_s={limit_s:g} seconds.",
+            hint="Ask for fewer --steps, or raise --timeout-s where it only takes long.",
+        )
+    return 128 - code if code < 0 else code
+
+
+def check_ranks(name: str, config: MultiGPUConfig) -> None:
+    """Finds out before the first run whether the ranks of a later one can be started.
+
+    Args:
+        name: Of the command.
+        config: Options of that run.
+
+    Raises:
+        SetupError: They cannot, or this process is a rank itself.
+    """
+    from unsloth_multigpu.start import ranks_to_start
+
+    check_is_no_rank(name)
+    ranks_to_start(config)
+
+
+def check_is_no_rank(name: str) -> None:
+    """Raises SetupError in a rank: the command starts its ranks itself."""
+    if read_identity(os.environ) is not None:
+        raise SetupError(f"{name} starts its ranks itself, but is a rank here.", hint="Run it without a launcher.")
+
+
+def common_variables(log_dir: Path) -> dict[str, str]:
+    """The environment of each run, before the options of the command line.
+
+    Args:
+        log_dir: Where the logs of ranks go, unless the user names a folder: those of a training are not overwritten.
+    """
+    return {
+        variable("log_dir"): str(log_dir),
+        # The order of a set of strings may decide the order of samples.
+        "PYTHONHASHSEED": "0",
+        **os.environ,
+        variable("max_restarts"): "0",
+        "WANDB_MODE": "disabled",
+    }
+
+
+def device_variables(device: str, num_gpus: int) -> dict[str, str]:
+    """The variables that show a run its devices: none, or one to one process, which would use DataParallel for more."""
+    from unsloth_multigpu.start import visible_accelerators
+
+    if device == "cpu":
+        # Set here and not by the run: a library may count the cards before the script asks for the CPU.
+        return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    kind, num_devices = visible_accelerators()
+    if num_gpus > 1 or num_devices < 2:
+        return {}
+    names = ("ZE_AFFINITY_MASK",) if kind == "xpu" else ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    name = next((name for name in names if os.environ.get(name)), names[-1])
+    return {name: os.environ.get(name, "0").split(",")[0]}
+
+
+def parse_numbers(text: str) -> list[int]:
+    """ "1,2,8" as numbers of GPUs, smallest first.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not re.fullmatch(r"[1-9]\d{0,4}(,[1-9]\d{0,4})*", text):
+        raise ConfigError(
+            f"--gpus {text!r}; expected numbers of GPUs such as 1,2,4,8.", hint="Put commas between them."
+        )
+    return sorted({int(number) for number in text.split(",")})

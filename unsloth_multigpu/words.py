@@ -1,0 +1,35 @@
+"""Figures in words: durations, sizes, and the lines of a log as a terminal shows them."""
+
+from __future__ import annotations
+
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+GIB = 2**30
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: "0.25 s", "48 s", "3 min 05 s", "14 min", "2 h 01 min" or "3 d 4 h"."""
+    whole, minutes, hours = round(seconds), round(seconds / _MINUTE_S), round(seconds / _HOUR_S)
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if whole < _MINUTE_S:
+        return f"{whole} s"
+    if whole < 10 * _MINUTE_S:
+        return f"{whole // _MINUTE_S} min {whole % _MINUTE_S:02d} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if seconds < 2 * _DAY_S:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def gib(num_bytes: float, digits: int = 2) -> str:
+    """A size in GiB: "14.70 GiB"."""
+    return f"{num_bytes / GIB:.{digits}f} GiB"
+
+
+def shown_lines(text: str) -> list[str]:
+    """The lines of a log that are not empty, as a terminal shows them: of a progress bar, which writes its line many
+    times, each behind a carriage return, the last state.
+    """
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return [line for line in lines if line]
