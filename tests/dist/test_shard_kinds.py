@@ -53,6 +53,17 @@ def test_model_that_is_no_decoder_trains_as_in_one_process(outs, kind):
     assert all(0.45 < rank["part"] < 0.55 for rank in ranks)
 
 
+@pytest.mark.parametrize("kind", ["t5", "llava"])
+@pytest.mark.parametrize("saver", ["save_model", "save_pretrained"])
+def test_files_have_the_names_of_one_process(outs, kind, saver):
+    """T5's embeddings have four names and are written once. LLaVA's weights have other names in files."""
+    one, two = (load_file(out / saver / kind / "model.safetensors") for out in outs)
+    assert one.keys() == two.keys()
+    assert all(float((one[name] - two[name]).abs().max()) <= 1e-6 for name in one)
+    configs = [json.loads((out / saver / kind / "config.json").read_text()) for out in outs]
+    assert configs[0] == configs[1]
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_sharded_is_refused_before_the_first_step(outs, kind):
     ranks = facts(outs[1], kind)

@@ -195,6 +195,9 @@ for kind in args.kinds.split(","):
         assert not watcher.norms
     else:
         after = {name: whole_of(p.detach()).clone().contiguous() for name, p in model.named_parameters()}
+        if kind in ("t5", "llava"):
+            trainer.save_model(str(args.out / "save_model" / kind))
+            model.save_pretrained(str(args.out / "save_pretrained" / kind))
         facts["norms"] = watcher.norms
         facts["part"] = sum(part_of(p).numel() for p in model.parameters()) / sum(p.numel() for p in after.values())
         facts["unmoved"] = [name for name in before if torch.equal(before[name], after[name])]
