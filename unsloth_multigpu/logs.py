@@ -11,7 +11,8 @@ class RankFilter(logging.Filter):
     """Drops INFO and DEBUG records of ranks above 0, and puts the rank before their warnings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text = os.environ.get("RANK", "0")
+        # Without LOCAL_RANK it is the number of a machine, as in a pod of Kubeflow's PyTorchJob.
+        text = os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
         # What RANK must be is said where it is read; a log call never raises.
         rank = int(text) if text.isdecimal() else 0
         if rank == 0:

@@ -36,6 +36,8 @@ def folder(tmp_path_factory):
             (folder / f"node{node}").mkdir()
             # Kubeflow counts the cores of a pod without a GPU: the first has two ranks here.
             mine = {"PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": str(2 - node)}
+            # A pod of a PyTorchJob has these beside what a TrainJob's has: of pods, and not of processes.
+            mine |= {"RANK": str(node), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             arguments = [*command, "--folder", folder / "cluster", "plain"]
             process = start(arguments, folder / f"node{node}", {**BARE, **said, **mine, **here})
             outcomes.append(pool.submit(finish, process))

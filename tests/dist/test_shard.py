@@ -22,6 +22,9 @@ SAVED = ("full:32x8x1", "lora:30x2x4", "qlora:30x8x1")
 ASKED = ("native:32x8x1", "asked_full:30x8x1")
 OF_UNSLOTH = ("unsloth_lora:15x8x1", "unsloth_full:15x8x1")
 OF_TRL = ("sft_full:15x4x2", "dpo_lora:14x2x2")
+# Steps whose samples three ranks share evenly, and such as they do not.
+THREE = ("momentum_full:36x6x2", "momentum_full:31x8x1", "epsilon_full:31x8x1")
+THREE_LORA = ("momentum_lora:36x6x2", "momentum_lora:31x2x4", "qlora:31x8x1")
 NORM, WEIGHTS = 1e-5, 1e-5
 # Adam makes the rounding of rare tokens' gradients visible; by as much where DDP trains.
 BY_ADAM = {"full:32x8x1": 2e-3}
@@ -63,6 +66,13 @@ def largest_difference(one, two, file="weights.safetensors"):
     one, two = load_file(one / file), load_file(two / file)
     assert one.keys() == two.keys()
     return max(float((one[n] - two[n]).abs().max() / one[n].abs().max()) for n in one)
+
+
+def mean_difference(one, two):
+    """Of all weights together, without a sign."""
+    one, two = load_file(one / "weights.safetensors"), load_file(two / "weights.safetensors")
+    assert one.keys() == two.keys()
+    return sum(float((one[n] - two[n]).double().abs().sum()) for n in one) / sum(t.numel() for t in one.values())
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +162,30 @@ def test_training_resumes_on_another_number_of_ranks(folder, sharded):
         before, after = facts(sharded[0], job)[0]["norms"], facts(out, job)[0]["norms"]
         assert max(abs(a - b) / a for a, b in zip(before[3:], after, strict=True)) <= NORM
         assert largest_difference(sharded[0] / job, out / job) <= WEIGHTS
+
+
+@pytest.mark.thorough
+def test_three_ranks_train_as_one_process_does(folder):
+    jobs = [*THREE, *THREE_LORA]
+    one, _ = train(folder, 1, jobs, name="three")
+    three, text = train(folder, 3, jobs, name="three")
+    assert text.count("sharded by FSDP2 of accelerate: a rank holds 33.") == len(jobs)
+    for job in jobs:
+        assert_same_training(one, three, job, 3)
+
+
+@pytest.mark.thorough
+def test_adam_differs_from_one_process_as_under_ddp(folder, alone, sharded):
+    """Where it divides by gradients that are rounding alone; `epsilon_full` above has none of that."""
+    job = SAVED[0]
+    whole, text = train(folder, 2, [job], name="ddp", UNSLOTH_MULTIGPU_SHARD="off")
+    assert "sharded by" not in text
+    # The largest one is of a weight or two, and says nothing of the others.
+    of_ddp, of_shards = (mean_difference(alone / job, out / job) for out in (whole, sharded[0]))
+    assert of_shards <= 2 * of_ddp
+    for out in (whole, sharded[0]):
+        # Without an amplification nothing would be shown here.
+        assert WEIGHTS < largest_difference(alone / job, out / job) <= BY_ADAM[job]
 
 
 @pytest.mark.thorough

@@ -123,7 +123,7 @@ def test_broken_connection_alone_is_the_cause(broken: str) -> None:
     run = Run().training(0, 1).fails(1, broken).fails(0, CLOSED)
     cause = find_cause(run.events, {0: 1, 1: 1})
     assert (cause.rank, cause.exit_code) == (1, 1)
-    assert broken in cause.message
+    assert broken.rpartition(".cc:534] ")[2] in cause.message
 
 
 # Ranks that leave without an error.
@@ -392,6 +392,18 @@ def test_exit_code_that_all_ranks_end_with_is_one_of_all(codes: dict[int, int], 
     cause = find_cause(run.events, codes, gone={0, 1})
     assert (cause.is_of_all, cause.exit_code) == (is_of_all, 2)
     assert cause.message.startswith("all 2 ranks exited with code 2" if is_of_all else "rank 0 exited with code 2")
+
+
+def test_what_has_happened_stands_before_the_line_of_c_that_saw_it() -> None:
+    source = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553"
+    error = "OSError: ./checkpoints/checkpoint-8 could not be saved, earlier checkpoints are untouched"
+    run = (
+        Run()
+        .training(0, 1)
+        .fails(1, f"{error}: [{source}] Connection closed by peer [127.0.0.1]:51363. And so on", step=2)
+    )
+    message = find_cause(run.events, {1: 1}).message
+    assert message.startswith(f"rank 1 failed after step 2: {error}: Connection closed by peer [127.0.0.1]:51363")
 
 
 def test_long_error_is_shortened_where_its_traceback_has_all_of_it() -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.launch.cluster import read_cluster
 from unsloth_multigpu.options import ENV_RUN_DIR
 from unsloth_multigpu.wire.identity import RankIdentity, first_host, read_identity
 
@@ -70,7 +71,7 @@ def test_accelerate_without_the_local_size_is_one_node() -> None:
 
 
 def test_torchrun_with_one_process_needs_no_address() -> None:
-    assert read_identity({"RANK": "0", "WORLD_SIZE": "1"}) == RankIdentity(0, 0, 1, 1, "torchrun")
+    assert read_identity({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == RankIdentity(0, 0, 1, 1, "torchrun")
 
 
 def test_torchrun_inside_a_slurm_step_or_an_mpirun_wins() -> None:
@@ -96,6 +97,38 @@ def test_missing_variable_of_torchrun_is_named(missing: tuple[str, ...], message
     with pytest.raises(LaunchError, match=message) as error:
         read_identity(without(TORCHRUN, *missing))
     assert "Hint: Start with torchrun, or unset RANK and WORLD_SIZE" in str(error.value)
+
+
+# Of the second of two pods with 4 GPUs each: what Kubeflow's training operator 1.7 sets for a PyTorchJob.
+POD = {
+    **{"MASTER_ADDR": "llama-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "8", "RANK": "1"},
+    **{"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1"},
+    **{"PET_MASTER_ADDR": "llama-master-0", "PET_MASTER_PORT": "23456"},
+}
+
+
+def test_pod_is_no_rank() -> None:
+    assert read_identity(POD) is None
+    cluster = read_cluster(POD)
+    assert cluster is not None
+    assert (cluster.values["nnodes"], cluster.values["node_rank"], cluster.values["num_gpus"]) == ("2", 1, 4)
+    # The only pod of a job, also of an operator that sets no PET_*: its processes have not been started.
+    assert read_identity({**POD, "WORLD_SIZE": "4", "RANK": "0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}) is None
+    assert read_identity({"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "1", "RANK": "0"}) is None
+    # torchrun in such a pod, and this package, start ranks.
+    rank = read_identity({**POD, "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    assert rank is not None
+    assert (rank.rank, rank.local_rank, rank.world_size) == (5, 1, 8)
+
+
+def test_pod_of_which_the_number_alone_is_known_is_refused_with_the_command_that_joins_it() -> None:
+    older = {name: text for name, text in POD.items() if not name.startswith("PET_")}
+    for environment, count in ((older, 8), ({**POD, "PET_NODE_RANK": "0"}, 2)):
+        with pytest.raises(LaunchError, match="WORLD_SIZE=8 are set, but LOCAL_RANK is not") as error:
+            read_identity({**environment, "RANK": "1"})
+        joins = f"env -u RANK -u WORLD_SIZE unsloth-multigpu run --nnodes {count} --node-rank 1 --rdzv-id "
+        assert joins in str(error.value)
+        assert "--rdzv-endpoint llama-master-0:23456 train.py" in str(error.value)
 
 
 @pytest.mark.parametrize(

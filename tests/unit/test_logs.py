@@ -20,6 +20,7 @@ def say(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Sa
 
     def say(rank: str, level: int) -> list[str]:
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         logger = get_logger(f"stub_logger_{next(_numbers)}")
         logger.setLevel(logging.DEBUG)
         caplog.clear()
@@ -51,8 +52,16 @@ def test_process_without_a_rank_is_rank_0(monkeypatch: pytest.MonkeyPatch) -> No
     assert record.getMessage() == "text"
 
 
+def test_number_of_a_machine_is_no_rank(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    say("3", logging.INFO)
+    monkeypatch.delenv("LOCAL_RANK")
+    record = logging.LogRecord("x", logging.INFO, __file__, 1, "text", None, None)
+    assert RankFilter().filter(record)
+
+
 def test_record_that_passes_two_filters_is_numbered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     record = logging.LogRecord("x", logging.WARNING, __file__, 1, "text", None, None)
     assert RankFilter().filter(record)
     assert RankFilter().filter(record)

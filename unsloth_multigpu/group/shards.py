@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,30 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
         if id(tensor) in wholes:
             state[name] = wholes[id(tensor)]
     return state if is_first else {}
+
+
+def tied_again(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with one tensor for each weight, where an engine has gathered a shared one for each of its names.
+
+    Savers find out by that which names belong together, and write the first.
+    """
+    first: dict[int, str] = {}
+    tied = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and name in state:
+            tied[name] = state[first.setdefault(id(tensor), name)]
+    return {**state, **tied}
+
+
+@contextmanager
+def own_class(model: nn.Module) -> Iterator[None]:
+    """Gives a model the class of before `fully_shard` for a time: libraries know models by its name."""
+    engines = type(model)
+    model.__class__ = class_of(model)
+    try:
+        yield
+    finally:
+        model.__class__ = engines
 
 
 def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:

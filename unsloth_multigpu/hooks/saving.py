@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError, SetupError
@@ -161,7 +162,7 @@ class SaveGate:
                 kwargs = self._given(args, kwargs)
             # A file object is the rank's own. Savers call each other; the outermost call counts for all of them.
             if path is None or (self._depth and (self._is_writer or runs_everywhere)):
-                return original(*args, **kwargs)
+                return self._call(original, args, kwargs)
             if self._depth:
                 return None
             manager = self.find_manager()
@@ -175,7 +176,7 @@ class SaveGate:
                 runs_here = self._gather(manager, model, original, what, is_of_trainer=model is not args[0])
             # An uploader calls a saver, which is given them then.
             given = self._given(args, kwargs) if writes_files else kwargs
-            save = functools.partial(self._nested, functools.partial(original, *args, **given))
+            save = functools.partial(self._nested, functools.partial(self._call, original, args, given))
             if self.rank == 0:
                 entry = Entry(what, _folder_of(path, args) if writes_files else "")
                 return self._write(manager, entry, save)
@@ -253,9 +254,25 @@ class SaveGate:
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a model's saver, with its whole weights where these were gathered."""
-        if self._state is None or not args or sharded_model(args) is not args[0] or kwargs.get("state_dict"):
+        if not args or sharded_model(args) is not args[0]:
             return kwargs
-        return {**kwargs, "state_dict": self._state}
+        from unsloth_multigpu.group.shards import tied_again
+
+        if gathered := kwargs.get("state_dict"):  # By the Trainer.
+            return {**kwargs, "state_dict": tied_again(args[0], gathered)}
+        return kwargs if self._state is None else {**kwargs, "state_dict": self._state}
+
+    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._as_it_was(args, kwargs):
+            return original(*args, **kwargs)
+
+    def _as_it_was(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """A sharded model of which the whole weights are written has its own class for that long."""
+        if not kwargs.get("state_dict") or sharded_model(args) is not args[0]:
+            return nullcontext()
+        from unsloth_multigpu.group.shards import own_class
+
+        return own_class(args[0])
 
     def _write_own(self, save: Callable[[], Any]) -> Any:
         self._is_writer = True

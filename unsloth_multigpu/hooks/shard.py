@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import sys
@@ -78,8 +79,36 @@ def shard_patches() -> list[Patch]:
             wrap=_stored_as_computed,
             reason="FSDP2 shards 4-bit weights only where they are packed in a floating-point type.",
             optional=True,
-        )
+        ),
+        Patch(
+            target="transformers.trainer:Trainer.__init__",
+            supports="transformers>=4.57,<6",
+            wrap=_with_own_optimizer,
+            reason="A Trainer refuses an optimizer of the script for FSDP 1; FSDP2 gives it the parts of its weights.",
+            needs=("args", "model_init", "optimizers", "optimizer_cls_and_kwargs"),
+            optional=True,
+        ),
     ]
+
+
+def _with_own_optimizer(original: Callable[..., None]) -> Callable[..., None]:
+    """accelerate puts parts in the place of whole weights in any optimizer, as in the one that the Trainer makes."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        optimizers = given.get("optimizers") or (None, None)
+        is_refused = given.get("model_init") is not None or given.get("optimizer_cls_and_kwargs") is not None
+        if is_refused or optimizers == (None, None) or not getattr(given.get("args"), "fsdp", None):
+            original(self, *args, **kwargs)
+            return
+        given["optimizers"] = (None, None)
+        original(*bound.args, **bound.kwargs)
+        self.optimizer, self.lr_scheduler = optimizers
+
+    return __init__
 
 
 def _stored_as_computed(original: Callable[..., None]) -> Callable[..., None]:

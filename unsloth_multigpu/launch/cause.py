@@ -30,6 +30,8 @@ STOPS = ("stopping", "stopped")
 INTERRUPTED = "interrupted"
 # Of an error, in the line that names its rank.
 _MAX_CHARACTERS = 160
+# The line of C++ that gloo and c10d put before what has happened; it is longer than that, and in one word.
+_OF_C = re.compile(r"\[[^\s\]]+\.(?:cc|cpp|h|hpp|cu):\d+\] ")
 # A hang is reported by the supervisor, not by the rank.
 HANG = "hang"
 
@@ -215,6 +217,7 @@ def _from_exits_of_all(
 def _first_line(event: Event) -> str:
     """The text above has all of a long one."""
     line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".: ")
+    line = _OF_C.sub("", line)
     return textwrap.shorten(line, _MAX_CHARACTERS, placeholder=" ...")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
+from unsloth_multigpu.shard.groups import grouped, refusal_of
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
@@ -47,6 +48,11 @@ class Sharding(Part):
         self._steps = steps
         # Of the parameters before accelerate has them.
         self._dtypes: dict[str, torch.dtype] = {}
+        # What the engine is told while it divides the model. Nothing that is raised later is about that.
+        self._until_placed = ExitStack()
+        self._is_placed = False
+        # Of an optimizer that has trained parts already.
+        self._groups: list[list[nn.Parameter]] = []
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -68,14 +74,39 @@ class Sharding(Part):
         if self._engine is Engine.ACCELERATE:
             self._sum_in_32_bits()
             self._dtypes = {} if model is None else {n: p.dtype for n, p in model.named_parameters()}
+        if self._engine is Engine.ACCELERATE and has_shards(model) and self._trainer.optimizer is not None:
+            self._groups = [list(group["params"]) for group in self._trainer.optimizer.param_groups]
         if self._engine is Engine.ACCELERATE and model is not None and not has_shards(model):
+            self._check_own_optimizer(model)
             # Frozen ones too, as DDP does: a rank may have made them by random numbers.
             self._manager.broadcast_tensors(model.parameters())
+            with self._until_placed:
+                self._until_placed.enter_context(grouped(model, self._plugin))
+                yield from self._told()
+            return
         yield
+
+    def _told(self) -> Iterator[None]:
+        """An error of the engine says that it cannot shard this model.
+
+        Raises:
+            SetupError: So it is.
+        """
+        try:
+            yield
+        except Exception as error:
+            refusal = None if self._is_placed else refusal_of(self._trainer.model, error)
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    @property
+    def _plugin(self) -> Any:
+        return cast(Any, self._trainer.accelerator).state.fsdp_plugin
 
     def _sum_in_32_bits(self) -> None:
         """accelerate lets bf16 gradients be summed over ranks in bf16; DDP's are those of the weights, fp32."""
-        plugin = cast(Any, self._trainer.accelerator).state.fsdp_plugin
+        plugin = self._plugin
         policy = plugin.mixed_precision_policy
         if policy is not None and policy.reduce_dtype in (torch.bfloat16, torch.float16):
             single = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
@@ -102,6 +133,11 @@ class Sharding(Part):
         Raises:
             SetupError: It is not, or a trainable weight would never change.
         """
+        self._is_placed = True
+        self._until_placed.close()
+        # accelerate prepares it again, and knows parts by their address, which all empty parts of a rank share.
+        for group, parameters in zip(self._trainer.optimizer.param_groups, self._groups, strict=False):
+            group["params"] = parameters
         model = self._trainer.model
         check_is_sharded(model)
         if self._manager.config.shard_offload:
@@ -137,6 +173,30 @@ class Sharding(Part):
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         reshard(self._trainer.model)
+
+    def _check_own_optimizer(self, model: nn.Module) -> None:
+        """An optimizer of the script gets parts in the place of the weights that it was made of; its state does not.
+
+        Raises:
+            SetupError: It has state, or tensors that are no weights of the model.
+        """
+        optimizer = self._trainer.optimizer
+        if optimizer is None:
+            return
+        name, own = type(optimizer).__name__, {id(p) for p in model.parameters()}
+        if any(optimizer.state.values()):
+            raise SetupError(
+                f"The script's optimizer ({name}) has state already, of whole weights, and accelerate's FSDP2 divides "
+                "weights alone.",
+                hint="Give the Trainer one that has made no step, or name it by optim= in TrainingArguments.",
+            )
+        groups = optimizer.param_groups
+        if strangers := [p for group in groups for p in group["params"] if id(p) not in own]:
+            raise SetupError(
+                f"The script's optimizer ({name}) has {len(strangers)} tensor(s) that are no weights of "
+                f"{class_of(model).__name__}, the first of shape {tuple(strangers[0].shape)}.",
+                hint="Make it of the parameters of the model that the Trainer is given.",
+            )
 
     def _check_optimizer(self, model: nn.Module) -> None:
         trained = {id(p) for group in self._trainer.optimizer.param_groups for p in group["params"]}

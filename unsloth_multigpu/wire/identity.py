@@ -60,7 +60,7 @@ def read_identity(environment: Mapping[str, str]) -> RankIdentity | None:
     Raises:
         LaunchError: The variables contradict each other or are incomplete.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    if "RANK" in environment and "WORLD_SIZE" in environment and not _counts_machines(environment):
         return _from_torchrun(environment)
     # Inside a batch script, but outside srun, SLURM sets SLURM_NTASKS and no step size: that process is no rank.
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
@@ -80,14 +80,32 @@ def first_host(nodelist: str) -> str:
     return match.group(1) + (match.group(2) or "")
 
 
+def _counts_machines(env: Mapping[str, str]) -> bool:
+    """True in a pod of Kubeflow's PyTorchJob: RANK is the pod's number, and WORLD_SIZE says nothing of its processes.
+
+    What starts ranks sets LOCAL_RANK as well.
+    """
+    if "LOCAL_RANK" in env:
+        return False
+    is_alone = _number(env, "WORLD_SIZE") == 1 and _number(env, "RANK") == 0
+    return is_alone or (bool(env.get("PET_NNODES")) and env.get("PET_NODE_RANK") == env["RANK"])
+
+
 def _from_torchrun(env: Mapping[str, str]) -> RankIdentity:
     world_size = _number(env, "WORLD_SIZE")
     missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if world_size > 1 and missing:
-        raise LaunchError(
-            f"RANK and WORLD_SIZE={world_size} are set, but {', '.join(missing)} is not.",
-            hint="Start with torchrun, or unset RANK and WORLD_SIZE so that unsloth_multigpu starts the ranks.",
-        )
+        hint = "Start with torchrun, or unset RANK and WORLD_SIZE so that unsloth_multigpu starts the ranks."
+        if missing == ["LOCAL_RANK"]:
+            # An older PyTorchJob. Without them each pod would train for itself.
+            count, place = env.get("PET_NNODES") or world_size, env["MASTER_ADDR"]
+            hint = (
+                "Start with torchrun, or unset RANK and WORLD_SIZE where this is the only machine. Where they count "
+                "machines, as in a pod of Kubeflow's PyTorchJob: env -u RANK -u WORLD_SIZE unsloth-multigpu run "
+                f"--nnodes {count} --node-rank {env['RANK']} --rdzv-id {place} "
+                f"--rdzv-endpoint {place}:{env['MASTER_PORT']} train.py"
+            )
+        raise LaunchError(f"RANK and WORLD_SIZE={world_size} are set, but {', '.join(missing)} is not.", hint=hint)
     return _checked(
         RankIdentity(
             rank=_number(env, "RANK"),

@@ -1,7 +1,8 @@
 """Trains several kinds of models, sharded or whole, and writes what each step and each rank had, for comparison.
 
 Usage: shard.py --num-gpus N --jobs full:32x8x1,lora:30x2x4 --model DIR --out DIR
-A job is a kind with rows x batch size x accumulation. "asked_" before a kind: the script itself asks for FSDP2.
+A job is a kind with rows x batch size x accumulation. Before a kind, "asked_": the script itself asks for FSDP2;
+"momentum_": SGD with momentum; "epsilon_": Adam with a large epsilon.
 Variables: ENGINE=unsloth; RESUME=FOLDER of another --out, whose checkpoint of step 3 is resumed from.
 """
 
@@ -51,7 +52,13 @@ allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 BY_SGD = ("native", "asked_full", "unsloth_full", "sft_full")
-LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+# Before a kind: what its optimizer is told. Such a large epsilon hides the rounding of small gradients from Adam.
+TOLD = {
+    "momentum_": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
+    "epsilon_": {"adam_epsilon": 1e-3},
+}
+# Three ranks share six rows evenly.
+LORA = {"r": 6, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
 
 def loaded(**options):
@@ -221,6 +228,9 @@ for job in args.jobs.split(","):
         "hub_model_id": "user/model",
         **saving,
     }
+    for prefix, told in TOLD.items():
+        if kind.startswith(prefix):
+            kind, common = kind.removeprefix(prefix), {**common, **told}
     trainer = trainer_of(kind, topics(num_rows, max_words=60), common, str(folder / "checkpoints"))
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     before = {n: whole_of(p.detach()).clone() for n, p in trainer.model.named_parameters() if p.requires_grad}

@@ -1,0 +1,206 @@
+"""Trains models that are no decoders, and by optimizers of the script, sharded or whole; notes what was refused.
+
+Usage: shard_kinds.py --num-gpus N --kinds t5,vit --out DIR
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--num-gpus", type=int, required=True)
+parser.add_argument("--kinds", required=True)
+parser.add_argument("--out", type=Path, required=True)
+args = parser.parse_args()
+
+ump.enable_multi_gpu(num_gpus=args.num_gpus, shard="on" if args.num_gpus > 1 else "off")
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
+from unsloth_multigpu.errors import SetupError  # noqa: E402
+from unsloth_multigpu.group.shards import part_of, whole_of  # noqa: E402
+
+allow_cpu_ranks()
+rank = int(os.environ.get("RANK", "0"))
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DECODER = {"vocab_size": 40, "num_key_value_heads": 1, **SIZES}
+draw = torch.Generator()
+
+
+def made(name, config, *of_config, **values):
+    return getattr(transformers, name)(getattr(transformers, config)(*of_config, **values))
+
+
+def tokens(num_rows=11, limit=39):
+    rows = [torch.randint(3, limit, (6,), generator=draw) for _ in range(num_rows)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def pictures(num_rows=11):
+    return [torch.rand(3, 8, 8, generator=draw) for _ in range(num_rows)]
+
+
+def llama():
+    return made("LlamaForCausalLM", "LlamaConfig", **DECODER), tokens(), {}
+
+
+def t5():
+    """Its encoder and its decoder have the embeddings of the whole model."""
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2}
+    options = {"vocab_size": 40, "dropout_rate": 0.0, "decoder_start_token_id": 0, **sizes}
+    return made("T5ForConditionalGeneration", "T5Config", **options), tokens(), {}
+
+
+def bert():
+    """The class of its embeddings is one of those that are not split, and its head shares two weights."""
+    return made("BertForMaskedLM", "BertConfig", vocab_size=40, **STILL, **SIZES), tokens(), {}
+
+
+def vit():
+    model = made("ViTForImageClassification", "ViTConfig", image_size=8, patch_size=4, num_labels=3, **STILL, **SIZES)
+    return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())], {}
+
+
+def convnext():
+    """It has no input embeddings."""
+    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3}
+    model = made("ConvNextForImageClassification", "ConvNextConfig", **sizes)
+    return model, [{"pixel_values": p, "labels": torch.tensor(i % 3)} for i, p in enumerate(pictures())], {}
+
+
+def llava():
+    """It names a class of CLIP that its vision tower does not have."""
+    vision = transformers.CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=8, **SIZES)
+    text = transformers.LlamaConfig(**DECODER)
+    options = {"image_token_index": 39, "vision_feature_layer": -1}
+    model = made("LlavaForConditionalGeneration", "LlavaConfig", vision_config=vision, text_config=text, **options)
+    before, ignored = torch.full((4,), 39), torch.full((4,), -100)
+    rows = [
+        {
+            "input_ids": torch.cat([before, row["input_ids"]]),
+            "labels": torch.cat([ignored, row["labels"]]),
+            "pixel_values": picture,
+        }
+        for row, picture in zip(tokens(), pictures(), strict=True)
+    ]
+    return model, rows, {}
+
+
+def own_optimizer():
+    model, rows, _ = llama()
+    first, *rest = model.parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.05}, {"params": rest}], lr=0.1, momentum=0.9)
+    halving = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    return model, rows, {"optimizers": (optimizer, halving)}
+
+
+def used_optimizer():
+    model, rows, _ = llama()
+    return model, rows, {"optimizers": (torch.optim.Adagrad(model.parameters()), None)}
+
+
+def other_optimizer():
+    model, rows, _ = llama()
+    return model, rows, {"optimizers": (torch.optim.SGD(llama()[0].parameters()), None)}
+
+
+class Layer(torch.nn.Linear):
+    """Is a group of its own."""
+
+
+class Own(torch.nn.Module):
+    _no_split_modules = ("Layer",)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(6, 6), Layer(6, 6)
+
+    def forward(self, x, labels):
+        return {"loss": ((self.second(torch.tanh(self.first(x))) - labels) ** 2).mean()}
+
+
+def numbers():
+    return [{"x": torch.rand(6, generator=draw), "labels": torch.rand(6, generator=draw)} for _ in range(11)]
+
+
+def shared_layers():
+    model = Own()
+    model.second.weight = model.first.weight
+    return model, numbers(), {}
+
+
+def scalar():
+    """torch does not shard a number."""
+    model = Own()
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(1.0)))
+    return model, numbers(), {}
+
+
+def evaluated():
+    model, rows, _ = llama()
+    return model, rows, {"eval_dataset": rows[:4]}
+
+
+class Watcher(TrainerCallback):
+    def __init__(self):
+        self.norms = []
+
+    def on_log(self, _args, state, control, logs=None, **kwargs):
+        if "grad_norm" in logs:
+            self.norms.append(float(logs["grad_norm"]))
+
+
+args.out.mkdir(parents=True, exist_ok=True)
+for kind in args.kinds.split(","):
+    torch.manual_seed(0)
+    draw.manual_seed(1)
+    model, rows, options = globals()[kind]()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    arguments = TrainingArguments(
+        str(args.out / "checkpoints"),
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        learning_rate=0.1,
+        optim="sgd",
+        optim_args="momentum=0.9",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    watcher = Watcher()
+    facts = {"refused": ""}
+    try:
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[watcher], **options)
+        if kind == "evaluated":
+            trainer.evaluate()
+        trainer.train()
+        if kind == "vit":
+            # Of weights that have one row the second rank has an empty part.
+            trainer.train()
+    except SetupError as error:
+        facts["refused"] = str(error)
+        assert not watcher.norms
+    else:
+        after = {name: whole_of(p.detach()).clone().contiguous() for name, p in model.named_parameters()}
+        if kind in ("t5", "llava"):
+            trainer.save_model(str(args.out / "save_model" / kind))
+            model.save_pretrained(str(args.out / "save_pretrained" / kind))
+        facts["norms"] = watcher.norms
+        facts["part"] = sum(part_of(p).numel() for p in model.parameters()) / sum(p.numel() for p in after.values())
+        facts["unmoved"] = [name for name in before if torch.equal(before[name], after[name])]
+        if rank == 0:
+            save_file(after, args.out / f"{kind}.safetensors")
+    (args.out / f"{kind}_{rank}.json").write_text(json.dumps(facts))

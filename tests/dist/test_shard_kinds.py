@@ -1,0 +1,73 @@
+"""Sharded by accelerate: models that are no decoders, and optimizers of the script, against one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.run import BARE, run_python
+
+SCRIPT = Path(__file__).parent / "scripts" / "shard_kinds.py"
+KINDS = ("llama", "t5", "bert", "vit", "convnext", "llava", "own_optimizer")
+REFUSED = {
+    "used_optimizer": "The script's optimizer (Adagrad) has state already, of whole weights",
+    "other_optimizer": "The script's optimizer (SGD) has 21 tensor(s) that are no weights of LlamaForCausalLM, the "
+    "first of shape (40, 16)",
+    "shared_layers": "Own: first.weight and second.weight are one weight, of which accelerate's FSDP2 would make two",
+    "scalar": "accelerate's FSDP2 cannot shard Own: ValueError: fully_shard doesn't support scalar parameters",
+    "evaluated": "evaluate() comes before train(): accelerate's FSDP2 shards a model together with its optimizer",
+}
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
+
+
+def train(folder, num_gpus, kinds):
+    out = folder / str(num_gpus)
+    run = run_python([SCRIPT, "--num-gpus", str(num_gpus), "--kinds", ",".join(kinds), "--out", out], folder, BARE)
+    assert run.code == 0, run.err
+    return out
+
+
+def facts(out, kind):
+    return [json.loads(path.read_text()) for path in sorted(out.glob(f"{kind}_[0-9].json"))]
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kinds")
+    return train(folder, 1, KINDS), train(folder, 2, [*KINDS, *REFUSED])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_that_is_no_decoder_trains_as_in_one_process(outs, kind):
+    (one,), ranks = (facts(out, kind) for out in outs)
+    assert [rank["refused"] for rank in ranks] == ["", ""]
+    norms = zip(one["norms"], ranks[0]["norms"], strict=True)
+    assert max(abs(a - b) / a for a, b in norms) <= 1e-5
+    # What one process does not move, the bias of attention's keys, is rounding in both.
+    assert set(ranks[0]["unmoved"]) <= set(one["unmoved"])
+    whole, sharded = (load_file(out / f"{kind}.safetensors") for out in outs)
+    assert whole.keys() == sharded.keys()
+    for name, weight in whole.items():
+        assert float((weight - sharded[name]).abs().max()) <= 1e-5 * max(float(weight.abs().max()), 1e-2), name
+    assert all(0.45 < rank["part"] < 0.55 for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", ["t5", "llava"])
+@pytest.mark.parametrize("saver", ["save_model", "save_pretrained"])
+def test_files_have_the_names_of_one_process(outs, kind, saver):
+    """T5's embeddings have four names and are written once. LLaVA's weights have other names in files."""
+    one, two = (load_file(out / saver / kind / "model.safetensors") for out in outs)
+    assert one.keys() == two.keys()
+    assert all(float((one[name] - two[name]).abs().max()) <= 1e-6 for name in one)
+    configs = [json.loads((out / saver / kind / "config.json").read_text()) for out in outs]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_sharded_is_refused_before_the_first_step(outs, kind):
+    ranks = facts(outs[1], kind)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert REFUSED[kind] in rank["refused"]
+        assert "Hint:" in rank["refused"]
