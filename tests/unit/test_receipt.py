@@ -612,10 +612,22 @@ def test_speed_of_a_run_is_that_of_all_its_ranks():
         "2 ranks train 2.00 times as fast: a step takes 0.250 s instead of 0.500 s, median of the 4 steps after the "
         "first.",
     ]
-    said = speed_verdict(RANKS, ALONE, "2 ranks")
+    (said,) = speed_verdict(RANKS, ALONE, 2)
     assert said.startswith("2 ranks train 0.50 times as fast, which is SLOWER: a step takes 0.500 s instead of 0.250 s")
     # The verdict is the last line all the same.
     assert text[-1] == "One process and 2 ranks agree over 2 steps."
+
+
+def test_more_than_ranks_and_padding_explain_is_told():
+    # Twice as many, and 1 / 0.8 fewer tokens.
+    (_, doubt) = speed_verdict(ALONE, speed_of([measured(step_s=0.1), measured(1)], [9] * 5), 2)
+    assert doubt.startswith("2 ranks and less padding explain about 2.5 times. The rest is chance: ")
+    assert len(speed_verdict(ALONE, speed_of([measured(step_s=0.15), measured(1)], [9] * 5), 2)) == 1
+
+
+def test_threads_on_the_cpu_are_said():
+    text = page_of(judged(STEPS), [], run_of().facts, 2, (ALONE, RANKS), "1")
+    assert "\nCPU threads of each process: 1.\n" in text
 
 
 def test_missing_waiting_of_shards_is_said():
@@ -629,10 +641,10 @@ def test_median_of_few_steps_is_none():
     short = speed_of([measured(num_steps=3)], [9] * 3)
     assert (short.num_timed, short.step_s, short.tokens_per_s, short.padding) == (2, None, None, 0.0)
     assert times_as_fast(short, RANKS) is None
-    assert speed_verdict(short, RANKS, "2 ranks") == (
+    assert speed_verdict(short, RANKS, 2) == [
         "How much sooner 2 ranks train is not said: the first step warms up, and 2 more give no median. "
         "Give --steps 4 or more."
-    )
+    ]
     assert speed_of([measured(num_steps=4)], [9] * 4).step_s == 0.5
 
 
@@ -640,7 +652,7 @@ def test_steps_with_more_samples_are_compared_by_their_samples():
     # Twice the samples, in steps that take longer.
     larger = speed_of([measured(step_s=0.8), measured(1, step_s=0.8)], [18] * 5)
     assert times_as_fast(ALONE, larger) == pytest.approx(2 * 0.5 / 0.8)
-    said = speed_verdict(ALONE, larger, "2 ranks")
+    (said,) = speed_verdict(ALONE, larger, 2)
     assert said.startswith(
         "2 ranks train 1.25 times as many samples in a second: a step takes 0.800 s instead of 0.500 s, "
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.wire.process import threads_of_each
 
 # By which launchers tell a process that it is one of several: a Trainer in a slot would look for the others.
 _OF_RANKS = {"GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
@@ -93,7 +93,7 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
         if name not in _OF_RANKS and not name.startswith(_OF_LAUNCHERS)
     }
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_slots)),
+        "OMP_NUM_THREADS": str(threads_of_each(num_slots)),
         "PYTHONHASHSEED": str(seed),
     }
     own |= {name: value for name, value in defaults.items() if not own.get(name)}

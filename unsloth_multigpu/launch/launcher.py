@@ -26,6 +26,7 @@ from unsloth_multigpu.options import (
 from unsloth_multigpu.wire.beat import read_beats
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire.process import threads_of_each
 from unsloth_multigpu.wire.run import job_of, shown_command, write_run
 
 logger = get_logger(__name__)
@@ -178,7 +179,7 @@ def rank_environment(
     defaults = {
         # The order of a set of strings, and choices that the script makes without a seed, are the same on all ranks.
         "PYTHONHASHSEED": str(context.seed),
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        "OMP_NUM_THREADS": str(threads_of_each(num_ranks)),
         **socket_interfaces(config),
         **({} if config.device == "cpu" else allocator_variables(environment)),
     }

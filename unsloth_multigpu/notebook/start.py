@@ -32,6 +32,7 @@ from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.process import threads_of_each
 from unsloth_multigpu.wire.run import write_run
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ def _shared_threads(num_ranks: int) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    torch.set_num_threads(threads_of_each(num_ranks))
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.wire.identity import read_identity
-from unsloth_multigpu.wire.process import run_to_end
+from unsloth_multigpu.wire.process import run_to_end, threads_of_each
 
 DEFAULT_LIMIT_S = 3600.0
 _RANK_MODULE = "unsloth_multigpu.cli.script"
@@ -120,6 +120,15 @@ def device_variables(device: str, num_gpus: int) -> dict[str, str]:
     names = ("ZE_AFFINITY_MASK",) if kind == "xpu" else ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
     name = next((name for name in names if os.environ.get(name)), names[-1])
     return {name: os.environ.get(name, "0").split(",")[0]}
+
+
+def thread_variables(device: str, num_ranks: int) -> dict[str, str]:
+    """On the CPU, one process is given the threads of a rank that it is compared with, unless the user has set them."""
+    from unsloth_multigpu.start import visible_accelerators
+
+    if device != "cpu" and visible_accelerators()[1] > 0:
+        return {}
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads_of_each(num_ranks))}
 
 
 def parse_numbers(text: str) -> list[int]:

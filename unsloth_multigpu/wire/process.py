@@ -27,6 +27,11 @@ _POLL_S, _LOOK_S = 0.01, 0.2
 KILL_LIMIT_S = 5.0
 
 
+def threads_of_each(num_processes: int) -> int:
+    """Threads that each of some processes may compute with: its part of the cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
 def is_alive(pid: int) -> bool:
     """True if the process exists and is no zombie."""
     return read_state(pid) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

@@ -21,6 +21,7 @@ from unsloth_multigpu.tools.program import (
     check_ranks,
     common_variables,
     device_variables,
+    thread_variables,
 )
 from unsloth_multigpu.tools.verify.output import RunOutput
 from unsloth_multigpu.tools.verify.page import COMPARED, show
@@ -78,6 +79,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     num_ranks = _num_ranks(config)
     variables = {variable(name): str(value) for name, value in given.items() if value is not None}
     output = RunOutput(file)
+    threads = thread_variables(config.device, num_ranks)
     records = []
     with private_dir() as folder, exit_on_sigterm(), Progress("verify") as progress:
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
@@ -87,6 +89,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
             environment = {
                 **common_variables(folder / "logs"),
                 **variables,
+                **threads,
                 **device_variables(config.device, num_gpus),
                 **request.variables(),
             }
@@ -108,7 +111,8 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     receipt = _receipt(program, one, many, comparison, speeds)
     file.write_text(json_text(receipt), encoding="utf-8")
     screen = Screen()
-    show(screen, comparison, receipt["sources"], many.facts, num_ranks, speeds)
+    num_threads = threads.get("OMP_NUM_THREADS")
+    show(screen, comparison, receipt["sources"], many.facts, num_ranks, speeds, num_threads)
     screen.line(f"receipt: {file}, output of both runs: {output.path}")
     return 0 if comparison.agree else DivergenceError.exit_code
 

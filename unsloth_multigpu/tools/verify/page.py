@@ -22,6 +22,7 @@ def show(
     facts: Mapping[str, Any],
     num_ranks: int,
     speeds: tuple[Speed, Speed] | None = None,
+    num_threads: str | None = None,
 ) -> None:
     """A line for each step, the weights, what may differ without a fault, what both runs took, and the verdict.
 
@@ -32,6 +33,7 @@ def show(
         facts: Of the run on several ranks, see `tools.verify.recorder`.
         num_ranks: Its ranks.
         speeds: Of one process and of the ranks; None where they were not measured.
+        num_threads: Of the CPU, in each process; None where a GPU computes.
     """
     bounds = comparison.bounds
     ranks = f"{num_ranks} ranks"
@@ -54,8 +56,11 @@ def show(
         screen.table((*COLUMNS, ranks), speed_rows(*speeds), num_left=1)
         if speeds[1].waiting is None:
             screen.line(f"{NO_WAITING}.")
+        if num_threads is not None:
+            screen.line(f"CPU threads of each process: {num_threads}.")
         screen.line()
-        screen.line(speed_verdict(*speeds, ranks))
+        for line in speed_verdict(*speeds, num_ranks):
+            screen.line(line)
     screen.line()
     for line in _verdict(comparison, ranks, bool(sources)):
         screen.line(line, "bold green" if comparison.agree else "bold red")

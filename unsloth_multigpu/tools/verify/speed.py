@@ -12,6 +12,8 @@ from unsloth_multigpu.words import gib
 # A median of fewer steps is by chance. The first step is none of them: kernels are compiled in it.
 MIN_STEPS = 3
 COLUMNS = ("measured", "1 process")
+# What shorter rows save beyond their tokens, in attention and in memory, and what a median of few steps is off by.
+_TOLERANCE = 1.5
 
 
 @dataclass(frozen=True)
@@ -86,26 +88,38 @@ def speed_rows(one: Speed, many: Speed) -> list[tuple[str, str, str]]:
     return rows
 
 
-def speed_verdict(one: Speed, many: Speed, ranks: str) -> str:
-    """One sentence.
-
-    Args:
-        ranks: "2 ranks".
-    """
+def speed_verdict(one: Speed, many: Speed, num_ranks: int) -> list[str]:
+    """One sentence, and a second one where the first is not to be believed."""
+    ranks = f"{num_ranks} ranks"
     times = times_as_fast(one, many)
     if times is None or one.step_s is None or many.step_s is None or one.step_samples is None:
         timed = min(one.num_timed, many.num_timed)
-        return (
+        return [
             f"How much sooner {ranks} train is not said: the first step warms up, and {timed} more give no median. "
             f"Give --steps {MIN_STEPS + 1} or more."
-        )
+        ]
     of = f"median of the {min(one.num_timed, many.num_timed)} steps after the first"
     steps = f"a step takes {_seconds(many.step_s)} s instead of {_seconds(one.step_s)} s, {of}"
     slower = "" if times >= 1 else ", which is SLOWER"
     if many.step_samples != one.step_samples:
         samples = f"with {many.step_samples:g} samples in it instead of {one.step_samples:g}"
-        return f"{ranks} train {times:.2f} times as many samples in a second{slower}: {steps}, {samples}."
-    return f"{ranks} train {times:.2f} times as fast{slower}: {steps}."
+        said = [f"{ranks} train {times:.2f} times as many samples in a second{slower}: {steps}, {samples}."]
+    else:
+        said = [f"{ranks} train {times:.2f} times as fast{slower}: {steps}."]
+    explained = num_ranks * _less_padding(one, many)
+    if times > _TOLERANCE * explained:
+        said.append(
+            f"{ranks} and less padding explain about {explained:.1f} times. The rest is chance: other work on this "
+            "machine, or a process that was slow alone. Measure again, with more --steps."
+        )
+    return said
+
+
+def _less_padding(one: Speed, many: Speed) -> float:
+    """How many times fewer tokens are computed for the same samples."""
+    if one.padding is None or many.padding is None:
+        return 1.0
+    return (1 - many.padding) / (1 - one.padding)
 
 
 def _rate(per_s: float) -> str:
