@@ -148,7 +148,7 @@ def run_arm(
     Args:
         folder: An empty folder, where it works.
         turns: The folder of a `bench_turn.Conductor`, where it takes turns with others.
-        check: Called twice a second. It raises where the arm is to be ended.
+        check: Called several times a second. It raises where the arm is to be ended.
 
     Raises:
         LaunchError: See `run_worker`.
@@ -188,7 +188,7 @@ def run_worker(
         folder: An empty folder, where it works. Its environment must name it: what it leaves behind is found by that.
         results: Names of the files.
         hint: What helps to find out why it failed.
-        look: Called with its process id twice a second, while it runs.
+        look: Called with its process id several times a second, while it runs.
 
     Raises:
         LaunchError: It failed, or did not end within `limit_s`; the message has the end of its output.

@@ -19,7 +19,7 @@ from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.step.advice import advise, useful_up_to
 from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, curve, forecast_time
 from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
-from unsloth_multigpu.tools.forecast.measured import Check, Measured, check, read_measured
+from unsloth_multigpu.tools.forecast.measured import TOLERANCE, Check, Measured, check, read_measured
 from unsloth_multigpu.tools.forecast.page import check_report, show, write_page
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 from unsloth_multigpu.tools.plain_json import json_text
@@ -188,6 +188,8 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     rows = [forecast_time(work, n, network, measured.way) for n in known]
     whole = curve(work, network, measured.way)
     advice = advise(work, whole, network, MOST_RANKS)
+    if measured.misfit > TOLERANCE:
+        advice.append(f"All of this is rough: the measured steps differ by {measured.misfit:.0%} from what it is made of.")
     if options.json:
         screen.line(json_text(_values(program, request, measured, network, rows, whole, advice, checked)).rstrip())
     else:

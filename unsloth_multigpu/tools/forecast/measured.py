@@ -105,9 +105,10 @@ def _notes(record: Mapping[str, Any], misfit: float) -> list[str]:
     if record["asked"]["shard"] == "auto":
         notes.append("shard='auto' is counted as sharded; `unsloth-multigpu plan` says what it becomes")
     if misfit > TOLERANCE:
+        busy = "OMP_NUM_THREADS=1 and --clock cpu leave other programs out" if record["is_cpu"] else "raise --steps"
         notes.append(
             f"the fitted costs repeat the measured steps only within {misfit:.0%}, and the forecast is off by as much: "
-            "other programs on this machine, or shapes that were compiled; raise --steps"
+            f"other programs on this machine, or shapes that were compiled; {busy}"
         )
     return notes
 
