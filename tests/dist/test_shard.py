@@ -123,6 +123,8 @@ def test_ranks_compute_equally_many_micro_batches_and_every_sample_once(sharded,
 def test_engine_is_named(sharded):
     for engine in ("accelerate", "transformers"):
         assert f"sharded by FSDP2 of {engine}: a rank holds 50." in sharded[1]
+    # What cannot be measured there is said, not invented.
+    assert "multigpu/waiting and multigpu/slowest_rank are not logged: waiting is not measured where" in sharded[1]
 
 
 def test_adapter_that_is_not_trained_is_saved_with_its_own_weights(alone, sharded):
@@ -300,4 +302,5 @@ def test_verify_compares_sharded_ranks_with_one_process(folder):
     run = run_python([str(part) for part in command], folder, env)
     assert run.code == 0, run.err
     assert "One process and 2 ranks agree over 2 steps" in run.out
+    assert "\nwaiting is not measured where ranks hold parts of the weights.\n" in run.out
     assert "sharded by FSDP2 of accelerate" in (folder / "receipt.log").read_text()
