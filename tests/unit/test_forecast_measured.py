@@ -64,6 +64,16 @@ def record(**values: Any) -> dict[str, Any]:
     return {**base, **values}
 
 
+def test_costs_that_do_not_fit_are_told_with_the_way_out() -> None:
+    taken = record(is_cpu=True)
+    slow = [{**step, "computed_s": 1.5 * step["computed_s"]} for step in taken["steps"]]
+    measured = read_measured({**taken, "steps": slow})
+    assert measured.misfit == pytest.approx(1 / 3)
+    assert "only within 33%" in measured.notes[-1]
+    assert "OMP_NUM_THREADS=1 and --clock cpu" in measured.notes[-1]
+    assert "raise --steps" in read_measured({**record(), "steps": slow}).notes[-1]
+
+
 def test_forecast_of_one_rank_is_what_was_measured() -> None:
     measured = read_measured(record())
     assert measured.work.update_s == pytest.approx(UPDATE_S)

@@ -189,7 +189,9 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     whole = curve(work, network, measured.way)
     advice = advise(work, whole, network, MOST_RANKS)
     if measured.misfit > TOLERANCE:
-        advice.append(f"All of this is rough: the measured steps differ by {measured.misfit:.0%} from what it is made of.")
+        advice.append(
+            f"All of this is rough: the measured steps differ by {measured.misfit:.0%} from what it is made of."
+        )
     if options.json:
         screen.line(json_text(_values(program, request, measured, network, rows, whole, advice, checked)).rstrip())
     else:
