@@ -644,8 +644,9 @@ ALONE = "enable_multi_gpu() trains in this process alone, on "
         (T4S[:1], {}, f"1 GPU is visible (CUDA_VISIBLE_DEVICES=0): {ALONE}Tesla T4 (14.7 GiB)."),
         (T4S, {"num_gpus": 1}, f"2 GPUs are visible, and num_gpus=1 is set: {ALONE}Tesla T4 (14.7 GiB)."),
         ([*T4S, *T4S], {"num_gpus": 2}, "2 x Tesla T4 (14.7 GiB each). 2 more are not used (num_gpus=2)."),
-        (T4S, {"device": "cpu"}, f"device='cpu' is set: {ALONE}the CPU."),
-        ([], {}, f"No GPU is visible: {ALONE}the CPU."),
+        (T4S, {"device": "cpu"}, f"device='cpu' is set: {ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
+        ([], {}, f"No GPU is visible: {ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
+        ([], {"num_gpus": 1}, f"No GPU is visible: {ALONE}the CPU."),
         ([], {"num_gpus": 2}, "a script with the line would run 2 ranks on the CPU (num_gpus is set)."),
         (T4S, {"enable_ddp": False}, "with a copy of the model on 2 device(s)."),
         (T4S, {"num_gpus": 4}, "num_gpus=4 is set and 2 GPU(s) are visible: the line would refuse to start."),
@@ -802,3 +803,12 @@ def test_closed_pipe_is_no_error() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 128 + signal.SIGPIPE)
+
+
+@pytest.mark.parametrize(
+    ("trl", "triton", "is_told"), [("1.15.0", "3.7", True), ("1.16.0", "3.7", False), ("1.15.0", None, False)]
+)
+def test_trl_that_calls_triton_without_a_gpu_is_told(monkeypatch, trl, triton, is_told):
+    monkeypatch.setattr(findings.versions, "installed_version", {"trl": trl, "triton": triton}.get)
+    rows = findings.device_rows({"kind": "cpu", "devices": []})
+    assert [row.name for row in rows if "0 active drivers" in row.text] == ["triton"] * is_told

@@ -52,7 +52,7 @@ def test_row_with_the_fewest_differences_is_nearest(installed, name, differs) ->
 def test_text_names_the_row_and_what_differs() -> None:
     text = nearest_row(ROWS, {**COLAB, "datasets": "5.2.0"}).text
     assert text == (
-        "Colab, Kaggle (torch 2.11.0, transformers 5.17.0, trl 1.15.0); differs in: unsloth not installed "
+        '"Colab, Kaggle" (torch 2.11.0, transformers 5.17.0, trl 1.15.0); differs in: unsloth not installed '
         "(row: 2026.10.9), datasets 5.2.0 (row: 4.8.5)"
     )
     assert nearest_row(ROWS, NEW).text.endswith("trl 1.16.0, 2 tests failed there); no difference")

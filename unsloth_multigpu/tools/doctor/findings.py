@@ -120,7 +120,17 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
             rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
         else:
             rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
+            rows += _triton_rows()
     return rows + _host_rows()
+
+
+def _triton_rows() -> list[CheckRow]:
+    """trl 1.15 computes the loss of SFTTrainer by Triton on any device; 1.16 asks for a GPU first."""
+    trl = versions.installed_version("trl") or ""
+    if not trl.startswith("1.15.") or versions.installed_version("triton") is None:
+        return []
+    text = f"needs a GPU, and SFTTrainer of trl {trl} calls it: without Unsloth it ends in '0 active drivers'"
+    return [CheckRow("devices", "triton", "note", text, "On the CPU: trl 1.16, or no triton. Unsloth's SFT trains.")]
 
 
 def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:

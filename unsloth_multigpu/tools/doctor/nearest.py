@@ -43,7 +43,7 @@ class NearestRow:
             f"{name} {installed or 'not installed'} (row: {tested or 'none'})"
             for name, (installed, tested) in self.differs.items()
         ]
-        return f"{self.name} ({main}{failed}); " + (f"differs in: {', '.join(said)}" if said else "no difference")
+        return f'"{self.name}" ({main}{failed}); ' + (f"differs in: {', '.join(said)}" if said else "no difference")
 
 
 def read_rows() -> list[dict[str, Any]]:

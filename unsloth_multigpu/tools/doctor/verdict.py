@@ -53,7 +53,8 @@ def what_runs(rows: Sequence[CheckRow], config: MultiGPUConfig) -> str:
     if config.device == "cpu" or not cards:
         why = "device='cpu' is set" if cards else "No GPU is visible"
         if (config.num_gpus or 1) == 1:
-            return f"{why}: enable_multi_gpu() trains in this process alone, on the CPU."
+            more = "; num_gpus=2 runs 2 CPU ranks" if config.num_gpus is None else ""
+            return f"{why}: enable_multi_gpu() trains in this process alone, on the CPU{more}."
         return f"{why}: a script with the line would run {config.num_gpus} ranks on the CPU (num_gpus is set)."
     num_ranks = min(config.num_gpus or len(cards), len(cards))
     if num_ranks == 1:
