@@ -406,6 +406,16 @@ def test_what_has_happened_stands_before_the_line_of_c_that_saw_it() -> None:
     assert message.startswith(f"rank 1 failed after step 2: {error}: Connection closed by peer [127.0.0.1]:51363")
 
 
+def test_long_path_does_not_hide_what_has_happened() -> None:
+    said = "could not be saved, earlier checkpoints are untouched: Broken pipe"
+    folder = "/home/somebody/projects/" + "deep/" * 20 + "checkpoints"
+    run = Run().training(0, 1).fails(1, f"OSError: {folder}/checkpoint-8 {said}", step=2)
+    message = find_cause(run.events, {1: 1}).message
+    assert message.startswith(f"rank 1 failed after step 2: OSError: .../checkpoint-8 {said}")
+    run = Run().training(0, 1).fails(1, f"OSError: /out/checkpoint-8 {said}", step=2)
+    assert f"OSError: /out/checkpoint-8 {said}" in find_cause(run.events, {1: 1}).message
+
+
 def test_long_error_is_shortened_where_its_traceback_has_all_of_it() -> None:
     run = Run().training(0, 1).fails(1, "RuntimeError: " + "word " * 100, step=3)
     message = find_cause(run.events, {1: 1}).message

@@ -403,7 +403,7 @@ def test_stream_goes_on_unless_the_script_lets_it_begin_again(is_skipped: bool) 
     went_on: list[Any] = []
     stream.go_on = lambda cursor, num_skipped: went_on.append((cursor, num_skipped))
     args = SimpleNamespace(ignore_data_skip=not is_skipped)
-    ours, _ = resume_of(SimpleNamespace(args=args, state=SimpleNamespace(global_step=6)))
+    ours, _ = resume_of(SimpleNamespace(args=args, state=SimpleNamespace(global_step=6), model=None))
     ours._manifest, ours._folder = manifest(6), Path("none")
     ours._steps.loader = SimpleNamespace(dataset=stream, batch_sampler=None)
     ours.on_train_begin(args, None, None)

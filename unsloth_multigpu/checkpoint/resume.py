@@ -14,10 +14,12 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
+from unsloth_multigpu.checkpoint.names import lost_weights, names_in
 from unsloth_multigpu.errors import ResumeError
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
+from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
@@ -116,6 +118,23 @@ class Resume(Part):
         if self.is_writer:
             clear_parts(folder)
 
+    def _check_weights(self) -> None:
+        model = self._trainer.model
+        # Engines that shard read files of their own.
+        names = None if self._folder is None or model is None or has_shards(model) else names_in(self._folder)
+        if names is None:
+            return
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        own = model.state_dict(keep_vars=True).items()
+        weights = [(n, id(p)) for n, p in own if n not in ignored and getattr(p, "requires_grad", False)]
+        if lost := lost_weights(weights, names):
+            raise ResumeError(
+                f"{self._folder} has been loaded without {len(lost)} of {len(weights)} trained weights, {lost[0]} say: "
+                "it has none of that name, and the training would go on from what the script has loaded.",
+                hint="transformers writes this model under other names than it has and does not read them back. Load "
+                f"it from {self._folder} by from_pretrained, and train without resume (resume='off').",
+            )
+
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
         """Replaces `resume_from_checkpoint` by what this training really resumes from. Collective.
 
@@ -188,7 +207,12 @@ class Resume(Part):
         return [Found(answer["step"]) for answer in answers]
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Gives the resumed epoch the order that it was begun with."""
+        """Gives the resumed epoch the order that it was begun with.
+
+        Raises:
+            ResumeError: The checkpoint was loaded without weights.
+        """
+        self._check_weights()
         loader = self._steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if isinstance(sampler, StepSampler) and not self._trainer.args.ignore_data_skip and len(sampler):

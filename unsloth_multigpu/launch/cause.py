@@ -30,6 +30,7 @@ STOPS = ("stopping", "stopped")
 INTERRUPTED = "interrupted"
 # Of an error, in the line that names its rank.
 _MAX_CHARACTERS = 160
+_LONG_PATH = re.compile(r"(?<![^\s'\"(])/\S{24,}/([^/\s]+)")
 # The line of C++ that gloo and c10d put before what has happened; it is longer than that, and in one word.
 _OF_C = re.compile(r"\[[^\s\]]+\.(?:cc|cpp|h|hpp|cu):\d+\] ")
 # A hang is reported by the supervisor, not by the rank.
@@ -218,6 +219,8 @@ def _first_line(event: Event) -> str:
     """The text above has all of a long one."""
     line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".: ")
     line = _OF_C.sub("", line)
+    if len(line) > _MAX_CHARACTERS:  # What has happened may stand behind a path.
+        line = _LONG_PATH.sub(r".../\1", line)
     return textwrap.shorten(line, _MAX_CHARACTERS, placeholder=" ...")
 
 
