@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import Trainer
 
 from unsloth_multigpu.checkpoint.names import lost_weights, names_in
 from unsloth_multigpu.checkpoint.resume import Resume
@@ -32,6 +34,19 @@ def test_one_name_of_a_shared_weight_is_enough() -> None:
     assert lost_weights(weights, {"norm"}) == ["embed"]
 
 
+def resume_of(trainer: Any) -> Resume:
+    return Resume(trainer, None, None, {}, 0, RunContext())  # type: ignore[arg-type]
+
+
+class OwnLoader(SimpleNamespace):
+    def _load_from_checkpoint(self) -> None:
+        """That of a subclass, which knows its files."""
+
+
+class TransformersLoader(OwnLoader):
+    _load_from_checkpoint = Trainer._load_from_checkpoint
+
+
 @pytest.mark.parametrize("saved", ["own names", "other names", "one frozen is missing"])
 def test_training_does_not_go_on_without_its_weights(tmp_path: Path, saved: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -42,11 +57,14 @@ def test_training_does_not_go_on_without_its_weights(tmp_path: Path, saved: str)
         model[1].requires_grad_(False)
         state.pop("1.weight")
     save_file(state, tmp_path / "model.safetensors")
-    resume = Resume(SimpleNamespace(model=model), None, None, {}, 0, RunContext())  # type: ignore[arg-type]
+    resume = resume_of(TransformersLoader(model=model))
     resume._check_weights()  # It does not resume.
     resume._folder = tmp_path
     if saved != "other names":
         resume._check_weights()
         return
+    elsewhere = resume_of(OwnLoader(model=model))
+    elsewhere._folder = tmp_path
+    elsewhere._check_weights()
     with pytest.raises(ResumeError, match=r"loaded without 4 of 4 trained weights, 0\.weight say"):
         resume._check_weights()

@@ -120,8 +120,11 @@ class Resume(Part):
 
     def _check_weights(self) -> None:
         model = self._trainer.model
-        # Engines that shard read files of their own.
-        names = None if self._folder is None or model is None or has_shards(model) else names_in(self._folder)
+        if self._folder is None or model is None or has_shards(model):
+            return  # Engines that shard read files of their own.
+        # As do trainers with a loader of their own, that of sentence-transformers for example.
+        loads = getattr(type(self._trainer), "_load_from_checkpoint", None)
+        names = names_in(self._folder) if getattr(loads, "__module__", None) == "transformers.trainer" else None
         if names is None:
             return
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
