@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import platform
 import tempfile
@@ -20,6 +19,7 @@ from unsloth_multigpu.tools.bench.option import NUM_WARMUP_ON_DEVICE, BenchOptio
 from unsloth_multigpu.tools.bench.run import tell
 from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
 from unsloth_multigpu.tools.bench.unsloth import made_model
+from unsloth_multigpu.tools.html_page import check_libraries
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
@@ -179,9 +179,8 @@ def _on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
 
 def check_outputs(json_file: str | None, report: str | None) -> None:
     """Finds out before the measurement whether its result can be kept."""
-    for library, use in (("matplotlib", "draws plots"), ("jinja2", "fills its page")):
-        if report and importlib.util.find_spec(library) is None:
-            raise SetupError(f"--report {use} with {library}, which is not installed.", hint=f"pip install {library}")
+    if report:
+        check_libraries()
     for flag, path in (("--json", json_file and Path(json_file).parent), ("--report", report and Path(report))):
         if not path:
             continue

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.tools.bench.strategy_arm import OURS, find_arm
 from unsloth_multigpu.tools.bench.table import Table
+from unsloth_multigpu.tools.html_page import render
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _CAPTIONS = {
@@ -42,12 +42,8 @@ def render_page(
     headline: Sequence[str], lines: Sequence[str], tables: Sequence[Table], plots: Mapping[str, bytes]
 ) -> str:
     """The page as HTML, with the plots inside."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    return render(
+        _TEMPLATE,
         headline=headline,
         conditions=[(name, text) for name, _, text in (line.partition(": ") for line in lines)],
         tables=list(map(_table, tables)),

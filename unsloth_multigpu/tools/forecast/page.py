@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import base64
-import html
-import importlib.util
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
 from unsloth_multigpu.cli.screen import Screen
@@ -15,6 +12,7 @@ from unsloth_multigpu.step.advice import useful_up_to
 from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, Workload
 from unsloth_multigpu.step.link import Network
 from unsloth_multigpu.tools.forecast.measured import Check, Measured
+from unsloth_multigpu.tools.html_page import check_libraries, render
 from unsloth_multigpu.words import duration
 
 _COLUMNS = (
@@ -34,44 +32,7 @@ _LEGEND = (
     "plans its micro-batches. The shares are of the GPUs' time; update = the optimizer, loading and logging; padding: "
     "of the computed tokens."
 )
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>unsloth-multigpu forecast</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.7rem; margin-bottom: 0 }}
-h2 {{ font-size: 1.2rem; margin: 2.2rem 0 .6rem }}
-p.date, p.legend {{ color: #59636e; margin: .2rem 0; font-size: .9rem }}
-p.head {{ font-size: 1.15rem; margin: .8rem 0 .2rem }}
-div.wide {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; white-space: nowrap }}
-th, td {{ padding: .45rem .7rem; text-align: right; border-bottom: 1px solid #d9dee3 }}
-th {{ color: #59636e; font-weight: 600 }}
-tr.beyond td {{ color: #8a8f98 }}
-img {{ width: 100%; max-width: 58rem; display: block; margin: .8rem 0 }}
-</style>
-</head>
-<body>
-<h1>Forecast of {name}</h1>
-<p class="date">unsloth-multigpu forecast, {date}. One GPU was measured; every row is computed from it.</p>
-{advice}
-{plot}
-<h2>In numbers</h2>
-<div class="wide"><table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>
-<p class="legend">{legend}</p>
-<h2>What it is made from</h2>
-{facts}
-</body>
-</html>
-"""
+_TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def show(
@@ -169,8 +130,7 @@ def check_report(file: Path) -> None:
     Raises:
         SetupError: It cannot.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SetupError("--report draws plots with matplotlib, which is not installed.", hint="pip install matplotlib")
+    check_libraries()
     if not file.resolve().parent.is_dir() or file.is_dir():
         raise SetupError(f"--report {file}: expected a file in a folder that is there.", hint="Make the folder first.")
 
@@ -206,20 +166,16 @@ def write_page(
         draw(whole, useful, None if measured.work.has_samples(MOST_RANKS) else int(measured.work.most_ranks))
     )
     cells = table_rows(measured.work, numbers, rows)
-    head, *rest = advice
-    text = _PAGE.format(
-        name=html.escape(" ".join(program)),
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        advice="\n".join([f'<p class="head">{html.escape(head)}</p>', *(f"<p>{html.escape(s)}</p>" for s in rest)]),
-        plot=f'<img src="data:image/png;base64,{png.decode()}" alt="Step time and efficiency against GPUs">',
-        head="".join(f"<th>{column}</th>" for column in _COLUMNS),
-        rows="\n".join(_row(row, is_beyond=int(row[0].replace(",", "")) > useful) for row in cells),
-        legend=html.escape(_LEGEND),
-        facts="\n".join(f"<p>{html.escape(line)}</p>" for line in facts(measured, rows, network, checked)),
+    file.write_text(
+        render(
+            _TEMPLATE,
+            name=" ".join(program),
+            advice=advice,
+            plot=png.decode(),
+            columns=_COLUMNS,
+            rows=[{"cells": row, "is_beyond": int(row[0].replace(",", "")) > useful} for row in cells],
+            legend=_LEGEND,
+            facts=facts(measured, rows, network, checked),
+        ),
+        encoding="utf-8",
     )
-    file.write_text(text, encoding="utf-8")
-
-
-def _row(cells: Sequence[str], *, is_beyond: bool) -> str:
-    style = ' class="beyond"' if is_beyond else ""
-    return f"<tr{style}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
