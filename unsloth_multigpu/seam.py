@@ -107,6 +107,9 @@ SEAMS: dict[str, InstanceSeam] = {
             "_push_from_checkpoint", "A checkpoint is pushed when it is whole.", "checkpoint_folder", optional=True
         ),
         _of_trainer("_load_best_model", "Tells the watchdog that files are read, and lets ranks meet before."),
+        _of_trainer(
+            "_issue_warnings_after_load", "A checkpoint without the trained weights is refused.", "load_result"
+        ),
         _of_trainer("_load_rng_state", "Each rank continues with its own random numbers.", "checkpoint"),
         _of_trainer(
             "_load_optimizer_and_scheduler",

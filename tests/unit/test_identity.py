@@ -115,6 +115,11 @@ def test_pod_is_no_rank() -> None:
     # The only pod of a job, also of an operator that sets no PET_*: its processes have not been started.
     assert read_identity({**POD, "WORLD_SIZE": "4", "RANK": "0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}) is None
     assert read_identity({"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "1", "RANK": "0"}) is None
+    # What works alone would do so in each pod.
+    with pytest.raises(LaunchError, match="LOCAL_RANK is not"):
+        read_identity(POD, starts_ranks=False)
+    alone = {**POD, "WORLD_SIZE": "4", "RANK": "0", "PET_NNODES": "1", "PET_NODE_RANK": "0"}
+    assert read_identity(alone, starts_ranks=False) is None
     # torchrun in such a pod, and this package, start ranks.
     rank = read_identity({**POD, "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
     assert rank is not None

@@ -7,19 +7,17 @@ import functools
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
-from unsloth_multigpu.checkpoint.names import lost_weights, names_in
-from unsloth_multigpu.errors import ResumeError
+from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
-from unsloth_multigpu.group.shards import has_shards
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.feed import StepFeed
@@ -89,7 +87,11 @@ class Resume(Part):
         yield
 
     def overrides(self) -> dict[str, Override]:
-        return {"_load_rng_state": self._load_random_state, "get_batch_samples": self._batch_samples}
+        return {
+            "_issue_warnings_after_load": self._check_loaded,
+            "_load_rng_state": self._load_random_state,
+            "get_batch_samples": self._batch_samples,
+        }
 
     @property
     def is_writer(self) -> bool:
@@ -117,26 +119,6 @@ class Resume(Part):
                     )
         if self.is_writer:
             clear_parts(folder)
-
-    def _check_weights(self) -> None:
-        model = self._trainer.model
-        if self._folder is None or model is None or has_shards(model):
-            return  # Engines that shard read files of their own.
-        # As do trainers with a loader of their own, that of sentence-transformers for example.
-        loads = getattr(type(self._trainer), "_load_from_checkpoint", None)
-        names = names_in(self._folder) if getattr(loads, "__module__", None) == "transformers.trainer" else None
-        if names is None:
-            return
-        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        own = model.state_dict(keep_vars=True).items()
-        weights = [(n, id(p)) for n, p in own if n not in ignored and getattr(p, "requires_grad", False)]
-        if lost := lost_weights(weights, names):
-            raise ResumeError(
-                f"{self._folder} has been loaded without {len(lost)} of {len(weights)} trained weights, {lost[0]} say: "
-                "it has none of that name, and the training would go on from what the script has loaded.",
-                hint="transformers writes this model under other names than it has and does not read them back. Load "
-                f"it from {self._folder} by from_pretrained, and train without resume (resume='off').",
-            )
 
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
         """Replaces `resume_from_checkpoint` by what this training really resumes from. Collective.
@@ -210,12 +192,7 @@ class Resume(Part):
         return [Found(answer["step"]) for answer in answers]
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        """Gives the resumed epoch the order that it was begun with.
-
-        Raises:
-            ResumeError: The checkpoint was loaded without weights.
-        """
-        self._check_weights()
+        """Gives the resumed epoch the order that it was begun with."""
         loader = self._steps.loader
         sampler, stream = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
         if isinstance(sampler, StepSampler) and not self._trainer.args.ignore_data_skip and len(sampler):
@@ -228,6 +205,26 @@ class Resume(Part):
         if isinstance(stream, StepStream) and not self._trainer.args.ignore_data_skip:
             # Of a stream without length the Trainer skips as many steps as there were, in however many passes.
             stream.go_on(self._manifest.cursor, self._trainer.state.global_step)
+
+    def _check_loaded(self, original: Callable[..., Any], load_result: Any) -> Any:
+        """`Trainer._issue_warnings_after_load`: a training does not go on from other weights than its checkpoint's.
+
+        transformers 5 writes some models under other names (ViT, LLaVA), and `Trainer` does not find them again: it
+        loads what fits and warns of the rest. All ranks read the same file.
+
+        Raises:
+            SetupError: Trained weights were not loaded.
+        """
+        lost, num_trained = lost_weights(self._trainer.model, load_result.missing_keys)
+        if lost:
+            raise SetupError(
+                f"A checkpoint was loaded without {len(lost)} of {num_trained} trained weights, {lost[0]} for example: "
+                "it has none of that name.",
+                hint="transformers writes this model under other names than it has and does not read them back. "
+                "from_pretrained does: load the model from that checkpoint. Train without resume (resume='off') and "
+                "without load_best_model_at_end.",
+            )
+        return original(load_result)
 
     def _load_random_state(self, original: Callable[..., Any], checkpoint: str | None) -> Any:
         """`Trainer._load_rng_state`: ranks that the checkpoint does not have begin with a random state of their own."""
@@ -248,6 +245,22 @@ class Resume(Part):
             self._trainer.control.should_training_stop = True
             return [], None
         return original(*args, **kwargs)
+
+
+def lost_weights(model: Any, missing: Collection[str]) -> tuple[list[str], int]:
+    """Trained weights that have been loaded under none of their names, and how many are trained.
+
+    Args:
+        model: A shared weight has several names, and one is enough.
+        missing: Names that were not found.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(id(parameter), []).append(name)
+    ignored = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    absent = {*missing} - ignored
+    return [mine[0] for mine in names.values() if absent.issuperset(mine)], len(names)
 
 
 def training_facts(trainer: TrainerLike, manager: DDPManager, num_accumulated: int, training: int) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
             _check_program(program, command.name)
             _check_behind(command, own, behind, program)
         code = command.run(options, program)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except MultiGPUError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -97,7 +97,11 @@ def _with_own_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:  # It is the original's to say, which may also know older names of arguments.
+            original(self, *args, **kwargs)
+            return
         given = bound.arguments
         optimizers = given.get("optimizers") or (None, None)
         is_refused = given.get("model_init") is not None or given.get("optimizer_cls_and_kwargs") is not None

@@ -180,7 +180,8 @@ def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float
         return f"stopped by {name}{place}.{rest}"
     if stop.how == "late":
         return f"stopped by {name}: the ranks did not stop within grace_s={grace_s:g} s and were ended{place}.{rest}"
-    return f"stopped by {name}{place}: all ranks were ended at once.{rest if saved else ''}"
+    how = "all ranks were ended at once" if stop.how == "at once" else "all ranks have ended"
+    return f"stopped by {name}{place}: {how}.{rest if saved else ''}"
 
 
 def _is_permanent(event: Event) -> bool:

@@ -58,7 +58,7 @@ def current_identity(environment: Mapping[str, str]) -> RankIdentity:
     Raises:
         LaunchError: The launcher's variables contradict each other or are incomplete.
     """
-    identity = read_identity(environment)
+    identity = read_identity(environment, starts_ranks=dist.is_initialized())
     if identity is not None:
         return identity
     if not dist.is_initialized():

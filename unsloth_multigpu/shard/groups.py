@@ -141,6 +141,9 @@ def refusal_of(model: nn.Module | None, error: BaseException) -> SetupError | No
 
 def _is_from_engine(trace: TracebackType | None) -> bool:
     while trace is not None:
+        # A checkpoint is loaded before the first step as well: the model has been sharded then.
+        if trace.tb_frame.f_code.co_name.startswith("load_fsdp_"):
+            return False
         if str(trace.tb_frame.f_globals.get("__name__")).startswith(_PLACES_OF_ENGINE):
             return True
         trace = trace.tb_next

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -78,12 +79,12 @@ class Outlook(Part):
         self._config = config
         # The feed of a steered process sets it to 1 for the loop.
         self._num_accumulated = int(trainer.args.gradient_accumulation_steps)
-        self._first_step = 0
+        self._first_step, self._first_epoch = 0, 0.0
         self._ends: list[float] = []
         self._update: list[Any] = []
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self._first_step = int(state.global_step)
+        self._first_step, self._first_epoch = int(state.global_step), float(state.epoch or 0)
 
     def on_pre_optimizer_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self._mark_update(state)
@@ -132,11 +133,18 @@ class Outlook(Part):
             num_steps=int(state.max_steps) - self._first_step,
             is_planned=False,
             keeps_batch=self._config.keeps_global_batch,
-            epochs=None if self._config.keeps_global_batch else epochs_of(self._trainer),
+            epochs=None if self._config.keeps_global_batch else self._epochs_left(),
             gradient_bytes=num_bytes(*trained),
             hides=0.0 if args.device.type == "cpu" else BACKWARD_FROZEN if is_frozen else BACKWARD,
         )
         return one.scaled_to(step_s)
+
+    def _epochs_left(self) -> Epochs | None:
+        """After a resume as well: what the measured steps belong to."""
+        found = epochs_of(self._trainer)
+        if found is None or found.num_epochs is None:
+            return found
+        return replace(found, num_epochs=found.num_epochs - self._first_epoch)
 
     def _update_s(self) -> float:
         if len(self._update) < 2:

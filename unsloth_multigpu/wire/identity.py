@@ -48,11 +48,13 @@ class RankIdentity:
 SINGLE_PROCESS = RankIdentity(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="none")
 
 
-def read_identity(environment: Mapping[str, str]) -> RankIdentity | None:
+def read_identity(environment: Mapping[str, str], *, starts_ranks: bool = True) -> RankIdentity | None:
     """Finds out whether a launcher started this process as one of its ranks.
 
     Args:
         environment: The variables of the process.
+        starts_ranks: False where a process that is no rank is taken for one that works alone. In one of several pods
+            of a job it would not know of the others.
 
     Returns:
         The rank's place, or None if no launcher started this process.
@@ -60,8 +62,10 @@ def read_identity(environment: Mapping[str, str]) -> RankIdentity | None:
     Raises:
         LaunchError: The variables contradict each other or are incomplete.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment and not _counts_machines(environment):
-        return _from_torchrun(environment)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        is_one_of_several = not starts_ranks and environment.get("PET_NNODES", "1") != "1"
+        if is_one_of_several or not _counts_machines(environment):
+            return _from_torchrun(environment)
     # Inside a batch script, but outside srun, SLURM sets SLURM_NTASKS and no step size: that process is no rank.
     if _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _from_slurm(environment)
