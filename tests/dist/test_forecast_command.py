@@ -85,6 +85,7 @@ def test_scaled_batch_takes_more_samples_in_fewer_steps(tmp_path: Path) -> None:
     assert found["forecasts"][2]["speed_up"] > 10
 
 
+@pytest.mark.thorough
 def test_scaled_batch_makes_as_many_steps_as_the_run(tmp_path: Path) -> None:
     run = forecast(tmp_path, "epochs", "--json", "--gpus", "2,64")
     assert run.code == 0, run.err
@@ -98,6 +99,7 @@ def test_scaled_batch_makes_as_many_steps_as_the_run(tmp_path: Path) -> None:
     assert many["efficiency"] < 0.2
 
 
+@pytest.mark.thorough
 def test_script_without_a_training_has_no_forecast(tmp_path: Path) -> None:
     run = run_python([*FORECAST, SCRIPT, "nothing"], tmp_path, BARE)
     assert run.code == 69

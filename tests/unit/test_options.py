@@ -256,7 +256,8 @@ def test_page_is_made_from_the_table() -> None:
 def test_readme_has_the_everyday_options_and_the_link(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     named = [name for name in re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) if name in TABLE]
-    assert named == [name for name, row in TABLE.items() if row.section == EVERYDAY]
+    # The script's own arguments say it as well.
+    assert named == [n for n, row in TABLE.items() if row.section == EVERYDAY and n != "batch_size_per_gpu"]
     assert "(docs/options.md)" in text
 
 
