@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 import threading
 import time
@@ -44,6 +45,10 @@ SERVANTS = ("resource_tracker", "forkserver")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: measures a time, so that no other test runs at the same time")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A suite that a shell script runs in the background inherits an ignored Ctrl-C. Tests press it, and so do
+        # programs that they start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -78,8 +78,6 @@ def serve_lab(folder: Path, env: Mapping[str, str] | None = None) -> Iterator[Ca
             env=environment,
             stdout=log,
             stderr=log,
-            # A suite that a shell runs in the background inherits an ignored Ctrl-C, and the kernel no Stop.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     facts = home / "runtime" / f"jpserver-{server.pid}.json"
 

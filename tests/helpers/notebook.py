@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import re
-import signal
 import sys
 import time
 import uuid
@@ -65,13 +64,7 @@ class NotebookRun:
         self.folder = folder
         self._manager = KernelManager(kernel_name="python3")
         self._manager.kernel_spec.argv = list(command)
-        before = signal.getsignal(signal.SIGINT)
-        # A suite that a shell runs in the background inherits an ignored Ctrl-C, and so would the kernel.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            self._manager.start_kernel(cwd=str(folder), env=own)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        self._manager.start_kernel(cwd=str(folder), env=own)
         # What has come for other requests than the one that was waited for.
         self._kept: list[tuple[Any, dict[str, Any]]] = []
         self.client = self._manager.client()

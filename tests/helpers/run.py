@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -60,8 +59,6 @@ def start(
 ) -> subprocess.Popen:
     """Starts `python arguments...` in `cwd` with `environment_with(env)`."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
-    # A suite that a shell runs in the background inherits an ignored Ctrl-C, and so would the script.
-    options.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     command = [sys.executable, *map(str, arguments)]
     return subprocess.Popen(command, cwd=cwd, env=environment_with(env), **{**pipes, **options})
 
