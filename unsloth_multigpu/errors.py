@@ -1,17 +1,20 @@
-"""The exception tree. Every error says what happened and what to do next, and has a stable exit code.
+"""The exception tree. Every error says what happened, what to do next and where to read more, and has an exit code.
 
-`docs/errors.md` lists the codes. An error derives from the builtin that a caller would expect as well, so that
-`except ValueError` around a wrong argument works.
+`docs/errors.md` lists the codes, which are stable, and has a section for each class. An error derives from the builtin
+that a caller would expect as well, so that `except ValueError` around a wrong argument works.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 
 class MultiGPUError(Exception):
     """Base of all errors that this package raises.
+
+    Its text has three parts: the message, `Hint: ` with the next action, and `More: ` with the section of its class.
 
     Args:
         message: What happened, the value given, what was expected.
@@ -29,7 +32,21 @@ class MultiGPUError(Exception):
         return functools.partial(type(self), hint=self.hint), self.args
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\nHint: {self.hint}"
+        documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"{super().__str__()}\nHint: {self.hint}\nMore: {page()}#{documented.__name__.lower()}"
+
+
+@functools.cache
+def page() -> str:
+    """Where errors are explained: an address where the package was built with one, else the file of the repository."""
+    import importlib.metadata as metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):  # The sources alone, without an installation.
+        for url in metadata.metadata("unsloth_multigpu").get_all("Project-URL", ()):
+            label, _, address = url.partition(", ")
+            if label == "Errors":
+                return str(address)
+    return "docs/errors.md"
 
 
 class ConfigError(MultiGPUError, ValueError):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.run import orphans
-from unsloth_multigpu import start, versions
+from unsloth_multigpu import errors, start, versions
 from unsloth_multigpu.cli import main, script
 from unsloth_multigpu.cli.parser import make_parser
 from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
@@ -404,7 +404,8 @@ def test_error_ends_the_command_with_its_exit_code(started, monkeypatch, capsys,
 
     monkeypatch.setattr(start, "ranks_to_start", fail)
     assert main.main(["run", "train.py"]) == error.exit_code
-    assert capsys.readouterr().err == "error: It rains.\nHint: Take an umbrella.\n"
+    more = f"More: {errors.page()}#{error.__name__.lower()}"
+    assert capsys.readouterr().err == f"error: It rains.\nHint: Take an umbrella.\n{more}\n"
 
 
 def test_verify_starts_no_ranks_inside_a_rank(started, capsys):

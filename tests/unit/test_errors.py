@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import pickle
 import re
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -59,9 +61,42 @@ def test_exit_codes_are_unique_and_mean_no_signal() -> None:
 @each_error
 def test_error_says_what_happened_and_what_to_do(kind: type[MultiGPUError]) -> None:
     error = kind("num_gpus=0; expected 1 or more.", hint="Set num_gpus=1.")
-    assert str(error) == "num_gpus=0; expected 1 or more.\nHint: Set num_gpus=1."
+    assert str(error) == (
+        f"num_gpus=0; expected 1 or more.\nHint: Set num_gpus=1.\nMore: {errors.page()}#{kind.__name__.lower()}"
+    )
     assert error.args == ("num_gpus=0; expected 1 or more.",)
     assert error.hint == "Set num_gpus=1."
+
+
+def test_error_leads_to_the_page_that_the_package_was_built_with(monkeypatch) -> None:
+    address = "https://host.org/a/b/blob/HEAD/docs/errors.md"
+    built = Message()
+    built["Project-URL"] = "Issues, https://host.org/a/b/issues"
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: {"unsloth_multigpu": built}[name])
+    errors.page.cache_clear()
+    try:
+        assert errors.page() == "docs/errors.md"
+        built["Project-URL"] = f"Errors, {address}"
+        errors.page.cache_clear()
+
+        class OwnError(errors.ResumeError):
+            """Has no section of its own."""
+
+        assert str(OwnError("What happened.", hint="What to do.")).endswith(f"\nMore: {address}#resumeerror")
+    finally:
+        errors.page.cache_clear()
+
+
+def test_error_of_sources_that_are_not_installed_leads_to_their_file(monkeypatch) -> None:
+    def absent(name: str) -> Message:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "metadata", absent)
+    errors.page.cache_clear()
+    try:
+        assert errors.page() == "docs/errors.md"
+    finally:
+        errors.page.cache_clear()
 
 
 @each_error

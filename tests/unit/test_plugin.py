@@ -17,7 +17,7 @@ import numpy
 import pytest
 
 import unsloth_multigpu as ump
-from unsloth_multigpu import plugin, session, start, versions
+from unsloth_multigpu import errors, plugin, session, start, versions
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
@@ -87,7 +87,8 @@ def test_second_call_with_other_arguments_is_an_error(other: dict[str, Any], bef
         ump.enable_multi_gpu(**other)
     assert str(error.value) == (
         f"enable_multi_gpu() is in effect with {before}; this call asks for {now}.\n"
-        "Hint: Call it once, or disable_multi_gpu() first."
+        "Hint: Call it once, or disable_multi_gpu() first.\n"
+        f"More: {errors.page()}#configerror"
     )
     config = ump.get_active_config()
     assert config is not None

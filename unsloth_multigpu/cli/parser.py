@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         hint = f"{self._meant}{self.prog} --help lists what there is."
-        self.exit(ConfigError.exit_code, f"error: {message}\nHint: {hint}\n")
+        self.exit(ConfigError.exit_code, f"error: {ConfigError(message, hint=hint)}\n")
 
     def print_help(self, file: Any = None) -> None:
         """In colour on a terminal."""
