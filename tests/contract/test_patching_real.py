@@ -56,6 +56,7 @@ def run(script: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_trainer_patch_waits_for_the_import_and_leaves_the_class_as_it_was() -> None:
     run("""
 patches.apply()
@@ -70,6 +71,7 @@ assert all(vars(Trainer)[name] is patched[name] for name in patched if name != "
 """)
 
 
+@pytest.mark.thorough
 def test_trainer_patch_after_the_import_leaves_the_class_as_it_was() -> None:
     run("""
 from transformers import Trainer

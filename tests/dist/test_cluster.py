@@ -49,6 +49,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_two_nodes_train_as_one_process_by_variables_alone(folder):
     runs = [json.loads((folder / f"node{node}.json").read_text()) for node in range(2)]
     assert [run["code"] for run in runs] == [0, 0], [run["err"] for run in runs]
@@ -63,6 +64,7 @@ def test_two_nodes_train_as_one_process_by_variables_alone(folder):
         assert (tensor - weights[1][name]).abs().max() < 2e-6, name
 
 
+@pytest.mark.thorough
 def test_rank_0_is_on_the_node_that_the_cluster_calls_0(folder):
     logs = [sorted(path.name for path in (folder / f"node{node}" / "logs").iterdir()) for node in range(2)]
     # Rank 0 of a node keeps its terminal.

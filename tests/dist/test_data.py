@@ -45,21 +45,29 @@ ON_THREE = ["plain", "grouped", "drop_last", "mean_loss", "masked_lm", "exchange
 RESUMED = ["resumed", "stream_whole", "stream_resumed"]
 
 
+THREE = pytest.param(3, marks=pytest.mark.thorough)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data")
-    for num_ranks in (1, 2, 3):
-        out = path / str(num_ranks)
+    return tmp_path_factory.mktemp("data")
+
+
+def train(folder, num_ranks):
+    """Trains from all sources when a test first asks for that number of ranks."""
+    out = folder / str(num_ranks)
+    if not out.exists():
         out.mkdir()
         names = [",".join([*ON_THREE, *RESUMED])] if num_ranks == 3 else []
-        run = run_python([SCRIPT, str(num_ranks), out, *names], path, LIBRARIES)
+        run = run_python([SCRIPT, str(num_ranks), out, *names], folder, LIBRARIES)
         assert run.code == 0, run.err
         (out / "stderr.txt").write_text(run.err)
-    return path
+    return out
 
 
 def ranks(folder, num_ranks, name):
-    return [json.loads((folder / str(num_ranks) / f"{name}_{r}.json").read_text()) for r in range(num_ranks)]
+    out = train(folder, num_ranks)
+    return [json.loads((out / f"{name}_{r}.json").read_text()) for r in range(num_ranks)]
 
 
 def samples(found):
@@ -68,7 +76,10 @@ def samples(found):
     return {step: sorted(i for rank in found for i in rank["steps"].get(step, [])) for step in steps}
 
 
-@pytest.mark.parametrize(("num_ranks", "name"), [*((2, name) for name in SOURCES), *((3, name) for name in ON_THREE)])
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    [*((2, name) for name in SOURCES), *(pytest.param(3, name, marks=THREE.marks) for name in ON_THREE)],
+)
 def test_source_gives_the_steps_of_one_process(folder, name, num_ranks):
     one, many = ranks(folder, 1, name), ranks(folder, num_ranks, name)
     assert len(samples(one)) >= 6
@@ -88,7 +99,7 @@ def test_evaluation_is_that_of_one_process_and_rank_0_decides(folder):
     assert mine["dir"] == other["dir"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, THREE])
 def test_run_resumed_in_an_epoch_sees_the_rest_and_ends_equal(folder, num_ranks):
     whole, resumed = ranks(folder, num_ranks, "whole"), ranks(folder, num_ranks, "resumed")
     rest = {step: found for step, found in samples(whole).items() if int(step) >= 3}
@@ -99,7 +110,7 @@ def test_run_resumed_in_an_epoch_sees_the_rest_and_ends_equal(folder, num_ranks)
     assert resumed[0]["weights"] == pytest.approx(whole[0]["weights"], rel=1e-6)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, THREE])
 def test_resumed_stream_goes_on_where_it_was(folder, num_ranks):
     whole, resumed = ranks(folder, num_ranks, "stream_whole"), ranks(folder, num_ranks, "stream_resumed")
     assert samples(resumed) == {step: found for step, found in samples(whole).items() if int(step) >= 3}
@@ -123,6 +134,7 @@ def test_steps_are_planned_beside_the_training(folder):
             assert len(rank["planned_in_main"]) == len(rank["steps"])
 
 
+@pytest.mark.thorough
 def test_one_process_is_planned_when_asked(folder):
     names = ["plain", "workers", "list", "end_to_end"]
     out = folder / "one"
@@ -152,7 +164,7 @@ def test_one_process_that_is_guarded_computes_the_same_micro_batches(folder):
 
 
 def test_one_line_says_how_samples_are_dealt(folder):
-    lines = (folder / "2" / "stderr.txt").read_text().splitlines()
+    lines = (train(folder, 2) / "stderr.txt").read_text().splitlines()
     for reason, count in {
         "a streaming data set does not say what comes": 4,
         "Silent does not say how long its rows are (in an attribute `lengths`)": 1,
@@ -163,8 +175,9 @@ def test_one_line_says_how_samples_are_dealt(folder):
     assert any(line.endswith("exchanged between micro-batches by length (2 to 14 tokens)") for line in lines)
 
 
-def test_epoch_sees_each_sample_once(folder):
-    steps = samples(ranks(folder, 3, "plain"))
+@pytest.mark.parametrize("num_ranks", [2, THREE])
+def test_epoch_sees_each_sample_once(folder, num_ranks):
+    steps = samples(ranks(folder, num_ranks, "plain"))
     assert sorted(i for step, found in steps.items() if int(step) < len(steps) // 2 for i in found) == list(
         range(1, 23)
     )

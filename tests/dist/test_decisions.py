@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.run import BARE, finish, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "decisions.py"
@@ -46,6 +48,7 @@ def test_rank_0s_control_counts_on_all_ranks_and_is_that_of_one_process(tmp_path
     assert log.count("none of rank 0 did") == log.count(OVERRULED) == 1
 
 
+@pytest.mark.thorough
 def test_ranks_that_step_by_themselves_meet_at_rank_0s_word(tmp_path):
     options = {"UNSLOTH_MULTIGPU_SYNC": "local_sgd:every_steps=4"}
     run = finish(start([SCRIPT, "apart"], tmp_path, {**TWO_RANKS, **options}))

@@ -102,6 +102,7 @@ def test_stuck_all_reduce_names_its_rank(tmp_path):
     assert orphans(str(tmp_path)) == []
 
 
+@pytest.mark.thorough
 def test_ended_all_reduce_leaves_no_rank(tmp_path):
     variables = {**plant_fault(tmp_path, "stuck"), "UNSLOTH_MULTIGPU_LOG_DIR": str(tmp_path / "logs")}
     began = time.monotonic()

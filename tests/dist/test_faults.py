@@ -117,6 +117,7 @@ def test_signal_ends_all_ranks(tmp_path, number):
     assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.thorough
 def test_two_jobs_at_once_do_not_meet(tmp_path):
     first, second = start_ranks(tmp_path, "sleep@1"), None
     try:

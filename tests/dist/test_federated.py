@@ -189,7 +189,7 @@ def test_share_of_the_clients_is_drawn_alike_each_time(averaged):
     assert difference(weights, averaged["weights"]) > 1e-3
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+@pytest.mark.parametrize("strategy", ["fedavg", pytest.param("fedadam", marks=pytest.mark.thorough)])
 def test_training_that_was_stopped_goes_on_to_the_same_bits(strategy, tmp_path, monkeypatch):
     fit = {"config": clients.CONFIG}
     monkeypatch.chdir(tmp_path)  # Where the slots start, and look for orders.
@@ -242,6 +242,7 @@ def lora_loop(num_rounds):
     return weights
 
 
+@pytest.mark.thorough
 def test_adapters_alone_travel_and_their_mean_is_that_of_a_plain_loop(lora):
     result, weights = lora["mean"]
     assert weights
@@ -254,6 +255,7 @@ def test_adapters_alone_travel_and_their_mean_is_that_of_a_plain_loop(lora):
     assert all(0.01 < r.lora_remainder < 1 for r in result.rounds)
 
 
+@pytest.mark.thorough
 def test_exact_aggregation_averages_the_products_and_goes_on(lora):
     """By hand: the clients' base weights hold what the adapter of the round does not."""
     torch.manual_seed(0)

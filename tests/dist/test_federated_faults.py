@@ -249,6 +249,7 @@ def test_nothing_is_left_of_a_round_that_was_interrupted_or_of_a_grid(rounds):
         rounds["grid"].send_and_receive([])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_device_that_is_not_there_leaves_its_clients_to_the_others(folder, told, monkeypatch):
     # Here are as many slots as cores, and one is too few.
@@ -300,6 +301,7 @@ class Vanishing:
             os._exit(1)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_device_that_vanishes_leaves_its_clients_to_the_others(folder, told):
     file = folder / "gone"

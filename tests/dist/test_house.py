@@ -72,6 +72,7 @@ def test_tool_can_be_deleted_alone(tmp_path, name):
     assert sorted(run.out.split()) == sorted({"run", *TOOLS} - {name})
 
 
+@pytest.mark.thorough
 def test_forecast_needs_no_other_tool(tmp_path):
     env = copied(tmp_path)
     for name in set(TOOLS) - {"forecast"}:

@@ -28,9 +28,12 @@ def facts(folder, num_ranks=2):
     "form",
     [
         [SCRIPT],
-        ["-X", "dev", "-W", "ignore", "-O", SCRIPT],
+        ["-X", "faulthandler", "-W", "ignore", "-b", SCRIPT],
         ["-m", "whoami"],
-        ["-c", "import runpy, sys; sys.argv[0] = 'whoami.py'; runpy.run_path('whoami.py', run_name='__main__')"],
+        pytest.param(
+            ["-c", "import runpy, sys; sys.argv[0] = 'whoami.py'; runpy.run_path('whoami.py', run_name='__main__')"],
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["script", "interpreter_options", "module", "command"],
 )

@@ -51,16 +51,22 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("losses")
-    for num_ranks, jobs in ((1, JOBS), (2, JOBS), (3, ON_THREE)):
-        arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(jobs), "--out", path / str(num_ranks)]
-        run = run_python([SCRIPT, *map(str, arguments)], path, BARE)
+    return tmp_path_factory.mktemp("losses")
+
+
+def train(folder, num_ranks):
+    """Does all jobs when a test first asks for that number of ranks."""
+    out = folder / str(num_ranks)
+    if not out.exists():
+        jobs = ON_THREE if num_ranks == 3 else JOBS
+        arguments = ["--num-gpus", num_ranks, "--jobs", ",".join(jobs), "--out", out]
+        run = run_python([SCRIPT, *map(str, arguments)], folder, BARE)
         assert run.code == 0, run.err
-    return path
+    return out
 
 
 def outcome(folder, num_ranks, job):
-    path = folder / str(num_ranks) / f"{job.replace(':', '_')}_0"
+    path = train(folder, num_ranks) / f"{job.replace(':', '_')}_0"
     return Outcome(json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors")))
 
 
@@ -82,13 +88,21 @@ ON_THREE = [
 EXACT = [job for job in JOBS if job.partition(":")[0] in (*WEIGHED, "masked") or not job.endswith("x1")]
 
 
-@pytest.mark.parametrize(("job", "num_ranks"), [(j, n) for j in EXACT for n in (2, 3) if n == 2 or j in ON_THREE])
+THREE = pytest.param(3, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(
+    ("job", "num_ranks"),
+    [*((job, 2) for job in EXACT), *(pytest.param(job, 3, marks=THREE.marks) for job in ON_THREE if job in EXACT)],
+)
 def test_known_weighing_and_whole_micro_batches_are_exact(folder, job, num_ranks):
     assert max(differences(folder, num_ranks, job)) < 1e-5
     assert not outcome(folder, num_ranks, job).warnings
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [*((kind, 2) for kind in UNSHARED), ("contrastive", 3)])
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"), [*((kind, 2) for kind in UNSHARED), pytest.param("contrastive", 3, marks=THREE.marks)]
+)
 def test_loss_that_cannot_be_shared_is_announced_with_its_size(folder, kind, num_ranks):
     job = f"{kind}:{OTHER_SHAPES.get(kind, SHARED)}"
     (warning,) = outcome(folder, num_ranks, job).warnings
@@ -109,7 +123,7 @@ def test_script_is_told_how_often_its_loss_was_called(folder):
     assert sum("OwnLoss.compute_loss was called" in text and "times on a few rows" in text for text in said) == 1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, THREE])
 def test_logged_losses_are_finite_and_those_of_one_process(folder, num_ranks):
     assert all(map(math.isfinite, outcome(folder, num_ranks, "masked:22x2x3").facts["loss"]))
     for job in (f"class_weights:{SHARED}", f"contrastive:{WHOLE}"):

@@ -133,6 +133,7 @@ def _check_synchronous(notebook: NotebookRun, planned_script, skipped_script) ->
     assert [rank["hash"] for rank in resumed] == [rank["hash"] for rank in planned]
 
 
+@pytest.mark.thorough
 def test_local_steps_and_a_scaled_batch_in_a_kernel(tmp_path: Path, script) -> None:
     with NotebookRun(tmp_path, LIGHT) as notebook:
         _check_local(notebook, script[2])

@@ -96,7 +96,7 @@ time.sleep(3600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough)])
 def test_second_signal_and_the_end_of_grace_s_end_ranks_that_are_stuck(tmp_path, number):
     """One rank is stopped, the other does not listen to SIGTERM; neither comes to the end of its step."""
     is_repeated = number == signal.SIGINT

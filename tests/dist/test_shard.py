@@ -230,6 +230,7 @@ def test_save_of_rank_0_alone_ends_with_what_to_do(folder):
     assert not (folder / "saved").exists()
 
 
+@pytest.mark.thorough
 def test_offloaded_parts_train_as_those_on_the_device(folder, sharded):
     job = SAVED[1]
     out, _ = train(folder, 2, [job], "--save-steps", 8, name="offload", UNSLOTH_MULTIGPU_SHARD_OFFLOAD="1")
@@ -284,6 +285,7 @@ def test_what_cannot_be_sharded_is_refused(folder):
     assert "no available devices" in run.err or "no weight of LlamaForCausalLM is sharded" in run.err
 
 
+@pytest.mark.thorough
 def test_verify_compares_sharded_ranks_with_one_process(folder):
     model = folder / "model"
     if not model.exists():

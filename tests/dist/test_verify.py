@@ -93,6 +93,7 @@ def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
     assert not (tmp_path / "receipt.json").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_fault_behind_the_gradient_is_named(tmp_path):
     # Replicas stay equal, and so do loss and gradient norm of the first step. Beside the weights the fault is small.
@@ -117,6 +118,7 @@ def test_rank_with_other_weights_is_found_whatever_the_script_says(tmp_path):
     assert "verify: the run on 2 ranks ended with exit code 77." in run.err
 
 
+@pytest.mark.thorough
 def test_training_that_the_line_does_not_reach_is_not_begun(tmp_path):
     line = "import unsloth_multigpu\nif __name__ == 'no':\n    unsloth_multigpu.enable_multi_gpu()\n"
     (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
@@ -126,6 +128,7 @@ def test_training_that_the_line_does_not_reach_is_not_begun(tmp_path):
     assert left(tmp_path) == ["went_on_1_0"]  # By its `finally`.
 
 
+@pytest.mark.thorough
 def test_argument_that_overrules_an_option_is_told(tmp_path):
     line = "from unsloth_multigpu import enable_multi_gpu\nenable_multi_gpu(balance='off')\n"
     (tmp_path / "train.py").write_text(line + SCRIPT.read_text())
@@ -177,6 +180,7 @@ def test_exit_code_of_the_script_is_passed_on(tmp_path):
     assert run.out == ""
 
 
+@pytest.mark.thorough
 def test_stuck_and_stopped_runs_are_ended(tmp_path):
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
     run = verify(tmp_path, "train.py", "--timeout-s", 5)

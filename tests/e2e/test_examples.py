@@ -27,6 +27,7 @@ def test_quick_start_shows_that_ranks_and_one_process_agree(tmp_path: Path) -> N
     assert "samples per step: 6 = 2 ranks x 3 samples x 1 accumulation" in run.err
 
 
+@pytest.mark.thorough
 def test_quick_start_fails_where_the_runs_differ(tmp_path: Path) -> None:
     # Each rank takes the whole batch: another training, which the example must not call the same.
     env = {**ENV, **LIGHT, "UNSLOTH_MULTIGPU_GLOBAL_BATCH": "scale"}
@@ -38,6 +39,7 @@ def test_quick_start_fails_where_the_runs_differ(tmp_path: Path) -> None:
     assert "differ by more than rounding explains" in run.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain_transformers", "dpo"])
 def test_example_trains_on_every_device(name: str, tmp_path: Path) -> None:
     run = run_python([EXAMPLES / f"{name}.py"], tmp_path, ENV)

@@ -68,7 +68,9 @@ class Runs:
     two_ranks: Finished
 
 
-@pytest.fixture(scope="module", params=[ALPACA, CHAT], ids=lambda case: case.script)
+@pytest.fixture(
+    scope="module", params=[ALPACA, pytest.param(CHAT, marks=pytest.mark.thorough)], ids=lambda case: case.script
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     case = request.param
     folders = [tmp_path_factory.mktemp(name) for name in ("one", "two")]

@@ -27,7 +27,7 @@ facts = {
     "total": float(total),
     "arguments": sys.argv[2:],
     "name": __name__,
-    "flags": [sys.flags.dev_mode, sys.flags.optimize],
+    "flags": ["faulthandler" in sys._xoptions, sys.flags.bytes_warning],
     "threads": os.environ.get("OMP_NUM_THREADS"),
     "allocator": allocator,
 }
