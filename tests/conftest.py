@@ -1,16 +1,13 @@
-"""A test that leaves something behind fails itself, instead of the test after it; one that measures runs alone."""
+"""A test that leaves something behind fails itself, instead of the test after it."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -44,33 +41,10 @@ SERVANTS = ("resource_tracker", "forkserver")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "alone: measures a time, so that no other test runs at the same time")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A suite that a shell script runs in the background inherits an ignored Ctrl-C. Tests press it, and so do
         # programs that they start.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    # Around the test's limit, and around the fixtures of its module.
-    with place_on_machine(is_alone=item.get_closest_marker("alone") is not None):
-        return (yield)
-
-
-@contextmanager
-def place_on_machine(*, is_alone: bool) -> Iterator[None]:
-    """A place among the tests that processes of pytest-xdist run now, or a place without others."""
-    door, room = (os.open(path, os.O_RDONLY) for path in (__file__, Path(__file__).parent))
-    try:
-        # Whoever waits to be alone holds the door: new ones would keep it waiting forever.
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        yield
-    finally:
-        os.close(door)
-        os.close(room)
 
 
 @pytest.fixture(autouse=True)

@@ -100,6 +100,7 @@ def test_rank_above_0_cannot_remove_what_rank_0_keeps(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "config.json").exists()
 
 
+@pytest.mark.thorough
 def test_model_that_a_program_of_a_late_rank_has_removed_is_an_error(tmp_path: Path) -> None:
     run = remove(tmp_path, "program")
     assert run.code == 76

@@ -66,6 +66,7 @@ def test_report_holds_its_plot(checked: tuple[Finished, Path]) -> None:
     assert "8</td><td>refused" in page
 
 
+@pytest.mark.thorough
 def test_stream_says_what_was_assumed(tmp_path: Path) -> None:
     run = forecast(tmp_path, "stream", "--gpus", "2,8", "--link", "ethernet:25")
     assert run.code == 0, run.err

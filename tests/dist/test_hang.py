@@ -6,17 +6,14 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.run import BARE, orphans, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
-HANG_TIMEOUT_S = 3.0
-# What the supervisor may need beside the limit.
-SLACK_S = 5.0
+HANG_TIMEOUT_S = 6.0
+# What the supervisor of a busy machine may need beside the limit.
+SLACK_S = 30.0
 
 
-@pytest.mark.alone
 def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
     """First an endless loop while samples are got, behind slow steps; then, started again, a stopped process."""
     script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
@@ -30,17 +27,17 @@ def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
     assert code == 124, err
 
     looping_s, looping = next((t, line) for t, line in lines if "rank 1 hangs: no progress" in line)
-    found = re.search(r"no progress for 3 s in step \d+, getting samples \(hang\.py:(\d+) in collate\)", looping)
+    found = re.search(r"no progress for 6 s in step \d+, getting samples \(hang\.py:(\d+) in collate\)", looping)
     assert found, err
     assert script.read_text().splitlines()[int(found[1]) - 1].strip() in ("while True:", "pass")
     assert "Starting all ranks again (1)" in looping
-    assert "Hint: Raise hang_timeout_s=3 where this only takes long." in err
+    assert "Hint: Raise hang_timeout_s=6 where this only takes long." in err
     # The slow run before it was left alone.
     assert times["spin_since"] - times["spin_begin"] > HANG_TIMEOUT_S
     assert HANG_TIMEOUT_S <= looping_s - times["spin_since"] < HANG_TIMEOUT_S + SLACK_S
 
     stopped_s, stopped = next((t, line) for t, line in lines if "no sign of life" in line)
-    assert re.search(r"rank 1 hangs: no sign of life for 3 s in step 3, .*\(hang\.py:\d+ in on_step_end\)", stopped), (
+    assert re.search(r"rank 1 hangs: no sign of life for 6 s in step 3, .*\(hang\.py:\d+ in on_step_end\)", stopped), (
         err
     )
     assert HANG_TIMEOUT_S <= stopped_s - times["stop_since"] < HANG_TIMEOUT_S + SLACK_S

@@ -10,7 +10,7 @@ from tests.helpers.run import light, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "strategies.py"
 LIBRARIES = light("datasets", "rich", "triton")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 # One row length: a rank's own mean is then its part of the step's. SGD: the mean of steps is the step of the mean.
 PLAIN = {"length": 12, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.05, "max_steps": 10}
@@ -146,26 +146,22 @@ def ended(tmp_path_factory):
     return run, [json.loads((path / f"ends_{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.thorough
 def test_best_checkpoint_stays_loaded(ended):
     assert [rank["best"] for rank in ended[1]] == [[0.0, 0.0]] * 2
 
 
-@pytest.mark.thorough
 def test_rank_that_steps_by_itself_averages_over_its_own_tokens(ended):
     for rank in ended[1]:
         assert len(rank["by_hand"]) == 3
         assert max(rank["by_hand"]) < 1e-7
 
 
-@pytest.mark.thorough
 def test_model_of_another_strategy_is_wrapped_again_or_refused(ended):
     for rank in ended[1]:
         assert rank["ddp_after_diloco"] == ""
         assert "sync='diloco:every_steps=4', but the model is wrapped in DDP" in rank["diloco_after_ddp"]
 
 
-@pytest.mark.thorough
 def test_failure_on_the_parameter_server_ends_the_run_and_is_shown(ended):
     run, _ = ended
     assert run.code != 0

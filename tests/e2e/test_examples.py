@@ -48,6 +48,7 @@ def test_example_trains_on_every_device(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "outputs" / name / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.thorough
 def test_plain_loop_learns_the_same_on_two_ranks(tmp_path: Path) -> None:
     outputs = []
     for world_size, options in ((1, []), (2, ["--num-gpus", "2"])):

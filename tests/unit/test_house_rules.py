@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -667,31 +665,3 @@ def test_leaks_fail_the_test_that_leaves_them(tmp_path: Path) -> None:
     reported = re.findall(r"ERROR at teardown of test_(\d) _+\nleaked (.+?):", result.stdout)
     assert reported == [(str(number), what) for number, what in enumerate(LEAKS)], result.stdout
     assert f"{len(bodies)} passed, {len(LEAKS)} errors" in result.stdout
-
-
-def test_test_that_runs_alone_waits_for_others_and_is_not_overtaken(tmp_path: Path) -> None:
-    # A copy, with locks of its own: this test has a place itself.
-    copy = shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
-    spec = importlib.util.spec_from_file_location("conftest_copy", copy)
-    assert spec is not None
-    assert spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    order = []
-
-    def take(name: str, *, is_alone: bool) -> None:
-        with conftest.place_on_machine(is_alone=is_alone):
-            order.append(name)
-
-    alone = threading.Thread(target=take, args=("alone",), kwargs={"is_alone": True})
-    late = threading.Thread(target=take, args=("late",), kwargs={"is_alone": False})
-    with conftest.place_on_machine(is_alone=False):
-        take("beside", is_alone=False)
-        alone.start()
-        alone.join(0.2)
-        late.start()
-        late.join(0.2)
-        assert order == ["beside"]
-    alone.join()
-    late.join()
-    assert order == ["beside", "alone", "late"]

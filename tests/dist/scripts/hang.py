@@ -51,7 +51,7 @@ class Fault(TrainerCallback):
         global num_steps
         num_steps = state.global_step
         if kind == "spin":  # No step takes as long as the limit, all together take longer.
-            time.sleep(1.2)
+            time.sleep(0.4 * float(sys.argv[1]))
         if rank == 1 and state.global_step == STEP and kind == "stop":
             note()
             os.kill(os.getpid(), signal.SIGSTOP)
