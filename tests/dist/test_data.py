@@ -19,6 +19,7 @@ SOURCES = [
     "own_sampler",
     "own_token_loss",
     "mean_loss",
+    "divided",
     "sum_over_count",
     "mean_function",
     "summed",

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
@@ -38,6 +39,7 @@ from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import DistributedError, ResumeError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance
@@ -418,6 +420,8 @@ class Saving(FakeTrainer):
         self.folder, self.files = folder, files
         self.state.global_step, self.state.epoch = 3, 0.5
         self.saved_draws: list[float] = []
+        self.saved_accumulation = 0
+        self.args.gradient_accumulation_steps = 1  # As the loop has it.
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return str(self.folder)
@@ -428,12 +432,18 @@ class Saving(FakeTrainer):
         for name in self.files:
             (folder / name).write_bytes(b"content")
         self.saved_draws = draws()
+        self.saved_accumulation = self.args.gradient_accumulation_steps
         if not self.files:
             raise OSError(28, "No space left on device")
 
 
 def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
-    steps: Any = SimpleNamespace(balancer=SimpleNamespace(state_dict=dict), num_accumulated=1, loader=None)
+    steps: Any = SimpleNamespace(
+        balancer=SimpleNamespace(state_dict=dict),
+        num_accumulated=4,
+        loader=None,
+        accumulation_of_script=lambda: instance_attribute(trainer.args, "gradient_accumulation_steps", 4),
+    )
     return Checkpoints(trainer, rank, steps, None, Resume(trainer, rank, steps, {}, 0, RunContext()))  # type: ignore[arg-type]
 
 
@@ -449,19 +459,23 @@ def test_checkpoint_that_lacks_what_a_training_needs_is_none_to_go_on_from(tmp_p
     assert stored is not None
     assert stored.is_resumable == (not missing)
     assert stored.files.keys() == files
+    assert (trainer.saved_accumulation, trainer.args.gradient_accumulation_steps) == (4, 1)
 
 
-def test_evaluation_draws_for_itself_and_a_save_within_keeps_the_state_of_the_training(tmp_path: Path) -> None:
+def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind(tmp_path: Path) -> None:
     trainer = Saving(tmp_path, *NEEDED)
     ours = checkpoints(trainer, Rank())
-    with seeded_draws(3):
-        expected = draws()
+    rows = DataLoader(range(4))
 
     def evaluate(*, saves: bool) -> None:
-        draws()
-        if saves:  # A signal has come.
-            ours._save(trainer.save, None)
+        for number, _ in enumerate(rows):
+            if number == 2 and saves:  # A signal has come.
+                draws()
+                ours._save(trainer.save, None)
 
+    with seeded_draws(3):
+        list(rows)
+        expected = draws()
     for saves in (False, True):
         with seeded_draws(3):
             ours._evaluate(evaluate, saves=saves)

@@ -17,7 +17,7 @@ from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
 from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.random_state import draw_base_seed, read_random_state, write_random_state
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
@@ -62,20 +62,18 @@ class Checkpoints(Part):
         self._steps = steps
         self._exchange = exchange
         self._resume = resume
-        self._evaluation: ExitStack | None = None
+        self._before_evaluation: dict[str, Any] | None = None
 
     def overrides(self) -> dict[str, Override]:
         return {"_save_checkpoint": self._save, "evaluate": self._evaluate, "on_evaluate": self._decide_alike}
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`Trainer.evaluate`: its random draws leave the training unchanged, so one stopped in it resumes alike."""
-        with ExitStack() as stack:
-            stack.enter_context(kept_random_state())
-            self._evaluation = stack
-            try:
-                metrics = original(*args, **kwargs)
-            finally:
-                self._evaluation = None
+        """`Trainer.evaluate`: notes the random state for a checkpoint of a training that is stopped in it."""
+        outer, self._before_evaluation = self._before_evaluation, read_random_state()
+        try:
+            metrics = original(*args, **kwargs)
+        finally:
+            self._before_evaluation = outer
         if not isinstance(metrics, dict):
             return metrics
         return self._agree(metrics)  # An `evaluate` of the script may have added some.
@@ -99,11 +97,15 @@ class Checkpoints(Part):
         final = Path(run_dir, f"checkpoint-{trainer.state.global_step}")
         part = final.parent / PART_FOLDER / final.name
         pushes: list[Any] = []
-        if self._evaluation is not None:
-            self._evaluation.close()  # The random state of the training is what belongs into the checkpoint.
+        if self._before_evaluation is not None:
+            # Stopped in an evaluation, which is not made again after a resume. The training goes on with the state
+            # that it would have left behind: a data loader draws its base seed at its begin.
+            write_random_state(self._before_evaluation)
+            draw_base_seed()
         with self._cleared_on_failure(part, final):
             before = _listing(final) if self._resume.is_writer else {}
             with ExitStack() as stack:
+                stack.enter_context(self._steps.accumulation_of_script())
                 stack.enter_context(steered(trainer, "_get_output_dir", lambda *_, **__: os.fspath(part.parent)))
                 if hasattr(trainer, "_push_from_checkpoint"):
                     push = steered(trainer, "_push_from_checkpoint", lambda _, folder: pushes.append(folder))

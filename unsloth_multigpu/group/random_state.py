@@ -84,6 +84,11 @@ def seeded_draws(seed: int) -> Iterator[None]:
         yield
 
 
+def draw_base_seed() -> None:
+    """Draws what a `torch.utils.data.DataLoader` draws when it begins an iteration."""
+    torch.empty((), dtype=torch.int64).random_()
+
+
 def draw_seed(*place: int) -> int:
     """A seed of 63 bits for a place, such as (seed of the run, epoch, step); unrelated to that of the next place."""
     return digest_int64(repr(place).encode()) % 2**64 >> 1

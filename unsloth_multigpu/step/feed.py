@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.seam import steered
+from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.loss import (
@@ -129,6 +129,10 @@ class StepFeed(Part):
     def scale(self) -> LossScale:
         """How the loss scales, once it was tried."""
         return self._scale
+
+    def accumulation_of_script(self) -> AbstractContextManager[None]:
+        """Lets code of the script, and files, have its `gradient_accumulation_steps`, which is 1 for the loop."""
+        return instance_attribute(self.trainer.args, "gradient_accumulation_steps", self.num_accumulated)
 
     def _total_train_batch_size(self, original: Callable[..., int], *args: Any) -> int:
         """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""
@@ -373,8 +377,11 @@ class StepFeed(Part):
                 hint="Hand it on: compute_loss(..., num_items_in_batch=num_items_in_batch); or global_batch='scale'.",
             )
         self._in_loss = model.training
+        # A script's own step has what is set for it.
+        is_hidden = not (model.training and is_scripts_own(self.trainer, "training_step"))
         try:
-            result = original(model, inputs, *args, **kwargs)
+            with self.accumulation_of_script() if is_hidden else nullcontext():
+                result = original(model, inputs, *args, **kwargs)
         finally:
             self._in_loss = False
         if not model.training or self._piece_factor == 1.0:
