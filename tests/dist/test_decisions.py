@@ -12,6 +12,26 @@ TWO_RANKS = {"UNSLOTH_MULTIGPU_NUM_GPUS": "2", **BARE}
 OVERRULED = "[rank 1] a callback of rank 1 has set control.should_save after step 3, and none of rank 0 did"
 
 
+UPLOADS = """
+import os, time
+import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2, timeout_s=20)
+import torch
+from transformers import Trainer, TrainingArguments
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x) - labels).square().mean()}
+class Uploads(Trainer):
+    def _finish_current_push(self):
+        time.sleep(30 if os.environ["RANK"] == "0" else 0)
+rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 16
+Uploads(Model(), TrainingArguments("out", report_to=[], max_steps=1, save_strategy="no"), train_dataset=rows).train()
+open(f"after_{os.environ['RANK']}", "w").close()
+"""
+
+
 def found(folder, rank=0):
     return json.loads((folder / f"found_{rank}.json").read_text())
 
@@ -63,3 +83,11 @@ def test_ranks_that_step_by_themselves_meet_at_rank_0s_word(tmp_path):
     }
     assert "should_save after step 2 is for step 4" in run.err
     assert OVERRULED in (tmp_path / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.thorough
+def test_ranks_wait_for_rank_0s_upload_longer_than_for_a_collective(tmp_path):
+    (tmp_path / "train.py").write_text(UPLOADS)
+    run = finish(start(["train.py"], tmp_path, BARE))
+    assert run.code == 0, run.err
+    assert all((tmp_path / f"after_{rank}").exists() for rank in range(2))

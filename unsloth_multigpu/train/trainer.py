@@ -52,6 +52,8 @@ logger = get_logger(__name__)
 
 # The part that exchanges gradients in DDP's place.
 _EXCHANGE = "unsloth_multigpu.strategies.exchange:Exchange"
+# The Trainer waits for its last upload on rank 0; if rank 0 dies meanwhile, the launcher ends the run.
+_UPLOAD_LIMIT_S = 86_400.0
 
 
 class DDPTrainer:
@@ -91,6 +93,7 @@ class DDPTrainer:
         self.config: MultiGPUConfig = manager.config
         self.report: RunReport | None = None
         self.arguments = {} if arguments is None else arguments
+        self._training = training
         context = RunContext() if context is None else context
         run_dir, is_one_of_several = context.run_dir, manager.identity.world_size > 1
         self.steps = StepFeed(trainer, manager, beat)
@@ -158,10 +161,21 @@ class DDPTrainer:
         with loop.steering():
             # Every rank has rank 0's weights when the first step begins: new LoRA weights differ before.
             result = original_train()
+        self._wait_for_rank_0()
         # Code around train() runs on every rank, and must make the same random choices there.
         self.manager.broadcast_random_state()
         self._report(time.monotonic() - start)
         return result
+
+    def _wait_for_rank_0(self) -> None:
+        """Rank 0 may still upload what it has saved, for longer than a collective waits."""
+        if self.manager.identity.world_size == 1:
+            return
+        key = f"trained/{self._training}"
+        if self.manager.identity.rank == 0:
+            self.manager.publish(key)
+        else:
+            self.manager.wait_for(key, "rank 0 to end train()", timeout_s=_UPLOAD_LIMIT_S)
 
     def _other_parallelism(self, engine: Engine | None) -> list[str]:
         """Kinds of parallelism that the script asked for and that this package does not steer."""
