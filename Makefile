@@ -27,6 +27,20 @@ UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer jso
 OLDEST_IPYTHON := $(VENV)/oldest-ipython
 OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
 
+# What a machine with a card and without a network may lack, for `make gpu-site`; with torch, transformers and peft there.
+GPU_SITE := unsloth unsloth_zoo trl datasets accelerate wrapt cut_cross_entropy bitsandbytes torchao diffusers tyro msgspec \
+	structlog hf_transfer json5 nest-asyncio pydantic pydantic_core dill multiprocess xxhash 'fsspec<=2026.2.0' typeguard \
+	docstring_parser annotated_types typing_inspection typing_extensions importlib_metadata pytest-timeout \
+	rich markdown-it-py mdurl pygments psutil
+SITE := build/gpu/site
+SITE_PYTHON ?= 3.12
+SITE_CUDA ?= 13
+PART ?=
+TINY ?=
+RESULT ?= build/gpu/result.json
+ROW ?=
+KEEP ?=
+
 .PHONY: demo test test-all lint docs release-check matrix signatures gpu gpu-page gpu-site setup browser
 .SILENT:
 
@@ -59,7 +73,7 @@ gpu-site: setup
 	find $(SITE) -name __pycache__ -prune -exec rm -rf {} +
 	tar -C $(SITE) -czf $(SITE).tar.gz . && du -h $(SITE).tar.gz
 
-# With those that take minutes: federated clients over TLS, experiments.
+# With what is `thorough`: three ranks, strategies, further kinds, clients over TLS, experiments.
 test-all: ARGS += -m ""
 test-all: test
 

@@ -206,3 +206,13 @@ def installed_by(source: str) -> Iterator[str]:
                 for word in command.split():
                     if name := re.match(r"""^["']?([A-Za-z][\w-]*)(?=$|["'<>=])""", word):
                         yield name[1]
+
+
+def test_makefile_reads_no_variable_that_nobody_sets() -> None:
+    # An empty one turns `rm -rf $(SITE)/bin` into another command.
+    targets = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:")).split()
+    command = ["make", "--warn-undefined-variables", "--dry-run", *targets[1:]]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert "undefined variable" not in shown.stderr
+    assert "--out build/gpu/result.json" in shown.stdout
