@@ -37,7 +37,7 @@ class Scope(Enum):
         'what deals samples by length; refused with `balance="off"`, `global_batch="scale"`, `batch_size_per_gpu`, '
         "and where ranks do not meet in every step",
     )
-    TRAINER = "Trainer", "refused in a plain loop, and with FSDP, DeepSpeed or another kind of parallelism"
+    TRAINER = "Trainer", "refused in a plain loop, and with FSDP 1, DeepSpeed or another kind of parallelism"
     NODES = "several nodes", "refused without `nnodes`"
 
 
