@@ -86,7 +86,8 @@ def test_failed_training_says_why(tmp_path, small_disk):
     assert "unsloth_multigpu: rank 0 failed" in full[0]
     assert [code for _, code in (raised, left, full)] == [1, 1, 1]
 
-    assert "The ranks are about to train different runs. sampled rows: rank 0 has" in last
+    by_dtype = 'parameters by dtype: rank 0 has {"float32": 2}, rank 1 has {"bfloat16": 2}'
+    assert f"The ranks are about to train different runs. {by_dtype}; sampled rows: rank 0 has" in last
     assert "Hint: Give shuffles, splits and generators of your own" in last
     assert "[exit code 77]" in last
     assert "An optimizer step of 1 sample(s) cannot be shared by 2 ranks." in last

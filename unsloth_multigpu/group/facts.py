@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,10 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
     if trainer.model is not None and getattr(trainer, "hp_search_backend", None) is None:
         shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
         facts["trainable parameters"] = [len(shapes), digest_of(shapes)]
+        # DDP compares shapes only, and sends a bf16 weight into an fp16 one bit by bit.
+        facts["parameters by dtype"] = Counter(str(p.dtype).partition(".")[2] for p in trainer.model.parameters())
+    # Cards of different kinds let a script choose bf16 on one and fp16, with its scaled loss, on the other.
+    facts["mixed_precision"] = trainer.accelerator.mixed_precision
     facts |= {f"option {name}": value for name, value in config.of_the_run().items()}
     # Without the suffix that names the CUDA version for which torch was built.
     installed = ((name, installed_version(name)) for name in ("unsloth_multigpu", *SUPPORTED))

@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
         return {"loss": self.layer(x).square().mean()}
 
 
-def train(folder, *, seed=0, batch_size=4):
+def train(folder, *, seed=0, batch_size=4, dtype=torch.float32):
     draw = random.Random(seed)
     rows = [{"x": torch.full((64,), draw.random()), "labels": 0} for _ in range(24)]
     arguments = TrainingArguments(
@@ -48,7 +48,7 @@ def train(folder, *, seed=0, batch_size=4):
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    Trainer(model=Model(), args=arguments, train_dataset=rows, callbacks=[Fault()]).train()
+    Trainer(model=Model().to(dtype), args=arguments, train_dataset=rows, callbacks=[Fault()]).train()
 
 
 if attempt < 2:
@@ -57,7 +57,7 @@ elif attempt == 2:
     train(sys.argv[1])
 else:
     try:
-        train("out", seed=rank)
+        train("out", seed=rank, dtype=(torch.float32, torch.bfloat16)[rank])
     except DivergenceError as error:
         sys.stderr.write(f"{error}\n[exit code {error.exit_code}]\n")
     train("out", batch_size=1)
