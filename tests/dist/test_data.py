@@ -40,6 +40,9 @@ SOURCES = [
     "streaming",
     "hf_streaming",
     "whole",
+    "scheduled",
+    "looked_at",
+    "looked_at_stream",
 ]
 # Three ranks differ from two in how they divide: one source of each kind is enough there.
 ON_THREE = ["plain", "grouped", "drop_last", "mean_loss", "masked_lm", "exchanged", "streaming", "whole"]
@@ -89,6 +92,24 @@ def test_source_gives_the_steps_of_one_process(folder, name, num_ranks):
     assert many[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
     assert many[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5)
     assert many[0]["weights"] == pytest.approx(one[0]["weights"], rel=1e-4, abs=1e-4)
+
+
+def test_schedule_counted_by_the_loader_is_that_of_one_process(folder):
+    (one,), two = ranks(folder, 1, "scheduled"), ranks(folder, 2, "scheduled")
+    assert len(one["steps"]) == one["num_steps"] == 8
+    for rank in two:
+        # Also in the order of the rows: what a script reads before the training is what one process reads.
+        assert [rank[n] for n in ("num_steps", "batches")] == [one[n] for n in ("num_steps", "batches")]
+        assert rank["learning_rate"] == pytest.approx(one["learning_rate"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["looked_at", "looked_at_stream"])
+def test_loader_asked_for_in_a_training_has_the_batches_of_one_process(folder, name):
+    (one,), (mine, other) = ranks(folder, 1, name), ranks(folder, 2, name)
+    assert len(one["seen"]) == 2
+    assert all(is_dict for is_dict, *_ in one["seen"])
+    assert mine["seen"] == one["seen"]
+    assert other["seen"] == []
 
 
 def test_evaluation_is_that_of_one_process_and_rank_0_decides(folder):
@@ -167,7 +188,7 @@ def test_one_process_that_is_guarded_computes_the_same_micro_batches(folder):
 def test_one_line_says_how_samples_are_dealt(folder):
     lines = (train(folder, 2) / "stderr.txt").read_text().splitlines()
     for reason, count in {
-        "a streaming data set does not say what comes": 4,
+        "a streaming data set does not say what comes": 5,
         "Silent does not say how long its rows are (in an attribute `lengths`)": 1,
         "the collator makes 32 tokens of a row of 2 and 32 of one of 14": 1,
     }.items():

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.waits import Waits
+from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.row import Scope, rows
 from unsloth_multigpu.step.cost import CostModel
@@ -19,7 +20,7 @@ from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.progress import Progress, exit_code
-from unsloth_multigpu.train.trainer import DDPTrainer
+from unsloth_multigpu.train.trainer import DDPTrainer, counts_as_one_process
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS, RankIdentity
 
@@ -117,6 +118,34 @@ def test_trainer_must_prepare_one_loader(num_loaders):
     trainer = Losing(num_loaders)
     with fed(trainer, feed(trainer)), pytest.raises(SetupError, match=f"prepared {num_loaders} data loaders; expected"):
         trainer.get_train_dataloader()
+
+
+def test_loader_asked_for_behind_the_beginning_leaves_the_loops_as_it_is():
+    trainer, asked = Losing(), []
+    trainer.get_train_dataloader = lambda: asked.append(trainer.args.gradient_accumulation_steps) or "the script's"
+    steps = feed(trainer, ONE_OF_TWO)
+    with fed(trainer, steps):
+        trainer.args.gradient_accumulation_steps = 1  # As for the loop, which has its loader.
+        steps.loader = before = object()
+        steps.begin(None)
+        assert trainer.get_train_dataloader() == "the script's"
+        assert (steps.loader, trainer.args.gradient_accumulation_steps) == (before, 1)
+    assert asked == [4]
+
+
+@pytest.mark.parametrize("kept", ["keep", "scale"])
+def test_length_of_a_loader_is_that_of_one_process_where_the_training_is(kept):
+    patches = trainer_patches(MultiGPUConfig(global_batch=kept), 2, "cpu", print, print)
+    assert any(p.target.endswith("get_train_dataloader") for p in patches) is (kept == "keep")
+
+
+@pytest.mark.parametrize("facts", [{"is_deepspeed_enabled": True}, {"generates": True}, {"num_processes": 1}])
+def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
+    trainer = Losing(**({"steps_per_generation": 2} if "generates" in facts else {}))
+    assert counts_as_one_process(Losing(), 2)
+    trainer.is_deepspeed_enabled = "is_deepspeed_enabled" in facts
+    trainer.accelerator.num_processes = facts.get("num_processes", 2)
+    assert not counts_as_one_process(trainer, 2)
 
 
 def steered(trainer, **options):

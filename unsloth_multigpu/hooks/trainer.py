@@ -67,6 +67,12 @@ def trainer_patches(
         reason="All ranks train each trial that rank 0 chooses, and have its result; transformers gives them none.",
         needs=("backend",),
     )
+    loader = Patch(
+        target="transformers.trainer:Trainer.get_train_dataloader",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_loader_of_one_process, world_size),
+        reason="Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
+    )
     return [
         Patch(
             target="transformers.trainer:Trainer.train",
@@ -75,6 +81,7 @@ def trainer_patches(
             reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
         ),
         *([evaluation, beginning, search] if world_size > 1 else []),
+        *([loader] if world_size > 1 and config.keeps_global_batch else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -162,6 +169,19 @@ def _noticed_beginning(notice: Callable[[], None], original: Callable[..., Any])
         return original(*args, **kwargs)
 
     return on_train_begin
+
+
+def _loader_of_one_process(world_size: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_train_dataloader(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.step.one_process import batches_of_one_process, is_for_a_training
+        from unsloth_multigpu.train.trainer import counts_as_one_process
+
+        is_asked_aside = not is_for_a_training(self) and counts_as_one_process(self, world_size)
+        with batches_of_one_process(self) if is_asked_aside else nullcontext():
+            return original(self, *args, **kwargs)
+
+    return get_train_dataloader
 
 
 def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:

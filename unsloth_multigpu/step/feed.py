@@ -28,6 +28,7 @@ from unsloth_multigpu.step.loss import (
     name_of,
 )
 from unsloth_multigpu.step.metrics import Metrics
+from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.step.stream import StepStream
@@ -82,7 +83,7 @@ class StepFeed(Part):
         self.balancer = Balancer(trainer, manager)
         self.metrics = Metrics(trainer, manager)
         self.current: MicroBatch | None = None
-        self._is_begun = False
+        self._is_begun = self._has_loop = False
         self.inexact = ""
         self.is_lockstep = self.is_placed_later = self.plans_one_process = False
         # Makes the decisions that wait for the model.
@@ -138,9 +139,21 @@ class StepFeed(Part):
         """`Trainer.get_total_train_batch_size`: the number that the start of the training prints."""
         return int(self.trainer._train_batch_size) * self.num_accumulated
 
-    def _train_dataloader(self, original: Callable[[], Any]) -> StepLoader:
-        """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps."""
+    def begin(self, loader: Any) -> None:
+        """The loop has its loader: who asks for one from here on is not the loop.
+
+        Args:
+            loader: The loop's own, where the script has asked for another one before.
+        """
+        self._has_loop = True
+        if isinstance(loader, StepLoader):
+            self.loader = loader
+
+    def _train_dataloader(self, original: Callable[[], Any]) -> Any:
+        """`Trainer.get_train_dataloader`: the loader it builds, turned into one of whole steps for the loop."""
         trainer = self.trainer
+        if self._has_loop:
+            return self._loader_beside(original)
         # Length-grouped samplers read it, and must see what one process has.
         trainer.args.gradient_accumulation_steps = self.num_accumulated
         raw: list[Any] = []
@@ -178,6 +191,17 @@ class StepFeed(Part):
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return steps
+
+    def _loader_beside(self, original: Callable[[], Any]) -> Any:
+        """One process's batches, for a callback: neither the loop's order nor another rank has to do with them."""
+        args, before = self.trainer.args, self.trainer.args.gradient_accumulation_steps
+        args.gradient_accumulation_steps = self.num_accumulated
+        is_alone = self.manager.identity.world_size == 1
+        try:
+            with nullcontext() if is_alone else batches_of_one_process(self.trainer):
+                return original()
+        finally:
+            args.gradient_accumulation_steps = before
 
     def decide(self) -> None:
         """Makes the decisions that have waited for the model. Collective."""
@@ -253,18 +277,7 @@ class StepFeed(Part):
             self._in_loss = False
 
     def _as_one_process(self, loader: Any) -> Any:
-        from accelerate.data_loader import prepare_data_loader
-
-        accelerator = self.trainer.accelerator
-        return prepare_data_loader(
-            loader,
-            num_processes=1,
-            process_index=0,
-            put_on_device=False,
-            dispatch_batches=False,
-            use_seedable_sampler=self._is_seedable and accelerator.use_seedable_sampler,
-            data_seed=accelerator.dataloader_config.data_seed,
-        )
+        return as_one_process(self.trainer, loader, is_seedable=self._is_seedable)
 
     def _batch_samples(self, original: Any, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[Any, Any]:
         """`Trainer.get_batch_samples`: one step, with the tokens of all its micro-batches counted over all ranks."""

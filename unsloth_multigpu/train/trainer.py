@@ -141,7 +141,7 @@ class DDPTrainer:
         """
         of_tool = [] if self.of_tool is None else [self.of_tool]
         engine = find_engine(self.trainer) if self.manager.identity.world_size > 1 else None
-        if others := self._other_parallelism(engine):
+        if others := _other_parallelism(self.trainer, engine):
             self._step_aside(others)
             with Loop(self.trainer, of_tool).steering() if of_tool else nullcontext():
                 return original_train()
@@ -176,19 +176,6 @@ class DDPTrainer:
             self.manager.publish(key)
         else:
             self.manager.wait_for(key, "rank 0 to end train()", timeout_s=_UPLOAD_LIMIT_S)
-
-    def _other_parallelism(self, engine: Engine | None) -> list[str]:
-        """Kinds of parallelism that the script asked for and that this package does not steer."""
-        parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)
-        is_fsdp = self.trainer.is_fsdp_enabled
-        others = {
-            "FSDP": is_fsdp and engine is None,
-            "DeepSpeed": self.trainer.is_deepspeed_enabled,
-            "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
-            "Unsloth's context parallelism": _context_parallel_size(self.trainer) > 1,
-            "tensor parallelism": engine is None and not is_fsdp and has_shards(self.trainer.model),
-        }
-        return [name for name, is_on in others.items() if is_on]
 
     def _step_aside(self, others: list[str]) -> None:
         """Says that another parallelism has the training, and what an optimizer step becomes.
@@ -313,6 +300,32 @@ def _hands_on(method: Callable[..., Any]) -> bool:
     """True if a method calls the one of the same name that it overrides."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     return code is not None and {"super", code.co_name} <= set(code.co_names)
+
+
+def counts_as_one_process(trainer: TrainerLike, world_size: int) -> bool:
+    """True if a training of this Trainer has, in all ranks together, the batches of one process.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass.
+        world_size: Ranks of the run, which keeps the global batch.
+    """
+    is_ours = trainer.accelerator.num_processes == world_size and not _other_parallelism(trainer, find_engine(trainer))
+    # GRPO and its like divide their batches themselves.
+    return is_ours and not hasattr(trainer.args, "steps_per_generation")
+
+
+def _other_parallelism(trainer: TrainerLike, engine: Engine | None) -> list[str]:
+    """Kinds of parallelism that the script asked for and that this package does not steer."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    is_fsdp = trainer.is_fsdp_enabled
+    others = {
+        "FSDP": is_fsdp and engine is None,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "parallelism_config": parallelism is not None and parallelism.non_data_parallel_size > 1,
+        "Unsloth's context parallelism": _context_parallel_size(trainer) > 1,
+        "tensor parallelism": engine is None and not is_fsdp and has_shards(trainer.model),
+    }
+    return [name for name, is_on in others.items() if is_on]
 
 
 def _context_parallel_size(trainer: TrainerLike) -> int:

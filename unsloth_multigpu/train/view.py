@@ -34,7 +34,9 @@ class CallbackView(Part):
     def _begin_with_own_loader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`CallbackHandler.on_train_begin`, before which the loop has handed on its loader."""
         if self._steps.loader is not None:
-            self._trainer.callback_handler.train_dataloader = self._steps.loader.one_process
+            handler = self._trainer.callback_handler
+            self._steps.begin(handler.train_dataloader)
+            handler.train_dataloader = self._steps.loader.one_process
         return original(*args, **kwargs)
 
     def _call_event(

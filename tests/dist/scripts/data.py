@@ -188,6 +188,41 @@ class Record(TrainerCallback):
             self.steps.setdefault(self.trainer.state.global_step, []).extend(real)
 
 
+class LooksOnRank0(TrainerCallback):
+    """Takes a batch of its own in each epoch, on one rank alone, as a callback that shows samples does."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if rank == 0:
+            loader = self.trainer.get_train_dataloader()
+            batch = next(iter(loader))
+            length = None if self.trainer.args.max_steps > 0 else len(loader)
+            self.seen.append([isinstance(batch, dict), length, batch["input_ids"].tolist()])
+
+
+def looked_at(name, **options):
+    look = LooksOnRank0()
+    trainer = look.trainer = build(name, **options)
+    trainer.add_callback(look)
+    train(name, trainer, lambda: {"seen": look.seen})
+
+
+def scheduled(name):
+    """The script counts the steps of its schedule by the loader, before the training."""
+    trainer = build(name)
+    loader = trainer.get_train_dataloader()
+    epochs, accumulated = int(trainer.args.num_train_epochs), trainer.args.gradient_accumulation_steps
+    num_steps = epochs * -(-len(loader) // accumulated)
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+        trainer.optimizer, lambda step: max(0.0, 1 - step / num_steps)
+    )
+    batches = [batch["input_ids"].tolist() for batch in loader]
+    train(name, trainer, lambda: {"num_steps": num_steps, "batches": batches})
+
+
 def collate_masked(rows):
     """Every third token is to be found: rows with different numbers of labels."""
     batch = collate(rows)
@@ -290,6 +325,7 @@ def train(name, trainer, more=lambda: {}, **options):
         "computed_tokens": record.num_tokens,
         "grad_norm": [h["grad_norm"] for h in log],
         "loss": [h["loss"] for h in log],
+        "learning_rate": [h["learning_rate"] for h in log],
         "planned_in_main": planned_in_main[:],
         "tokens_seen": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,
@@ -345,6 +381,9 @@ if is_asked("evaluated"):
             "dir": trainer.args.output_dir,
         },
     )
+scheduled("scheduled")
+looked_at("looked_at")
+looked_at("looked_at_stream", data=Stream(), max_steps=6)
 train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))
 train("list", build("list", data=ROWS))
 train("silent", build("silent", data=Silent()))

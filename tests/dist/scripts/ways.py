@@ -108,6 +108,13 @@ class OwnTrain(Trainer):
         return self._inner_training_loop(batch_size=2, args=self.args)
 
 
+def own_loop():
+    trainer = make(cls=OwnTrain, max_steps=1)
+    aside = len(trainer.get_train_dataloader())
+    trainer.train()
+    return {"aside": aside, "in its loop": len(trainer.callback_handler.train_dataloader)}
+
+
 class TwoLoaders(Trainer):
     def get_train_dataloader(self):
         loaders = [torch.utils.data.DataLoader(part, batch_size=2) for part in (ROWS[:6], ROWS[6:])]
@@ -135,7 +142,7 @@ def cases():
     yield "plain", train
     yield "closure", functools.partial(wrapped, closure)
     yield "replaced", functools.partial(wrapped, replaced)
-    yield "own", functools.partial(train, cls=OwnTrain, max_steps=1)
+    yield "own", own_loop
     yield "look", functools.partial(looks, ROWS)
     yield "look at a stream", functools.partial(looks, Stream())
     yield "changed", functools.partial(train, Changes(), max_steps=9)

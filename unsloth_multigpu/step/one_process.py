@@ -1,0 +1,68 @@
+"""A loader of one process's batches in a rank of several: as long as there, and read without another rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from unsloth_multigpu.seam import Steered, steered
+from unsloth_multigpu.trainer_protocol import TrainerLike
+
+# The loop of transformers, and what Unsloth makes of it: `_fast_inner_training_loop`.
+_LOOP = "inner_training_loop"
+
+
+def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False, is_seedable: bool = True) -> Any:
+    """Prepares a loader as accelerate does for one process.
+
+    Args:
+        trainer: Whose options of accelerate count.
+        loader: As the Trainer built it, not yet prepared.
+        is_placed: Batches come to the Trainer's device.
+        is_seedable: The order of a random sampler depends on seed and epoch alone, where accelerate is asked for that.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    accelerator = trainer.accelerator
+    placing: dict[str, Any] = {"put_on_device": False}
+    if is_placed:
+        placing = {"put_on_device": True, "device": trainer.args.device}
+        placing["non_blocking"] = accelerator.dataloader_config.non_blocking
+    # Without `rng_types` and `dispatch_batches` no rank waits for another one.
+    return prepare_data_loader(
+        loader,
+        num_processes=1,
+        process_index=0,
+        dispatch_batches=False,
+        use_seedable_sampler=is_seedable and accelerator.use_seedable_sampler,
+        data_seed=accelerator.dataloader_config.data_seed,
+        **placing,
+    )
+
+
+@contextmanager
+def batches_of_one_process(trainer: TrainerLike) -> Iterator[None]:
+    """Loaders that the Trainer builds while the context is open have the batches of one process."""
+
+    def prepare(_original: Any, loader: Any, *_: Any, **__: Any) -> Any:
+        return as_one_process(trainer, loader, is_placed=True)
+
+    with steered(trainer.accelerator, "prepare_data_loader", prepare):
+        yield
+
+
+def is_for_a_training(trainer: TrainerLike) -> bool:
+    """True where a loader is asked for by a training: one that we steer, or a loop that did not come by `train()`.
+
+    Such a loop takes its share from accelerate. Nothing on the Trainer tells it from a script, so its name has to.
+    """
+    if isinstance(vars(trainer.accelerator).get("prepare_data_loader"), Steered):
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name.endswith(_LOOP) and frame.f_locals.get("self") is trainer:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
