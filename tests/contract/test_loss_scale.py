@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -22,7 +23,8 @@ from transformers import (
 
 from tests.helpers.log_probs import LogProbs
 from tests.helpers.tiny import build_tiny, preference_rows
-from unsloth_multigpu.step.loss import find_loss_scale
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.step.loss import UNSEEN, find_loss_scale
 from unsloth_multigpu.step.trial import LossTrial, draw_samples
 from unsloth_multigpu.step.weighing import weight_of
 
@@ -175,6 +177,38 @@ def test_undivided_part_is_refused_however_small(tmp_path, coefficient):
     scale = scale_of(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **router)), list)
     assert "neither divided by them as a whole nor a mean" in scale.misfit.problem
     assert not scale.misfit.may_be_shared
+
+
+class MeanOverAll(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs["input_ids"]).logits.logsumexp(-1).mean()
+
+
+def test_loss_that_cannot_be_tried_is_known_by_its_name_or_refused(tmp_path, monkeypatch):
+    """Whether a script's own loss is multiplied by the ranks can only be seen: a guess is off by their number."""
+    config = LlamaConfig(num_key_value_heads=2, **SIZES)
+    unlabelled = rows_with(lambda row: [-100] * len(row))
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    known = scale_of(tmp_path, LlamaForCausalLM(config), rows=unlabelled)
+    assert (known.is_token_normalised, known.is_multiplied, known.misfit) == (True, True, UNSEEN)
+    with pytest.raises(SetupError, match=r"how MeanOverAll\.compute_loss is averaged: none of the rows"):
+        scale_of(tmp_path, LlamaForCausalLM(config), rows=unlabelled, trainer_class=MeanOverAll)
+    monkeypatch.setattr(Accelerator, "num_processes", 1)
+    assert scale_of(tmp_path, LlamaForCausalLM(config), rows=unlabelled, trainer_class=MeanOverAll).misfit == UNSEEN
+
+
+def test_loss_of_a_collator_that_draws_and_joins_rows_is_tried_whole(tmp_path):
+    def joined(rows):
+        ids = torch.tensor([[i for row in rows for i in row["input_ids"]]])
+        kept = torch.rand(ids.shape) < 0.5
+        return {"input_ids": ids, "labels": ids.masked_fill(~kept, -100), "lengths": torch.ones(len(rows))}
+
+    torch.manual_seed(0)
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, use_cpu=True, report_to=[])
+    model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **SIZES))
+    trainer = MeanOverAll(model=model, args=args, train_dataset=rows_with(list), data_collator=joined)
+    scale = find_loss_scale(trainer, functools.partial(draw_samples, trainer, trainer.get_train_dataloader()))
+    assert (scale.is_token_normalised, str(scale.misfit)) == (False, "no batch could be compared with its parts")
 
 
 def test_trial_leaves_no_trace(tmp_path):

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "stream.py"
-PLAIN_JOBS = ["tokens", "means", "most", "three", "sized"]
-ON = {2: ["tokens", "means", "most", "sized", "resumed"], 3: ["three", "means"]}
+# Nothing of these is to be read that the training does not see.
+ONCE = ["handle", "handle_means", "itself_means", "counting"]
+PLAIN_JOBS = ["tokens", "means", "most", "three", "sized", *ONCE]
+ON = {2: ["tokens", "means", "most", "sized", "resumed", *ONCE], 3: ["three", "means"]}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,14 @@ def test_steps_are_those_of_one_process(folder, num_ranks, job):
     if job != "means":
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert many["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("job", ONCE)
+def test_row_is_read_for_the_training_alone(folder, job):
+    of_ranks = [json.loads((train(folder, 2) / f"{job}_{r}.json").read_text())["samples"] for r in range(2)]
+    steps = [sorted(mine + other) for mine, other in zip(*of_ranks, strict=True)]
+    assert steps == [sorted(rows) for rows in outcome(folder, 1, job)[0]["samples"]]
+    assert steps[0][0] == (3 if job == "counting" else 0)
 
 
 def test_left_over_is_in_a_step_of_the_next_pass(folder):

@@ -304,6 +304,47 @@ def test_rows_left_over_by_a_stream_with_a_length_are_a_step():
         assert all(step.left_over is None for step in steps)
 
 
+class Queue(Numbers):
+    """Each row is there once, whatever reads it."""
+
+    def __init__(self, num_rows):
+        super().__init__(num_rows)
+        self.left = [{"number": i} for i in range(num_rows)]
+
+    def __iter__(self):
+        while self.left:
+            yield self.left.pop(0)
+
+
+def test_rows_of_a_trial_are_those_that_the_training_gets():
+    queue = Queue(10)
+    stream = stream_of(queue, 2)
+    tried = stream.rows()
+    assert [row["number"] for row in tried] == [0, 1, 2, 3]
+    assert len(queue.left) == 10 - 4
+    tried[0]["number"] = "changed by a collator"
+    steps = iter(stream)
+    assert [row["number"] for row in rows_of(next(steps))] == [0, 1, 2, 3]
+    assert [row["number"] for row in rows_of(next(steps))] == [4, 5, 6, 7]
+    assert [row["number"] for row in stream.rows()] == [4, 5, 6, 7]
+    assert list(steps) == []
+    assert [row["number"] for row in rows_of(stream._left_over)] == [8, 9]
+
+
+def test_stream_that_resumes_in_a_later_pass_is_read_in_its_order():
+    class Turned(Numbers):
+        def __iter__(self):
+            return iter([(i + self.epoch) % 4 for i in range(4)])
+
+    rows = Turned(4)
+    rows.epoch = 0
+    stream = stream_of(rows, 2)
+    assert stream.rows() == [0, 1, 2, 3]
+    rows.epoch = 1
+    stream.set_epoch(1)
+    assert [rows_of(step) for step in stream] == [[1, 2, 3, 0]]
+
+
 def test_stream_without_length_and_without_a_whole_step_is_refused():
     with pytest.raises(SetupError, match=r"after 1 micro-batch\(es\), fewer than gradient_accumulation_steps=2"):
         list(stream_of(Numbers(2), 2))

@@ -32,7 +32,7 @@ from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_pro
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.step.stream import StepStream
-from unsloth_multigpu.step.trial import draw_samples
+from unsloth_multigpu.step.trial import Sample, draw_samples
 from unsloth_multigpu.step.weighing import ROWS, SUM
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
@@ -183,11 +183,10 @@ class StepFeed(Part):
             rank_seed=trainer.args.seed + (self.manager.identity.rank if self.manager.config.seed_per_rank else 0),
             is_lockstep=self.is_lockstep,
         )
-        if not self.is_placed_later:
-            shape = self._dealt(raw[0], shape)
         self.loader = steps = step_loader(raw[0], shape, self._as_one_process, self.manager.broadcast_batches)
-        if self.is_placed_later:
-            self._decide = lambda: steps.deal(self._dealt(raw[0], shape))
+        self._decide = lambda: steps.deal(self._dealt(raw[0], steps, shape))
+        if not self.is_placed_later:
+            self.decide()
         # From here on the loop sees one item per optimizer step.
         trainer.args.gradient_accumulation_steps = 1
         return steps
@@ -209,21 +208,26 @@ class StepFeed(Part):
         if decide is not None:
             decide()
 
-    def _dealt(self, loader: Any, shape: StepShape) -> StepShape:
+    def _dealt(self, loader: Any, steps: StepLoader, shape: StepShape) -> StepShape:
         """Tries the loss, and decides how samples are dealt. Collective.
 
         Args:
             loader: As the Trainer built it.
+            steps: What is made of it.
             shape: Without these decisions.
         """
         trainer = self.trainer
-        draw = functools.partial(draw_samples, trainer, loader)
+
+        def draw(skip: int = 0) -> list[Sample]:
+            rows = steps.dataset.rows() if isinstance(steps.dataset, StepStream) else None
+            return draw_samples(trainer, loader, skip=skip, rows=rows)
+
         with self._by_itself():
             scale = find_loss_scale(trainer, draw, self._loss)
         # Ranks with different decisions would deal differently.
         self._scale = LossScale.from_text(self.manager.gather_texts(scale.to_text())[0])
         if self._scale.is_watched and shape.world_size > 1:
-            self._watch = LossWatch(trainer, self._loss, self._scale, lambda skip: draw(skip=skip))
+            self._watch = LossWatch(trainer, self._loss, self._scale, draw)
         is_whole = self._is_whole = self._keeps_whole(self._scale.misfit)
         regroup = self._scale.is_token_normalised and not is_whole and shape.world_size > 1
         shape = replace(shape, regroup=regroup, whole=is_whole)

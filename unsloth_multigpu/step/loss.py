@@ -26,6 +26,7 @@ _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 # Two counts that differ so much that any part of the loss which is not divided by them can be seen.
 _FEW_ITEMS, _MANY_ITEMS = 64, 2**24
+_LABELS_HINT = "Look at the first rows of the data: each needs a label that is not -100."
 # The losses of DPO whose pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
 # Losses that sort the rows of a micro-batch. While policy and reference are equal, a trial cannot see that.
@@ -60,7 +61,7 @@ class Misfit:
 
 ROUTER = Misfit("the router's loss counts once for each micro-batch, whatever is in it")
 SORTED = Misfit("its rows are sorted and compared with one another, so that the weight of a row depends on the others")
-UNSEEN = Misfit("its data can be read only once, so that it cannot be tried")
+UNSEEN = Misfit("none of the rows that come first has a label, so that it cannot be tried")
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,6 @@ def find_loss_scale(
             the number of ranks.
     """
     compute_loss = compute_loss or trainer.compute_loss
-    compute_loss = compute_loss or trainer.compute_loss
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     name = author_of(trainer, compute_loss)
     is_own = not name or not _has_stock_model(trainer)
@@ -139,6 +139,11 @@ def find_loss_scale(
     with kept_random_state():
         samples = draw_samples()
     if not samples:
+        if counts_items and is_own and trainer.accelerator.num_processes > 1:
+            # It may or may not multiply by the ranks, which would be off by their number even in whole micro-batches.
+            raise SetupError(
+                f"It cannot be seen how {name_of(trainer, compute_loss)} is averaged: {UNSEEN}.", hint=_LABELS_HINT
+            )
         return replace(_declared_scale(trainer) if counts_items else plain, misfit=UNSEEN)
     trial = LossTrial(trainer, compute_loss)
     scale, misfit, count = plain, None, None
@@ -265,7 +270,7 @@ def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tu
     if not all(map(math.isfinite, (few, many, multiplied))):
         raise SetupError(
             f"The loss of the first rows is {few:.4g}, so it cannot be seen how it is averaged.",
-            hint="Look at the first rows of the data: each needs a label that is not -100.",
+            hint=_LABELS_HINT,
         )
     num_ranks = trainer.accelerator.num_processes
     is_multiplied = math.isclose(multiplied, few * num_ranks, rel_tol=0.01)

@@ -36,6 +36,9 @@ class StepStream(IterableDataset[Step]):
         self._next_epoch: int | None = None
         self._cursor = {"epoch": 0, "steps": 0, "samples": 0}
         self._left_over: Step | None = None
+        # The first pass, and its first step, where that was read before the training.
+        self._begun: tuple[Iterator[Rows], list[Rows]] | None = None
+        self._rows: Rows | None = None
 
     def __len__(self) -> int:
         """Rows of a pass, where the data set says it. TypeError where it does not."""
@@ -68,6 +71,18 @@ class StepStream(IterableDataset[Step]):
         self._next_epoch = cursor["epoch"]
         self._cursor = dict(cursor)
 
+    def rows(self) -> Rows:
+        """Rows of the step that was given out last; before the training those of its first, which is read for it.
+
+        Nothing is read that the training does not get: a stream may have each row only once, or count its passes.
+        """
+        if self._rows is None:
+            batches = self._new_pass()
+            first = self._read(batches, 0)
+            self._begun = (batches, first)
+            self._rows = _rows_of(first)
+        return self._rows
+
     def __iter__(self) -> Iterator[Step]:
         if self._next_epoch is not None:
             self._epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
@@ -80,12 +95,12 @@ class StepStream(IterableDataset[Step]):
             yield _SKIPPED
         self._cursor = {"epoch": self._epoch, "steps": 0, "samples": 0}
         length = self._num_micro_batches()
-        batches = islice(self._reference, length)
+        begun, self._begun = self._begun, None
+        # A training that resumes in a later pass needs another order than that of the first.
+        batches, first = begun if begun is not None and self._epoch == 0 else (self._new_pass(), None)
         num_read = 0
         for step_index in count():
-            # Seeds of the loader's workers are drawn here as well, with the first batch.
-            with seeded_draws(draw_seed(self.shape.seed, self._epoch, step_index)):
-                batch = list(islice(batches, self.shape.num_accumulated))
+            batch, first = self._read(batches, step_index) if first is None else first, None
             num_read += len(batch)
             if len(batch) < self.shape.num_accumulated and num_read != length:
                 self._keep(batch, step_index)
@@ -97,10 +112,20 @@ class StepStream(IterableDataset[Step]):
             if step_index < num_done:
                 yield _SKIPPED
                 continue
+            if self._rows is not None:
+                self._rows = _rows_of(batch)
             step = self._collated(batch, step_index)
             # In a resumed pass it was part of a step that is skipped.
             step.left_over, self._left_over = self._left_over, None
             yield step
+
+    def _new_pass(self) -> Iterator[Rows]:
+        return islice(self._reference, self._num_micro_batches())
+
+    def _read(self, batches: Iterator[Rows], step_index: int) -> list[Rows]:
+        # Seeds of the loader's workers are drawn here as well, with the first batch.
+        with seeded_draws(draw_seed(self.shape.seed, self._epoch, step_index)):
+            return list(islice(batches, self.shape.num_accumulated))
 
     def _num_micro_batches(self) -> int | None:
         """Of a pass; None where the data set does not say its length."""
@@ -136,6 +161,11 @@ class StepStream(IterableDataset[Step]):
         """Lets the stream shuffle for `epoch`; not after `go_on`, which knows better."""
         self._epoch = epoch
         self._reference.set_epoch(epoch)  # type: ignore[attr-defined]
+
+
+def _rows_of(batches: list[Rows]) -> Rows:
+    # Collators put what they make of a column in its place.
+    return [dict(row) if type(row) is dict else row for batch in batches for row in batch]
 
 
 _SKIPPED = Step([], 0)

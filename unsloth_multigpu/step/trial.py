@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from unsloth_multigpu.group.shards import part_of, reshard, whole_of
 from unsloth_multigpu.logs import get_logger
@@ -85,7 +84,7 @@ class Sample:
 
     Args:
         whole: Collated, on the device.
-        parts: Of neighbouring rows, each collated by itself.
+        parts: Of neighbouring rows, each collated by itself; empty where the collator draws, and its batch has no rows.
     """
 
     whole: Any
@@ -115,14 +114,17 @@ class Fit:
     problem: str = ""
 
 
-def draw_samples(trainer: TrainerLike, loader: Any, *, skip: int = 0) -> list[Sample]:
-    """Two samples from the start of the data, behind `skip` rows. Empty for a stream that can be read only once.
+def draw_samples(
+    trainer: TrainerLike, loader: Any, *, skip: int = 0, rows: Sequence[Any] | None = None
+) -> list[Sample]:
+    """Two samples from the start of the data, behind `skip` rows, or from `rows`. Empty where no row has a label.
 
     They never have more rows than the script's micro-batch, and take short ones, which cost little. In the first sample
     the second half is longer, so that padding shows. In the second the first row is the longest, and one has no label
     where there is such a row.
     """
-    read = _read(loader.dataset, skip)
+    # The training gets the rows of a stream as well, and a collator may write into them.
+    read = _read(loader.dataset, skip) if rows is None else [_copied(row) for row in rows]
     labelled = sorted((row for row in read if _has_label(row)), key=_size_of)
     num_rows = min(_MOST_ROWS, int(trainer._train_batch_size), len(labelled))
     while num_rows > 2 and sum(map(_size_of, labelled[:num_rows])) > _MOST_ELEMENTS:
@@ -134,16 +136,22 @@ def draw_samples(trainer: TrainerLike, loader: Any, *, skip: int = 0) -> list[Sa
     if num_rows > 1:
         without = [row for row in read if not _has_label(row)][:1]
         samples.append([short[-1], *without, *short[: num_rows - 1 - len(without)]])
-    collated = [_collated(trainer, loader, s, n) for s, n in zip(samples, (num_rows // 2 or 1, 1), strict=False)]
-    return [sample for sample in collated if sample is not None]
+    return [_collated(trainer, loader, s, n) for s, n in zip(samples, (num_rows // 2 or 1, 1), strict=False)]
 
 
 def _read(dataset: Any, skip: int) -> list[Any]:
-    # A stream may have a length.
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return [dataset[(skip + i) % len(dataset)] for i in range(min(_ROWS_READ, len(dataset)))]
-    rows = iter(dataset)
-    return [] if rows is dataset else list(islice(rows, _ROWS_READ))
+    # A sampler of the script knows its length.
+    return list(islice(iter(dataset), _ROWS_READ))
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _copied(v) for name, v in value.items()}
+    if type(value) is list:
+        return [_copied(v) for v in value]
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _has_label(row: Any) -> bool:
@@ -158,7 +166,7 @@ def _size_of(row: Any) -> int:
     )
 
 
-def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> Sample | None:
+def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> Sample:
     whole, again = (loader.collate_fn(list(rows)) for _ in range(2))
     parts = [part for part in (rows[:cut], rows[cut:]) if part]
     if len(parts) < 2:
@@ -168,8 +176,6 @@ def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> S
     else:
         # A collator that draws would give the parts other masks than the whole.
         collated = _cut(whole, [slice(0, cut), slice(cut, len(rows))])
-    if not collated:
-        return None
     prepared = [trainer._prepare_inputs(batch) for batch in (whole, *collated)]
     return Sample(prepared[0], tuple(prepared[1:]))
 
@@ -240,7 +246,7 @@ class LossTrial:
         """
         samples = [sample for sample in samples if len(sample.parts) > 1]
         if not samples:
-            return Fit(weighing or ROWS, problem="there were no rows to try it on")
+            return Fit(weighing or ROWS, math.nan, math.nan, problem="no batch could be compared with its parts")
         found = self._fit(samples, num_items, weighing, with_gradient)
         if found.problem and self._is_random(samples[0].whole, num_items):
             # A model that draws more than dropout: judged without what it does in training alone.

@@ -17,7 +17,7 @@ if num_ranks > 1:
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -41,6 +41,47 @@ class Sized(Stream):
         return len(self.rows)
 
 
+class Handle(torch.utils.data.IterableDataset):
+    """Rows of one file, which each pass goes on to read."""
+
+    def __init__(self, num_rows):
+        self.rows, self.file = list(RaggedRows(num_rows)), None
+
+    def __iter__(self):
+        if self.file is None:
+            path = out / f"rows_{rank}.txt"
+            path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            self.file = path.open()
+        while line := self.file.readline():
+            yield json.loads(line)
+
+
+class Itself(Handle):
+    """One that is its own iterator."""
+
+    def __init__(self, num_rows):
+        super().__init__(num_rows)
+        self.lines = Handle.__iter__(self)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.lines)
+
+
+class Counting(torch.utils.data.IterableDataset):
+    """Another order in each pass, which it counts itself."""
+
+    def __init__(self, num_rows):
+        self.rows, self.num_passes = list(RaggedRows(num_rows)), 0
+
+    def __iter__(self):
+        self.num_passes += 1
+        first = 3 * self.num_passes % len(self.rows)
+        return iter(self.rows[first:] + self.rows[:first])
+
+
 class MeanLoss(Trainer):
     """A mean over rows, whatever the step has in tokens."""
 
@@ -59,8 +100,30 @@ JOBS = {
     "three": (Trainer, Stream(30), 3, 4, {"max_steps": 7}),
     "sized": (Trainer, Sized(26), 3, 2, {"num_train_epochs": 2}),
     "resumed": (Trainer, Stream(26), 3, 2, {"max_steps": 11}),
+    "handle": (Trainer, Handle(200), 4, 1, {"max_steps": 10}),
+    "handle_means": (MeanLoss, Handle(200), 4, 1, {"max_steps": 10}),
+    "itself_means": (MeanLoss, Itself(200), 3, 2, {"max_steps": 5}),
+    "counting": (Trainer, Counting(26), 3, 2, {"max_steps": 11}),
     "endless": (Trainer, Stream(5), 2, 4, {"max_steps": 4}),
 }
+
+
+class Record(TrainerCallback):
+    """Notes the rows of each step, whose model calls are those with a gradient; a trial before it has none of it."""
+
+    def __init__(self, trainer, rows):
+        self.numbers = {tuple(row["input_ids"]): i for i, row in enumerate(rows)}
+        self.trainer, self.steps = trainer, {}
+        trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.steps = {}
+
+    def note(self, module, positional, named):
+        if module.training and torch.is_grad_enabled():
+            found = [self.numbers[tuple(i for i in row.tolist() if i)] for row in named["input_ids"]]
+            self.steps.setdefault(self.trainer.state.global_step, []).extend(found)
 
 
 def run(job):
@@ -86,18 +149,20 @@ def run(job):
             **arguments,
         )
         trainer = trainer_class(model=tiny_llama(), args=args, train_dataset=rows, data_collator=collate)
+        record = Record(trainer, rows.rows)
         trainer.train(**more)
-        return trainer
+        return trainer, record
 
-    trainer = trained()
+    trainer, record = trained()
     steps = [h for h in trainer.state.log_history if "grad_norm" in h]
     facts = {name: [h[name] for h in steps] for name in ("grad_norm", "loss", "epoch")}
+    facts["samples"] = list(record.steps.values())
     facts["train_loss"] = trainer.state.log_history[-1]["train_loss"]
     if job == "resumed":
         facts["resumed"] = {}
         # After the last step of the first pass; after the first of the second, which has had what was left over.
         for step in (4, 5):
-            again = trained(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+            again, _ = trained(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
             norms = [h["grad_norm"] for h in again.state.log_history if "grad_norm" in h]
             facts["resumed"][step] = norms
     (out / f"{job}_{rank}.json").write_text(json.dumps(facts))
