@@ -17,6 +17,7 @@ class ArgumentsLike(Protocol):
     _n_gpu: int
     auto_find_batch_size: bool
     average_tokens_across_devices: bool
+    batch_eval_metrics: bool
     ddp_backend: str | None
     ddp_find_unused_parameters: bool | None
     ddp_timeout: int

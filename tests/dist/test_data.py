@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers.run import light, run_python
@@ -46,6 +47,18 @@ SOURCES = [
 ]
 # Three ranks differ from two in how they divide: one source of each kind is enough there.
 ON_THREE = ["plain", "grouped", "drop_last", "mean_loss", "masked_lm", "exchanged", "streaming", "whole"]
+# name -> rows that one process predicts
+EVALUATED = {
+    "eval_drop": 20,
+    "eval_drop_few": 4,
+    "eval_drop_all": 0,
+    "eval_inputs": 10,
+    "eval_inputs_few": 6,
+    "eval_inputs_drop": 20,
+    # Each batch is one row, and the last has one sample: only other ranks can say that none is missing.
+    "eval_inputs_end_to_end": 3,
+}
+BY_BATCH = "eval_by_batch"
 RESUMED = ["resumed", "stream_whole", "stream_resumed"]
 
 
@@ -62,7 +75,7 @@ def train(folder, num_ranks):
     out = folder / str(num_ranks)
     if not out.exists():
         out.mkdir()
-        names = [",".join([*ON_THREE, *RESUMED])] if num_ranks == 3 else []
+        names = [",".join([*ON_THREE, *RESUMED, *EVALUATED, BY_BATCH])] if num_ranks == 3 else []
         run = run_python([SCRIPT, str(num_ranks), out, *names], folder, LIBRARIES)
         assert run.code == 0, run.err
         (out / "stderr.txt").write_text(run.err)
@@ -119,6 +132,30 @@ def test_evaluation_is_that_of_one_process_and_rank_0_decides(folder):
     assert mine["heard"] == [0, 0, 0]
     assert other["heard"] == [0, 0, 1]
     assert mine["dir"] == other["dir"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, THREE])
+@pytest.mark.parametrize("name", EVALUATED)
+def test_rows_of_an_evaluation_are_those_of_one_process(folder, name, num_ranks):
+    one, many = ranks(folder, 1, name)[0], ranks(folder, num_ranks, name)
+    assert len(one["predictions"] or []) == EVALUATED[name]
+    for found in many:
+        assert (found["label_ids"], found["inputs"]) == (one["label_ids"], one["inputs"])
+        assert np.shape(found["predictions"]) == np.shape(one["predictions"])
+        assert (found["eval_loss"] is None) == (EVALUATED[name] == 0)
+        if EVALUATED[name]:
+            assert (one["inputs"] is not None) == ("inputs" in name)
+            assert found["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+            assert np.allclose(found["predictions"], one["predictions"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, THREE])
+def test_metrics_by_batch_are_told_whose_inputs_they_have(folder, num_ranks):
+    one, many = ranks(folder, 1, BY_BATCH)[0], ranks(folder, num_ranks, BY_BATCH)
+    for found in many:
+        assert found["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    said = (folder / str(num_ranks) / "stderr.txt").read_text()
+    assert said.count("the inputs of one rank's batch") == 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, THREE])

@@ -7,7 +7,7 @@ import torch
 
 from unsloth_multigpu.step.deal import Piece, deal_step, with_groups
 from unsloth_multigpu.step.tracing import NotThere, Trace, evaluate, is_guessed, merged, plain, source_of
-from unsloth_multigpu.train.evaluation import _filled_up, _Rounds
+from unsloth_multigpu.train.evaluation import _filled_up, _lengths, _Rounds
 
 
 def both(values, gather):
@@ -108,7 +108,8 @@ def test_each_rank_has_as_many_batches(num_batches):
 
 def test_predictions_are_filled_up():
     pairs = {"first": (torch.arange(4), torch.ones(2, 3)), "none": None}
-    filled = _filled_up(pairs, 2, 3)
+    assert list(_lengths(pairs)) == [4, 2]
+    filled = _filled_up(pairs, iter([6, 3]))
     assert filled["first"][0].tolist() == [0, 1, 2, 3, 3, 3]
     assert filled["first"][1].shape == (3, 3)
     assert filled["none"] is None

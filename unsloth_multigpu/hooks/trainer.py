@@ -197,10 +197,13 @@ def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., A
 
 
 def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
+    has_warned = False
+
     @functools.wraps(original)
     def evaluation_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         from unsloth_multigpu.train.evaluation import evaluation_of
 
+        nonlocal has_warned
         if self.is_fsdp_enabled and not self.is_in_train:
             from unsloth_multigpu.shard.sharding import check_is_placed
 
@@ -212,6 +215,9 @@ def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callabl
         if self.gather_function == self.accelerator.gather:
             # Seq2SeqTrainer's choice, which keeps the rows that fill up the last batches.
             self.gather_function = self.accelerator.gather_for_metrics
+        if self.args.batch_eval_metrics and "inputs" in self.args.include_for_metrics and not has_warned:
+            has_warned = True
+            _warn_of_inputs(get_manager())
         evaluation = evaluation_of(self, get_manager(), dataloader)
         with nullcontext() if evaluation is None else evaluation.on_trainer():
             try:
@@ -220,6 +226,14 @@ def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callabl
                 self.args.average_tokens_across_devices = counts
 
     return evaluation_loop
+
+
+def _warn_of_inputs(manager: DDPManager) -> None:
+    if manager.identity.rank == 0:
+        logger.warning(
+            'batch_eval_metrics=True with include_for_metrics=["inputs"]: compute_metrics gets predictions and labels '
+            "of all ranks' batches, but the inputs of one rank's batch. Without batch_eval_metrics it gets all inputs"
+        )
 
 
 def _adjusted_arguments(

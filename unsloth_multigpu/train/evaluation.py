@@ -58,10 +58,13 @@ class Evaluation:
     def __init__(self, trainer: TrainerLike, manager: DDPManager, loader: Any) -> None:
         self._trainer = trainer
         self._manager = manager
+        self._loader = loader
         self._shard = loader.batch_sampler
         self._batches: BatchSampler = self._shard.batch_sampler
-        self._num_rows = len(self._batches.sampler)
+        # Without those that drop_last leaves out in one process.
+        self._num_rows = min(len(self._batches.sampler), len(self._batches) * self._batches.batch_size)
         self._in_step = False
+        self._num_rounds = -(-len(self._batches) // self._shard.num_processes)
         self._num_done = 0
         self._noted: list[dict[str, list[float]]] = []
 
@@ -90,23 +93,44 @@ class Evaluation:
         is_number = isinstance(tensor, torch.Tensor) and tensor.dim() == 0
         return tensor[None] if is_number and name != "reduce" else tensor
 
-    def _prediction_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """`Trainer.prediction_step`: keeps apart what the batch adds to TRL's metrics."""
         batch_index = self._num_done * self._shard.num_processes + self._shard.process_index
         num_batches, batch_size = len(self._batches), self._batches.batch_size
         last = self._num_rows - (num_batches - 1) * batch_size
+        # Rows of the last round that count. The loader has counted the whole data set when its pass began.
+        self._loader.remainder = self._num_rows % (self._shard.num_processes * batch_size)
         before = {name: (values, len(values)) for name, values in self._collected()}
         self._in_step = True
         try:
-            loss, logits, labels = original(*args, **kwargs)
+            loss, logits, labels = original(model, inputs, *args, **kwargs)
         finally:
             self._in_step = False
             self._num_done += 1
         self._note(before, is_filler=batch_index >= num_batches)
-        if batch_index == num_batches - 1 and num_batches > 1 and last < batch_size:
-            # Predictions are gathered row by row, and the rows after the last one are cut off again.
-            logits, labels = (_filled_up(x, last, batch_size) for x in (logits, labels))
+        if self._num_done == self._num_rounds and num_batches > 1 and last < batch_size:
+            logits, labels = self._filled_up(inputs, logits, labels)
         return loss, logits, labels
+
+    def _filled_up(self, inputs: Any, logits: Any, labels: Any) -> tuple[Any, Any]:
+        """As many rows in the incomplete last batch as in those of other ranks. Collective, in the last round.
+
+        The loop gathers them row by row, and cuts off the rows after the last one. It reads the inputs behind this
+        step.
+        """
+        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        has_inputs = "inputs" in self._trainer.args.include_for_metrics
+        parts = (logits, labels, inputs[name] if has_inputs else None)
+        if not (own := list(_lengths(parts))):
+            return logits, labels  # Of prediction_loss_only.
+        last_rank = (len(self._batches) - 1) % self._shard.num_processes
+        # They are asked: what a collator lays end to end has one row, whatever the number of samples.
+        lengths = self._manager.gather_int64(own)[last_rank - 1]
+        if self._shard.process_index == last_rank:
+            logits, labels, filled = _filled_up(parts, iter(lengths))
+            if has_inputs:
+                inputs[name] = filled
+        return logits, labels
 
     def _collected(self) -> list[tuple[str, list[float]]]:
         found = []
@@ -138,17 +162,26 @@ class Evaluation:
                     getattr(self._trainer, attribute)["eval"].setdefault(metric, []).extend(values)
 
 
-def _filled_up(values: Any, num_rows: int, wanted: int) -> Any:
-    """Repeats the last row of each tensor of `num_rows` rows, or a multiple of them, until there are as many more."""
+def _lengths(values: Any) -> Iterator[int]:
+    """Rows of each tensor, in order."""
+    if isinstance(values, (tuple, list, Mapping)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _lengths(value)
+    elif isinstance(values, torch.Tensor) and values.dim():
+        yield len(values)
+
+
+def _filled_up(values: Any, lengths: Iterator[int]) -> Any:
+    """Repeats the last row of each tensor until it has its length of `lengths`, in the order of `_lengths`."""
     if isinstance(values, (tuple, list)):
-        return type(values)(_filled_up(value, num_rows, wanted) for value in values)
+        return type(values)([_filled_up(value, lengths) for value in values])
     if isinstance(values, Mapping):
-        filled = {key: _filled_up(value, num_rows, wanted) for key, value in values.items()}
+        filled = {key: _filled_up(value, lengths) for key, value in values.items()}
         return type(values)(**filled) if hasattr(values, "to_tuple") else filled
-    if not isinstance(values, torch.Tensor) or values.dim() == 0 or len(values) % num_rows:
+    if not isinstance(values, torch.Tensor) or values.dim() == 0:
         return values
-    num_more = len(values) // num_rows * (wanted - num_rows)
-    return torch.cat([values, values[-1:].expand(num_more, *values.shape[1:])])
+    num_more = next(lengths) - len(values)
+    return torch.cat([values, values[-1:].expand(num_more, *values.shape[1:])]) if num_more > 0 else values
 
 
 def evaluation_of(trainer: TrainerLike, manager: DDPManager, loader: Any) -> Evaluation | None:
@@ -159,12 +192,12 @@ def evaluation_of(trainer: TrainerLike, manager: DDPManager, loader: Any) -> Eva
     from accelerate.data_loader import BatchSamplerShard
 
     shard = getattr(loader, "batch_sampler", None)
-    if not isinstance(shard, BatchSamplerShard) or shard.split_batches or shard.drop_last or not shard.even_batches:
+    if not isinstance(shard, BatchSamplerShard) or shard.split_batches or not shard.even_batches:
         return None
     batches = shard.batch_sampler
     if type(batches) is not BatchSampler or shard.num_processes != manager.identity.world_size:
         return None
-    if hasattr(trainer.args, "steps_per_generation") or "inputs" in trainer.args.include_for_metrics:
+    if hasattr(trainer.args, "steps_per_generation"):
         return None
     try:
         num_samples = len(batches.sampler)  # type: ignore[arg-type]

@@ -293,11 +293,11 @@ def small_model():
 
 
 def build(name, kind=Trainer, data=None, model=None, collator=collate, loss=None, eval_data=None, **settings):
-    settings = {"num_train_epochs": 2, "save_strategy": "no", "gradient_accumulation_steps": 2, **settings}
+    defaults = {"num_train_epochs": 2, "save_strategy": "no", "gradient_accumulation_steps": 2}
+    settings = {**defaults, "per_device_eval_batch_size": 3, **settings}
     args = TrainingArguments(
         str(out / name),
         per_device_train_batch_size=3,
-        per_device_eval_batch_size=3,
         learning_rate=1e-2,
         logging_steps=1,
         report_to=[],
@@ -335,6 +335,38 @@ def train(name, trainer, more=lambda: {}, **options):
     (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
 
 
+def evaluate(name, num_rows, **settings):
+    """Evaluates and predicts rows in batches of 4, without a training."""
+    if not is_asked(name):
+        return
+    trainer = build(name, eval_data=ROWS[:num_rows], per_device_eval_batch_size=4, **settings)
+    trainer.preprocess_logits_for_metrics = lambda logits, labels: logits[..., 0]
+    facts, handed = {}, []
+
+    def compute_metrics(handed_over, compute_result=True):
+        handed.append(handed_over)
+        return {}
+
+    trainer.compute_metrics = compute_metrics
+    for _ in range(2):
+        facts["eval_loss"] = trainer.evaluate().get("eval_loss")
+    if not trainer.args.batch_eval_metrics:
+        predicted = trainer.predict(trainer.eval_dataset)
+        facts |= {kind: getattr(predicted, kind) for kind in ("predictions", "label_ids")}
+        facts["inputs"] = handed[-1].inputs if handed else None
+        facts = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in facts.items()}
+    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
+
+
+evaluate("eval_drop", 22, dataloader_drop_last=True)
+# One whole batch is fewer than ranks.
+evaluate("eval_drop_few", 6, dataloader_drop_last=True)
+evaluate("eval_drop_all", 3, dataloader_drop_last=True)
+evaluate("eval_inputs", 10, include_for_metrics=["inputs"])
+evaluate("eval_inputs_few", 6, include_for_metrics=["inputs"])
+evaluate("eval_inputs_drop", 22, include_for_metrics=["inputs"], dataloader_drop_last=True)
+evaluate("eval_inputs_end_to_end", 9, include_for_metrics=["inputs"], collator=collate_end_to_end)
+evaluate("eval_by_batch", 10, include_for_metrics=["inputs"], batch_eval_metrics=True)
 train("plain", build("plain", include_num_input_tokens_seen="all"))
 train("seeded", build("seeded", data_seed=5, seed=11))
 train("workers", build("workers", dataloader_num_workers=2, dataloader_prefetch_factor=2))
