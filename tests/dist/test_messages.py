@@ -15,8 +15,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "messages.py"
 def trainings(tmp_path_factory):
     """Several in one process group. The last one ends the run."""
     folder = tmp_path_factory.mktemp("messages")
-    jobs = ("raise", "skip", "without", "gradient", "version", "same_stream", "alone", "memory")
-    run = run_python([SCRIPT, *jobs], folder, PLAIN)
+    jobs = "raise skip without gradient version same_stream alone divided drifting part memory"
+    run = run_python([SCRIPT, *jobs.split()], folder, PLAIN)
     return folder, run
 
 
@@ -69,6 +69,25 @@ def test_other_version_on_a_rank_is_named(trainings):
 def test_streams_of_one_length_go_on_in_the_next_epoch(trainings):
     folder, _ = trainings
     assert [facts["num_steps"] for facts in seen(folder, "same_stream")[0]] == [8, 8]
+
+
+@pytest.mark.parametrize(("name", "step"), [("divided", 1), ("drifting", 4)])
+def test_stream_with_other_rows_on_each_rank_is_refused(trainings, name, step):
+    folder, _ = trainings
+    for facts in seen(folder, name)[0]:
+        assert facts["error"].startswith(
+            f"DivergenceError: The ranks' replicas differ after step {step}: rows of the stream: rank 0 has "
+        )
+        assert "split_dataset_by_node" in facts["error"]
+        assert facts["num_steps"] == step
+
+
+def test_sampler_that_divides_the_rows_is_refused(trainings):
+    folder, _ = trainings
+    for facts in seen(folder, "part")[0]:
+        assert facts["error"].startswith(
+            "SetupError: The data loader has a DistributedSampler with num_replicas=2: it gives each rank a part"
+        )
 
 
 def test_ranks_that_step_by_themselves_judge_their_own_gradient(trainings):

@@ -193,7 +193,7 @@ def checked_by(
 
     def check(rank: int) -> str:
         step = steps[rank]
-        proof = ReplicaProof(Manager(every[rank], rank, group), lambda: extras[rank])  # type: ignore[arg-type]
+        proof = ReplicaProof(Manager(every[rank], rank, group), lambda: {"plan": extras[rank]})  # type: ignore[arg-type]
         try:
             proof.check(models[rank], step)
         except DivergenceError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import Counter
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
         facts["samples"] = len(data)
         places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
         with kept_random_state():
-            facts["sampled rows"] = {i: digest_of(_plain_values(_stored_row(data, i))) for i in places}
+            facts["sampled rows"] = {i: digest_of(plain_values(_stored_row(data, i))) for i in places}
     return facts
 
 
@@ -61,12 +62,15 @@ def _stored_row(data: Any, index: int) -> Any:
     return data.with_format("arrow")[index].to_pylist() if hasattr(data, "with_format") else data[index]
 
 
-def _plain_values(value: Any) -> Any:
-    """The texts and numbers in a row. The text of other objects may differ between ranks, for example by an address."""
+def plain_values(value: Any) -> Any:
+    """The texts and numbers in a row. The text of other objects may differ between ranks, for example by an address.
+
+    Of a tensor or an array with 10,000 values or more, such as an image, only the shape.
+    """
     if isinstance(value, Mapping):
-        return {str(k): _plain_values(v) for k, v in value.items()}
+        return {str(k): plain_values(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain_values(v) for v in value]
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.numel() < 10_000 else list(value.shape)
+        return [plain_values(v) for v in value]
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        return value.tolist() if math.prod(value.shape) < 10_000 else list(value.shape)
     return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__

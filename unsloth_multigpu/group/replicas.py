@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# What a data set without random access has given: see `StepStream.digest`.
+STREAM = "rows of the stream"
+_STREAM_HINT = (
+    "Each rank reads the whole stream and keeps its share of each step. Leave out what divides it by RANK, WORLD_SIZE "
+    "or split_dataset_by_node, and give shuffles and generators of your own a seed. verify_every=1 finds the step."
+)
+_HINT = (
+    "Look for a forward pass that passed by DDP, such as model.module.lm_head(...) or self.model(...) in compute_loss: "
+    "call the model that it is given, and let its forward compute the rest. Or for what changes weights or gradients "
+    "on one rank alone: a callback or hook, weights set after the model was wrapped, parameters that only the "
+    "optimizer has, DDP(init_sync=False), an optimizer that draws random numbers (try seed_per_rank=False), faulty "
+    "memory. verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0."
+)
 _NUM_NAMED = 4
 _INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements of one chunk. The CPU's cache holds a small one; an accelerator wants few launches.
@@ -35,10 +48,10 @@ class ReplicaProof:
 
     Args:
         manager: This rank's manager. Its `config.verify_every` says how often; 0 = never.
-        extra: Gives a text that must be equal on all ranks as well.
+        extra: Gives what must be equal on all ranks as well: name -> text.
     """
 
-    def __init__(self, manager: DDPManager, extra: Callable[[], str] = str) -> None:
+    def __init__(self, manager: DDPManager, extra: Callable[[], Mapping[str, str]] = dict) -> None:
         self._manager = manager
         self._extra = extra
         self._last_equal_step: int | None = None
@@ -72,7 +85,7 @@ class ReplicaProof:
             "step": step,
             "config": str(self._manager.config.of_the_run()),
             "trainable tensors": digest_int64(every.encode()),
-            "plan": self._extra(),
+            **self._extra(),
         }
         found = self._manager.gather_int64(
             [digest_int64(str(hashes).encode()), digest_int64(json.dumps(facts).encode())]
@@ -99,22 +112,16 @@ class ReplicaProof:
     def _raise_for_facts(self, facts: dict[str, Any], step: int) -> None:
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(facts))]
         other = next(r for r, theirs in enumerate(ranks) if theirs != ranks[0])
-        differ = [name for name in facts if ranks[0][name] != ranks[other][name]]
-        self._raise(
-            step, "; ".join(f"{n}: rank 0 has {ranks[0][n]}, rank {other} has {ranks[other][n]}" for n in differ)
-        )
+        differ = [name for name in facts if ranks[0].get(name) != ranks[other].get(name)]
+        lines = [f"{n}: rank 0 has {ranks[0].get(n)}, rank {other} has {ranks[other].get(n)}" for n in differ]
+        self._raise(step, "; ".join(lines), _STREAM_HINT if differ == [STREAM] else _HINT)
 
-    def _raise(self, step: int, what: str) -> None:
+    def _raise(self, step: int, what: str, hint: str = _HINT) -> None:
         last = self._last_equal_step
         since = f"All ranks were equal after step {last}." if last is not None else "It is the first check."
         raise DivergenceError(
             f"The ranks' replicas differ after step {step}: {what}. {since}",
-            hint="Look for a forward pass that passed by DDP, such as model.module.lm_head(...) or self.model(...) in "
-            "compute_loss: call the model that it is given, and let its forward compute the rest. Or for what changes "
-            "weights or gradients on one rank alone: a callback or hook, weights set after the model was wrapped, "
-            "parameters that only the optimizer has, DDP(init_sync=False), an optimizer that draws random numbers (try "
-            "seed_per_rank=False), faulty memory. "
-            "verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0.",
+            hint=hint,
         )
 
 

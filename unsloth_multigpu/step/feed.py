@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
+from unsloth_multigpu.group.replicas import STREAM
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute, steered
@@ -130,6 +131,12 @@ class StepFeed(Part):
     def scale(self) -> LossScale:
         """How the loss scales, once it was tried."""
         return self._scale
+
+    def facts(self) -> dict[str, str]:
+        """What ranks that share steps have in common: their plan, and the rows of a stream, which each reads."""
+        stream = None if self.loader is None else self.loader.dataset
+        rows = {STREAM: stream.digest()} if isinstance(stream, StepStream) else {}
+        return {"plan": self.balancer.state(), **rows}
 
     def accumulation_of_script(self) -> AbstractContextManager[None]:
         """Lets code of the script, and files, have its `gradient_accumulation_steps`, which is 1 for the loop."""

@@ -151,7 +151,8 @@ def step_loader(
         broadcast: Sends rank 0's order to all ranks.
 
     Raises:
-        SetupError: There are fewer rows than a batch, and incomplete ones are dropped.
+        SetupError: There are fewer rows than a batch, and incomplete ones are dropped. Or the script's sampler has
+            divided the rows among the ranks.
     """
     settings: dict[str, Any] = {
         "num_workers": loader.num_workers,
@@ -181,6 +182,8 @@ def step_loader(
             f"{num_rows} row(s) make no whole batch of {loader.batch_size} with dataloader_drop_last=True.",
             hint="Leave dataloader_drop_last out, or set a smaller per_device_train_batch_size.",
         )
+    if shape.world_size > 1:
+        _refuse_divided(loader)
     one_process = reference(loader)
     sampler = StepSampler(one_process, shape, broadcast)
     steps = StepLoader(
@@ -223,6 +226,19 @@ class _StepDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+
+def _refuse_divided(loader: DataLoader[Any]) -> None:
+    """A sampler for one of several ranks has a part of the rows: all that there is of them in rank 0's order."""
+    batches = loader.batch_sampler
+    for sampler in (batches, getattr(batches, "sampler", None)):
+        if (num_parts := getattr(sampler, "num_replicas", 1)) > 1:
+            raise SetupError(
+                f"The data loader has a {type(sampler).__name__} with num_replicas={num_parts}: it gives each rank a "
+                "part of the rows, and unsloth_multigpu would divide it again. Most rows would never be trained.",
+                hint="Leave the sampler out (shuffle=True), or set num_replicas=1 and rank=0: the samples of each step "
+                "are divided among the ranks without it.",
+            )
 
 
 def _as_it_is(step: Any) -> Any:

@@ -9,8 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.facts import plain_values
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
 from unsloth_multigpu.step.step import Collate, Rows, Step, StepShape, collate_step
+from unsloth_multigpu.wire.digest import digest_of
 
 
 class StepStream(IterableDataset[Step]):
@@ -39,6 +41,7 @@ class StepStream(IterableDataset[Step]):
         # The first pass, and its first step, where that was read before the training.
         self._begun: tuple[Iterator[Rows], list[Rows]] | None = None
         self._rows: Rows | None = None
+        self._digest = ""
 
     def __len__(self) -> int:
         """Rows of a pass, where the data set says it. TypeError where it does not."""
@@ -83,6 +86,10 @@ class StepStream(IterableDataset[Step]):
             self._rows = _rows_of(first)
         return self._rows
 
+    def digest(self) -> str:
+        """Of the first row of each step that was read: ranks that read other rows do not share one stream."""
+        return self._digest
+
     def __iter__(self) -> Iterator[Step]:
         if self._next_epoch is not None:
             self._epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
@@ -107,6 +114,8 @@ class StepStream(IterableDataset[Step]):
                 return
             if not batch:
                 return
+            # Before a collator writes into its rows, which are other ones on each rank.
+            self._digest = digest_of([self._digest, plain_values(batch[0][0])])
             self._cursor["steps"] += 1
             self._cursor["samples"] += sum(map(len, batch))
             if step_index < num_done:

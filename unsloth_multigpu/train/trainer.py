@@ -103,7 +103,7 @@ class DDPTrainer:
         trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
         self.meter = Meter(trainer, manager, beat, self.steps)
         self.preemption = Preemption(trainer, manager, events, run_dir, beat, self._may_stop)
-        replicas = ReplicaProof(manager, self.steps.balancer.state)
+        replicas = ReplicaProof(manager, self.steps.facts)
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, self.preemption)
         self.of_tool: Part | None = None
         self.is_sharded = False

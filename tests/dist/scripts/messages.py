@@ -30,11 +30,13 @@ def row(index, num_tokens=NUM_TOKENS):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    def __init__(self, num_rows):
-        self.num_rows = num_rows
+    """Rows by their numbers."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
 
     def __iter__(self):
-        return map(row, range(self.num_rows))
+        return map(row, self.numbers)
 
 
 def collate(rows):
@@ -44,6 +46,8 @@ def collate(rows):
 
 class InOrder(Trainer):
     def _get_train_sampler(self, *args):
+        if self.args.run_name == "part":
+            return torch.utils.data.DistributedSampler(self.train_dataset)
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
@@ -89,6 +93,7 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, **options):
         model=model,
         args=TrainingArguments(
             "checkpoints",
+            run_name=name,
             per_device_train_batch_size=4,
             num_train_epochs=1,
             optim="sgd",
@@ -104,7 +109,7 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, **options):
     seen = {}
     try:
         trainer.train()
-    except (ump.NonFiniteGradientError, ump.DivergenceError) as error:
+    except (ump.NonFiniteGradientError, ump.DivergenceError, ump.SetupError) as error:
         if name == "stream":
             raise
         seen["error"] = f"{type(error).__name__}: {error}"
@@ -127,16 +132,20 @@ def train_with_another_peft():
 ROWS = [row(i) for i in range(NUM_STEPS * 4)]
 LONG_ROWS = [row(i) if i < 4 else row(i, LONG_TOKENS) for i in range(8)]
 SAVES = {"save_strategy": "steps", "save_steps": 1}
+SOME = {"max_steps": NUM_STEPS}
 JOBS = {
     "raise": lambda: train("raise", rows=ROWS, spoil="loss", steps=[3], args=SAVES),
     "skip": lambda: train("skip", rows=ROWS, spoil="loss", steps=[3], on_nan="skip"),
     "without": lambda: train("without", rows=ROWS[:8] + ROWS[12:]),
     "gradient": lambda: train("gradient", rows=ROWS, spoil="gradient", steps=[2], sync="allreduce"),
     "version": train_with_another_peft,
-    "same_stream": lambda: train("same_stream", rows=Stream(NUM_STEPS * 4), args={"max_steps": 8}),
+    "same_stream": lambda: train("same_stream", rows=Stream(range(NUM_STEPS * 4)), args={"max_steps": 8}),
     "alone": lambda: train("alone", rows=ROWS, spoil="loss", steps=[2], ranks=(0, 1), sync="local_sgd"),
+    "divided": lambda: train("divided", rows=Stream(range(rank, 100, 2)), args=SOME),
+    "drifting": lambda: train("drifting", rows=Stream([*range(10), *range(40 + rank, 80)]), args=SOME, verify_every=2),
+    "part": lambda: train("part", rows=ROWS),
     # In these rank 1 alone raises, and the supervisor ends the run.
-    "stream": lambda: train("stream", rows=Stream(NUM_STEPS * 4 - 4 * rank), args={"max_steps": 20}),
+    "stream": lambda: train("stream", rows=Stream(range(NUM_STEPS * 4 - 4 * rank)), args={"max_steps": 20}),
     "memory": lambda: train("memory", rows=LONG_ROWS, spoil="memory", steps=[2]),
 }
 for job in sys.argv[1:]:
