@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers.run import PLAIN, run_python
 
+NUM_STEPS = 6
 SCRIPT = Path(__file__).parent / "scripts" / "messages.py"
 
 
@@ -15,7 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "messages.py"
 def trainings(tmp_path_factory):
     """Several in one process group. The last one ends the run."""
     folder = tmp_path_factory.mktemp("messages")
-    jobs = "raise skip without gradient version same_stream alone divided drifting part memory"
+    jobs = "raise skip without gradient version same_stream alone divided drifting clamped clamped_refused part memory"
     run = run_python([SCRIPT, *jobs.split()], folder, PLAIN)
     return folder, run
 
@@ -80,6 +81,19 @@ def test_stream_with_other_rows_on_each_rank_is_refused(trainings, name, step):
         )
         assert "split_dataset_by_node" in facts["error"]
         assert facts["num_steps"] == step
+
+
+def test_hook_that_is_not_linear_is_told_or_refused(trainings):
+    folder, run = trainings
+    what = (
+        "The ranks' gradients are not those of one process: Plant.after_backward, a hook on the gradient of "
+        "model.embed_tokens.weight, is not linear."
+    )
+    for facts in seen(folder, "clamped_refused")[0]:
+        assert facts["error"].startswith(f"SetupError: {what}")
+        assert facts["num_steps"] == 0
+    assert [facts["num_steps"] for facts in seen(folder, "clamped")[0]] == [NUM_STEPS] * 2
+    assert run.err.count(what) == 1
 
 
 def test_sampler_that_divides_the_rows_is_refused(trainings):

@@ -34,6 +34,7 @@ from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
 from unsloth_multigpu.train.figures import Meter, gather_reports
+from unsloth_multigpu.train.gradient_hooks import misfit_of_hooks
 from unsloth_multigpu.train.log_figures import log_figures
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.outlook import outlook_of
@@ -153,6 +154,7 @@ class DDPTrainer:
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
             if self.manager.identity.world_size > 1 and self.config.meets_every_step:
+                self._check_gradient_hooks()
                 statistics = RunningStatistics(self.trainer, self.manager, self.steps)
                 self.parts += [statistics, MicroBatchStatistics(statistics)]
         loop = Loop(self.trainer, [*self.parts, *of_tool])
@@ -243,6 +245,21 @@ class DDPTrainer:
                 "would see.",
                 hint="Remove train_sampling_strategy, or set global_batch='scale'.",
             )
+
+    def _check_gradient_hooks(self) -> None:
+        """Warns of a script's hooks on gradients that do not sum up over ranks, or refuses them."""
+        if self.trainer.model is None or not (misfit := misfit_of_hooks(self.trainer.model)):
+            return
+        what = f"The ranks' gradients are not those of one process: {misfit}."
+        hint = (
+            "A rank has a part of the step, times the number of ranks. Change the gradient in a callback's "
+            "on_pre_optimizer_step, where it is whole, or use max_grad_norm."
+        )
+        if self.config.inexact == "raise":
+            raise SetupError(what, hint=hint)
+        self.steps.inexact = misfit
+        if self.manager.identity.rank == 0:
+            logger.warning("%s %s", what, hint)
 
     def _deals_steps(self) -> bool:
         """True where we choose the samples of a step; trainers that generate their samples do it themselves."""

@@ -65,6 +65,8 @@ class Plant(TrainerCallback):
             output["loss"] = output["loss"] * math.nan
 
     def after_backward(self, gradient):
+        if self.spoil == "clamp":
+            return gradient.clamp(-1e-3, 1e-3)
         return gradient * math.inf if self.is_on and self.spoil == "gradient" else gradient
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -143,6 +145,8 @@ JOBS = {
     "alone": lambda: train("alone", rows=ROWS, spoil="loss", steps=[2], ranks=(0, 1), sync="local_sgd"),
     "divided": lambda: train("divided", rows=Stream(range(rank, 100, 2)), args=SOME),
     "drifting": lambda: train("drifting", rows=Stream([*range(10), *range(40 + rank, 80)]), args=SOME, verify_every=2),
+    "clamped": lambda: train("clamped", rows=ROWS, spoil="clamp"),
+    "clamped_refused": lambda: train("clamped_refused", rows=ROWS, spoil="clamp", inexact="raise"),
     "part": lambda: train("part", rows=ROWS),
     # In these rank 1 alone raises, and the supervisor ends the run.
     "stream": lambda: train("stream", rows=Stream(range(NUM_STEPS * 4 - 4 * rank)), args={"max_steps": 20}),

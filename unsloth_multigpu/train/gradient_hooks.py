@@ -1,0 +1,84 @@
+"""Hooks of the script on gradients of parameters: do they give one process's gradient where ranks share a step?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.shards import is_sharded
+
+# Their hooks are known: masks, projections, and the signals of their engines.
+_LIBRARIES = {"torch", "accelerate", "bitsandbytes", "peft", "transformers", "trl", "unsloth", "unsloth_zoo"}
+# Powers of two, by which a linear hook's result changes without rounding; fp16 holds the smaller one.
+_FACTOR, _FACTOR_FP16 = 2.0**20, 2.0**6
+
+
+def misfit_of_hooks(model: nn.Module) -> str:
+    """Names a hook that changes a gradient in a way that a part of the gradient, or a multiple of it, does not show.
+
+    A hook sees the gradient of one micro-batch of this rank, multiplied by the number of ranks since DDP averages. What
+    is linear, such as a mask, does not notice. Each hook is called a few times with made-up gradients, and generators
+    are restored. Hooks that run once a gradient is accumulated may step an optimizer: they are not called.
+
+    Args:
+        model: Before it is wrapped.
+
+    Returns:
+        What it is, in words; "" = there is none.
+    """
+    for name, parameter, hook in _hooks_of(model):
+        if hook is None:
+            return f"a hook on {name} reads the accumulated gradient before the ranks' gradients meet"
+        with kept_random_state(), torch.no_grad():
+            if not _is_linear(hook, parameter):
+                return f"{_name_of(hook)}, a hook on the gradient of {name}, is not linear"
+    return ""
+
+
+def _hooks_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[..., Any] | None]]:
+    """The script's own; None stands for one that runs when a gradient is accumulated."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not is_sharded(parameter):
+            hooks: Any = parameter._backward_hooks or {}
+            yield from ((name, parameter, hook) for hook in hooks.values() if _is_scripts_own(hook))
+            later: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            yield from ((name, parameter, None) for hook in later.values() if _is_scripts_own(hook))
+
+
+def _is_scripts_own(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # Of a functools.partial.
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] not in _LIBRARIES
+
+
+def _name_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__qualname__", type(hook).__name__))
+
+
+def _is_linear(hook: Callable[..., Any], parameter: nn.Parameter) -> bool:
+    # Seeded, so that all ranks find the same.
+    generator = torch.Generator(parameter.device).manual_seed(0)
+    first, second = (
+        torch.randn(parameter.shape, generator=generator, device=parameter.device).to(parameter.dtype) for _ in range(2)
+    )
+    factor = _FACTOR_FP16 if parameter.dtype == torch.float16 else _FACTOR
+
+    def of(gradient: torch.Tensor) -> torch.Tensor:
+        result = hook(gradient.clone())
+        return gradient if result is None else result
+
+    one = of(first)
+    scaled = (of(first * factor) / factor, of(first / factor) * factor)
+    return all(_is_close(one, other) for other in scaled) and _is_close(of(first + second), one + of(second))
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not one.numel():
+        return True
+    # A projection rounds the sum over a row.
+    bound = torch.finfo(one.dtype).eps ** 0.75 * one.float().abs().max()
+    return bool((one.float() - other.float()).abs().max() <= bound)
