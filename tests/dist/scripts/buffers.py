@@ -14,9 +14,9 @@ num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks, **({"sync": "allreduce"} if "sync" in out.name else {}))
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import torch
+from safetensors.torch import save_file
+from transformers import Trainer, TrainingArguments
 
 rank = int(os.environ.get("RANK", "0"))
 DRAW = torch.Generator().manual_seed(5)

@@ -17,10 +17,10 @@ num_ranks = int(sys.argv[1])
 planner = {"micro_batch_overhead_tokens": 4.0, "micro_batch_floor_tokens": 0.0, "rank_speeds": (1.0,) * num_ranks}
 ump.enable_multi_gpu(num_gpus=num_ranks, **planner)
 
-import datasets  # noqa: E402
-import torch  # noqa: E402
-from tiny_llama import collate, tiny_llama  # noqa: E402
-from transformers import (  # noqa: E402
+import datasets
+import torch
+from tiny_llama import collate, tiny_llama
+from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from unsloth_multigpu.step import balance  # noqa: E402
+from unsloth_multigpu.step import balance
 
 rank = int(os.environ.get("RANK", "0"))
 out = Path(sys.argv[2])

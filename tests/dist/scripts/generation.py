@@ -14,11 +14,11 @@ num_ranks, model, out, jobs = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), 
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 tokenizer = AutoTokenizer.from_pretrained(model)

@@ -26,10 +26,10 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus, balance=args.balance)
 
-import torch  # noqa: E402
-import trl.trainer.utils  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import trl.trainer.utils
+from datasets import Dataset
+from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -38,7 +38,7 @@ from transformers import (  # noqa: E402
     TrainerCallback,
     TrainingArguments,
 )
-from trl import (  # noqa: E402
+from trl import (
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -53,9 +53,9 @@ from trl import (  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-from tiny_model import topics  # noqa: E402
+from tiny_model import topics
 
-from tests.helpers.log_probs import LogProbs  # noqa: E402
+from tests.helpers.log_probs import LogProbs
 
 rank = int(os.environ.get("RANK", "0"))
 

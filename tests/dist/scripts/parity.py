@@ -33,12 +33,12 @@ ump.enable_multi_gpu(num_gpus=args.num_gpus)
 HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9")
 if HAS_UNSLOTH:
     import unsloth  # noqa: F401  (first, as in a user's script)
-import torch  # noqa: E402
-import trl.trainer.utils  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import trl.trainer.utils
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -48,14 +48,14 @@ from transformers import (  # noqa: E402
     TrainerCallback,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
+from unsloth_multigpu.step.feed import StepFeed
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__file__).resolve().parents[3])]
-from tiny_model import topics  # noqa: E402
+from tiny_model import topics
 
-from tests.helpers.log_probs import LogProbs  # noqa: E402
+from tests.helpers.log_probs import LogProbs
 
 if not HAS_UNSLOTH and Version(version("trl")).release[:2] == (1, 15):
     # By a Triton kernel on any device; later ones use it where there is a card.

@@ -17,11 +17,11 @@ import unsloth_multigpu as ump
 num_gpus = int(sys.argv[1])
 ump.enable_multi_gpu(num_gpus=num_gpus)
 
-import torch  # noqa: E402
-from tiny_llama import tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from tiny_llama import tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.train import ddp as steering  # noqa: E402
+from unsloth_multigpu.train import ddp as steering
 
 rank = int(os.environ["RANK"])
 NORM = "model.layers.0.input_layernorm.weight"

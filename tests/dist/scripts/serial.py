@@ -27,11 +27,11 @@ def enable(**options):
 
 enable()  # First, as in a user's script.
 
-import torch  # noqa: E402
-import unsloth  # noqa: E402, F401
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import unsloth  # noqa: F401
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -40,14 +40,14 @@ from transformers import (  # noqa: E402
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
-from unsloth import FastLanguageModel  # noqa: E402
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from unsloth import FastLanguageModel
 
-from unsloth_multigpu.errors import SetupError  # noqa: E402
-from unsloth_multigpu.legacy import serial  # noqa: E402
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.legacy import serial
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
-from tiny_model import topics  # noqa: E402
+from tiny_model import topics
 
 tokenizer = AutoTokenizer.from_pretrained(model_folder)
 TEXTS = topics(13, max_words=30)  # Micro-batches of 5, 5 and 3 rows: steps of two and of one.

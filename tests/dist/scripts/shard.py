@@ -32,10 +32,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(
 if ENGINE == "unsloth":
     import unsloth  # noqa: F401
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_model import topics  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from safetensors.torch import save_file
+from tiny_model import topics
+from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
@@ -44,9 +44,9 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
-from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of  # noqa: E402
-from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
+from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of
+from unsloth_multigpu.step.feed import StepFeed
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))

@@ -21,14 +21,14 @@ ump.enable_multi_gpu(num_gpus=args.num_gpus, shard="on" if args.num_gpus > 1 els
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
-from unsloth_multigpu.errors import SetupError  # noqa: E402
-from unsloth_multigpu.group.shards import part_of, whole_of  # noqa: E402
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.shards import part_of, whole_of
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))

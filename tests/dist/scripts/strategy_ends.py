@@ -12,12 +12,12 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2)
 
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from tiny_llama import collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from safetensors.torch import load_file
+from tiny_llama import collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.strategies.server import WeightServer  # noqa: E402
+from unsloth_multigpu.strategies.server import WeightServer
 
 rank = int(os.environ["RANK"])
 DILOCO = {"sync": ump.DiLoCo(every_steps=4)}

@@ -14,10 +14,10 @@ num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks, timeout_s=20.0, verify_every=100)
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from safetensors.torch import save_file
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank = int(os.environ.get("RANK", "0"))
 
