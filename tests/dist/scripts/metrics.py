@@ -28,10 +28,10 @@ ump.enable_multi_gpu(num_gpus=args.num_gpus, balance=args.balance)
 
 import torch
 import trl.trainer.utils
+from common import new_classifier
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
     Trainer,
@@ -70,17 +70,9 @@ def causal_lm():
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 
 
-def with_head(num_labels):
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=num_labels, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.score.weight, std=0.05)
-    return model
-
-
 def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     return trainer(
-        model=with_head(1) if trainer is RewardTrainer else causal_lm(),
+        model=new_classifier(args.model, 1, tokenizer) if trainer is RewardTrainer else causal_lm(),
         args=config(max_length=96, **settings, **common),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(evaluated),
@@ -154,7 +146,7 @@ class NanTrainer(Trainer):
 
 def classifier(texts, evaluated, common, trainer=Trainer):
     return trainer(
-        model=with_head(3),
+        model=new_classifier(args.model, 3, tokenizer),
         args=TrainingArguments(include_num_input_tokens_seen="all", **common),
         train_dataset=labelled(texts),
         eval_dataset=labelled(evaluated),

@@ -7,7 +7,6 @@ A job is a kind with rows x batch size x accumulation; "broken_" normalises by e
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
 import random
 import sys
@@ -35,12 +34,11 @@ if HAS_UNSLOTH:
     import unsloth  # noqa: F401  (first, as in a user's script)
 import torch
 import trl.trainer.utils
+from common import logged, move_off_zero, new_classifier, write_outcome
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -104,15 +102,6 @@ def fast_lora(checkpointing=False):
     return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=checkpointing, random_state=7, **LORA)
 
 
-def move_off_zero(model):
-    # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
-    torch.manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
-
-
 def tokenized(texts):
     rows = Dataset.from_dict({"text": texts})
     return rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64), remove_columns=["text"])
@@ -166,10 +155,7 @@ def dpo(texts, common):
 
 def classifier(texts, common):
     # Its loss is a mean over rows although the model takes loss arguments.
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=3, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.score.weight, std=0.05)
+    model = new_classifier(args.model, 3, tokenizer)
     rows = tokenized(texts).add_column("labels", [len(t) % 3 for t in texts])
     collator = DataCollatorWithPadding(tokenizer)
     return Trainer(model=model, args=TrainingArguments(folder, **common), train_dataset=rows, data_collator=collator)
@@ -253,21 +239,16 @@ def run(job):
     seen = record_samples(trainer)
     with own_tokens_only() if kind.startswith("broken_") else nullcontext():
         trainer.train()
-    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
     facts = {
-        "loss": [h["loss"] for h in steps],
-        "grad_norm": [h["grad_norm"] for h in steps],
+        **logged(trainer, "loss", "grad_norm"),
         "seen": {step: dict(rows) for step, rows in seen.items()},
-        "logged": steps[-1],
+        "logged": [h for h in trainer.state.log_history if "grad_norm" in h][-1],
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         "accumulation_after": trainer.args.gradient_accumulation_steps,
         "attributes_after": sorted(set(vars(trainer)) & {"train", "training_step", "compute_loss", "log"}),
         "random_after": [random.random(), float(torch.rand(()))],
     }
-    name = f"{job.replace(':', '_')}_{rank}"
-    (out / f"{name}.json").write_text(json.dumps(facts))
-    weights = {n: p.detach().contiguous() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    save_file(weights, str(out / f"{name}.safetensors"))
+    write_outcome(out, job, facts, ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad))
 
 
 has_filler = False

@@ -17,6 +17,7 @@ num_gpus = int(sys.argv[1])
 ump.enable_multi_gpu(num_gpus=num_gpus)
 
 import torch
+from common import logged
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny_llama import collate, tiny_llama
@@ -96,7 +97,7 @@ def train(name, line):
     GradientSync.begin = original
     report = ump.get_multi_gpu_status().report
     facts |= {
-        "norms": [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h],
+        "norms": logged(trainer, "grad_norm")["grad_norm"],
         "hashes": watch.hashes,
         "rates": [h["learning_rate"] for h in trainer.state.log_history if "learning_rate" in h],
         "sent_bytes": report and report.ranks[rank].sent_bytes,

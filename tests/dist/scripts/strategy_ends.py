@@ -13,9 +13,10 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import torch
+from common import InOrder
 from safetensors.torch import load_file
 from tiny_llama import collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from unsloth_multigpu.strategies.server import WeightServer
 
@@ -34,11 +35,6 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return {"input_ids": [1 + (index * 7 + i * i) % 63 for i in range(6 + index * 5 % 11)]}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 class EpochEndsEarly(TrainerCallback):
