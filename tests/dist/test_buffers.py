@@ -1,12 +1,11 @@
 """Buffers that change while two ranks train: running statistics as in one process, and all equal on both ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import outcome
 from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "buffers.py"
@@ -25,14 +24,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def outcome(folder, num_ranks, job, rank=0):
-    path = folder / str(num_ranks) / f"{job}_{rank}"
-    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
-
-
 @pytest.mark.parametrize("job", [*WHOLE, "counting"])
 def test_running_statistics_of_whole_micro_batches_are_those_of_one_process(folder, job):
-    (one, before), (two, after) = outcome(folder, 1, job), outcome(folder, 2, job)
+    (one, before), (two, after) = outcome(folder / "1", job), outcome(folder / "2", job)
     for name in STATISTICS:
         torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6)
     assert all(after[name] == before[name] for name in COUNTERS)
@@ -42,13 +36,13 @@ def test_running_statistics_of_whole_micro_batches_are_those_of_one_process(fold
 
 @pytest.mark.parametrize("job", [*WHOLE, "shared", "counting"])
 def test_buffers_end_equal_on_all_ranks(folder, job):
-    (_, first), (_, second) = (outcome(folder, 2, job, rank) for rank in range(2))
+    (_, first), (_, second) = (outcome(folder / "2", job, rank) for rank in range(2))
     assert {n: t.shape for n, t in first.items()} == {n: t.shape for n, t in second.items()}
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_statistics_of_parts_count_each_micro_batch_once_and_are_said_to_differ(folder):
-    (_, one), (_, two) = outcome(folder, 1, "shared"), outcome(folder, 2, "shared")
+    (_, one), (_, two) = outcome(folder / "1", "shared"), outcome(folder / "2", "shared")
     assert all(two[name] == one[name] for name in COUNTERS)
     text = (folder / "2.txt").read_text()
     assert text.count("the running statistics of 2 BatchNorm layer(s) are not exactly those of one process") == 1

@@ -4,14 +4,13 @@ And the ranks of a cluster's own launcher, whose store goes with rank 0.
 """
 
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from tests.helpers.run import BARE, finish, orphans, run_python, start, wait_until
+from tests.helpers.outcome import largest_difference
+from tests.helpers.run import BARE, finish, free_port, orphans, run_python, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "nodes.py"
 LEAVES = SCRIPT.with_name("leaves.py")
@@ -26,8 +25,7 @@ def folder(tmp_path_factory):
     for name in ("cluster", "alone"):
         (folder / name).mkdir()
         (folder / name / "go_plain").touch()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     said = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
     here = {"HERE": str(folder / "cluster"), "UNSLOTH_MULTIGPU_BALANCE": "off", "UNSLOTH_MULTIGPU_TIMEOUT_S": "60"}
     with ThreadPoolExecutor() as pool:
@@ -58,10 +56,7 @@ def test_two_nodes_train_as_one_process_by_variables_alone(folder):
         assert len(taken) == 1, run["err"]
         assert f"num_gpus={2 - node} from PET_NPROC_PER_NODE, nnodes=2 from PET_NNODES" in taken[0]
         assert "ranks 3 " in run["out"]
-    weights = [load_file(folder / name / "weights_plain") for name in ("cluster", "alone")]
-    assert weights[0].keys() == weights[1].keys()
-    for name, tensor in weights[0].items():
-        assert (tensor - weights[1][name]).abs().max() < 2e-6, name
+    assert largest_difference(*(folder / name / "weights_plain" for name in ("cluster", "alone"))) < 2e-6
 
 
 @pytest.mark.thorough
@@ -78,8 +73,7 @@ def left(tmp_path_factory):
     processes = {}
     for way in ("late", "killed", "failed"):
         here = tmp_path_factory.mktemp(way)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         processes[way] = [start([LEAVES, way], here, slurm(rank, port)) for rank in (0, 1)]
     with ThreadPoolExecutor(6) as pool:
         return {way: list(pool.map(finish, ranks)) for way, ranks in processes.items()}

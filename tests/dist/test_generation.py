@@ -4,12 +4,11 @@ Their draws are replaced by completions that depend on the prompt and the place 
 steps of 6 x 2 and 2 x 6 completions.
 """
 
-import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import distance, outcome
 from tests.helpers.run import light, run_python
 from tests.helpers.tiny import build_tiny
 
@@ -31,24 +30,14 @@ def folder(tmp_path_factory):
     return path
 
 
-def outcome(folder, num_ranks, job, rank=0):
-    path = folder / str(num_ranks) / f"{job.replace(':', '_')}_{rank}"
-    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
-
-
-def distance(first, second):
-    difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
-    return difference / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
-
-
 @pytest.mark.parametrize("job", JOBS)
 def test_steps_are_those_of_one_process(folder, job):
-    (one, weights), (many, of_ranks) = outcome(folder, 1, job), outcome(folder, 4, job)
+    (one, weights), (many, of_ranks) = outcome(folder / "1", job), outcome(folder / "4", job)
     assert len(one["grad_norm"]) == 2
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert many["reward"] == pytest.approx(one["reward"], rel=1e-5)
     assert distance(weights, of_ranks) < 1e-6
-    assert distance(of_ranks, outcome(folder, 4, job, rank=3)[1]) == 0
+    assert distance(of_ranks, outcome(folder / "4", job, rank=3)[1]) == 0
 
 
 def test_shape_and_a_loss_that_depends_on_it_are_said(folder):

@@ -3,12 +3,11 @@
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import BARE, finish, run_python, start
+from tests.helpers.run import BARE, finish, free_port, run_python, start
 from unsloth_multigpu.launch.allocator import allocator_variables
 
 SCRIPT = Path(__file__).parent / "scripts" / "whoami.py"
@@ -78,11 +77,6 @@ def test_ranks_of_torchrun_are_joined(tmp_path, program):
     assert run.code == 0, run.err
     assert {f["launcher"] for f in facts(tmp_path)} == {"torchrun"}
     assert all(f["allocator"] == UNSLOTHS_ALLOCATOR for f in facts(tmp_path))
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def slurm(rank, port):

@@ -4,14 +4,12 @@ Shapes are rows x batch size x accumulation. With 23x5x1 each micro-batch is sha
 26x4x6 whole micro-batches are dealt, of which the last step has too few.
 """
 
-import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import distance, outcome
 from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "losses.py"
@@ -35,20 +33,6 @@ JOBS = [
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What rank 0 did."""
-
-    facts: dict
-    weights: dict
-
-    @property
-    def warnings(self):
-        # Running statistics of a batch norm have a warning of their own.
-        said = [text for level, text in self.facts["said"] if level == "WARNING"]
-        return [text for text in said if "running statistics" not in text]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("losses")
@@ -65,18 +49,21 @@ def train(folder, num_ranks):
     return out
 
 
-def outcome(folder, num_ranks, job):
-    path = train(folder, num_ranks) / f"{job.replace(':', '_')}_0"
-    return Outcome(json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors")))
-
-
 def differences(folder, num_ranks, job):
     """Largest relative difference of a gradient norm, and that of the weights."""
-    one, many = outcome(folder, 1, job), outcome(folder, num_ranks, job)
-    norms = zip(one.facts["grad_norm"], many.facts["grad_norm"], strict=True)
-    distance = sum(float(((one.weights[n].double() - many.weights[n].double()) ** 2).sum()) for n in one.weights)
-    size = sum(float((w.double() ** 2).sum()) for w in one.weights.values())
-    return max(abs(a - b) / max(a, 1e-9) for a, b in norms), (distance / size) ** 0.5
+    (one, weights), (many, of_ranks) = (outcome(train(folder, n), job) for n in (1, num_ranks))
+    norms = zip(one["grad_norm"], many["grad_norm"], strict=True)
+    return max(abs(a - b) / max(a, 1e-9) for a, b in norms), distance(weights, of_ranks)
+
+
+def facts(folder, num_ranks, job):
+    return outcome(train(folder, num_ranks), job)[0]
+
+
+def warnings(folder, num_ranks, job):
+    # Running statistics of a batch norm have a warning of their own.
+    said = [text for level, text in facts(folder, num_ranks, job)["said"] if level == "WARNING"]
+    return [text for text in said if "running statistics" not in text]
 
 
 # Three ranks share by the same code; a part of the jobs is enough.
@@ -97,7 +84,7 @@ THREE = pytest.param(3, marks=pytest.mark.thorough)
 )
 def test_known_weighing_and_whole_micro_batches_are_exact(folder, job, num_ranks):
     assert max(differences(folder, num_ranks, job)) < 1e-5
-    assert not outcome(folder, num_ranks, job).warnings
+    assert not warnings(folder, num_ranks, job)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +92,7 @@ def test_known_weighing_and_whole_micro_batches_are_exact(folder, job, num_ranks
 )
 def test_loss_that_cannot_be_shared_is_announced_with_its_size(folder, kind, num_ranks):
     job = f"{kind}:{OTHER_SHAPES.get(kind, SHARED)}"
-    (warning,) = outcome(folder, num_ranks, job).warnings
+    (warning,) = warnings(folder, num_ranks, job)
     assert "The loss of a micro-batch cannot be shared exactly" in warning
     assert f"Set gradient_accumulation_steps={num_ranks} or a multiple of it" in warning
     assert "the loss is off by" in warning or "a part of it cannot be computed by itself" in warning
@@ -114,18 +101,18 @@ def test_loss_that_cannot_be_shared_is_announced_with_its_size(folder, kind, num
 
 
 def test_loss_that_leaves_its_form_while_it_trains_is_announced_then(folder):
-    (warning,) = outcome(folder, 2, f"later_another:{SHARED}").warnings
+    (warning,) = warnings(folder, 2, f"later_another:{SHARED}")
     assert "has left the form that it had at the start" in warning
 
 
 def test_script_is_told_how_often_its_loss_was_called(folder):
-    said = [text for _, text in outcome(folder, 2, f"class_weights:{SHARED}").facts["said"]]
+    said = [text for _, text in facts(folder, 2, f"class_weights:{SHARED}")["said"]]
     assert sum("OwnLoss.compute_loss was called" in text and "times on a few rows" in text for text in said) == 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, THREE])
 def test_logged_losses_are_finite_and_those_of_one_process(folder, num_ranks):
-    assert all(map(math.isfinite, outcome(folder, num_ranks, "masked:22x2x3").facts["loss"]))
+    assert all(map(math.isfinite, facts(folder, num_ranks, "masked:22x2x3")["loss"]))
     for job in (f"class_weights:{SHARED}", f"contrastive:{WHOLE}"):
-        one, many = (outcome(folder, n, job).facts["loss"] for n in (1, num_ranks))
+        one, many = (facts(folder, n, job)["loss"] for n in (1, num_ranks))
         assert many == pytest.approx(one, rel=2e-4)

@@ -4,7 +4,6 @@ Shapes are rows x batch size x accumulation. 24x4x2 divides evenly; in 26x3x3 ne
 epoch's last step of eight does, nor its last micro-batch of two; in 19x3x3 the last step has one sample for all ranks.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import distance, outcome
 from tests.helpers.run import LIGHT, run_python
 from tests.helpers.tiny import build_tiny
 
@@ -34,8 +33,8 @@ GRPO = "grpo:24x4x2"
 class Outcome:
     """What a job did on each rank."""
 
-    facts: list[dict]
-    weights: list[dict]
+    facts: tuple[dict, ...]
+    weights: tuple[dict, ...]
 
     @property
     def seen(self):
@@ -59,44 +58,35 @@ def folder(tmp_path_factory):
     return path
 
 
-def outcome(folder, num_ranks, job):
-    paths = [folder / str(num_ranks) / f"{job.replace(':', '_')}_{rank}" for rank in range(num_ranks)]
-    return Outcome(
-        [json.loads(p.with_suffix(".json").read_text()) for p in paths],
-        [load_file(p.with_suffix(".safetensors")) for p in paths],
-    )
+def trained(folder, num_ranks, job):
+    return Outcome(*zip(*(outcome(folder / str(num_ranks), job, rank) for rank in range(num_ranks)), strict=True))
 
 
 def largest_difference(first, second):
     return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(first, second, strict=True))
 
 
-def weight_difference(first, second):
-    distance = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
-    return distance / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
-
-
 @pytest.mark.parametrize(("num_ranks", "job"), [*((2, job) for job in JOBS), *((3, job) for job in ON_THREE)])
 def test_ranks_train_as_one_process(folder, job, num_ranks):
-    one, many = outcome(folder, 1, job), outcome(folder, num_ranks, job)
+    one, many = trained(folder, 1, job), trained(folder, num_ranks, job)
     assert one.seen
     assert many.seen == one.seen
     assert largest_difference(one.facts[0]["grad_norm"], many.facts[0]["grad_norm"]) < 1e-5
     assert largest_difference(one.facts[0]["loss"], many.facts[0]["loss"]) < 1e-4
-    assert weight_difference(one.weights[0], many.weights[0]) < 1e-5
+    assert distance(one.weights[0], many.weights[0]) < 1e-5
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_end_with_equal_weights(folder, num_ranks):
     for job in [*JOBS, GRPO] if num_ranks == 2 else ON_THREE:
-        weights = outcome(folder, num_ranks, job).weights
-        assert all(weight_difference(weights[0], other) == 0 for other in weights[1:]), job
+        weights = trained(folder, num_ranks, job).weights
+        assert all(distance(weights[0], other) == 0 for other in weights[1:]), job
 
 
 def test_missing_token_weighting_is_seen(folder):
-    one, broken = outcome(folder, 1, BROKEN.removeprefix("broken_")), outcome(folder, 2, BROKEN)
+    one, broken = trained(folder, 1, BROKEN.removeprefix("broken_")), trained(folder, 2, BROKEN)
     assert largest_difference(one.facts[0]["grad_norm"], broken.facts[0]["grad_norm"]) > 1e-2
-    assert weight_difference(one.weights[0], broken.weights[0]) > 1e-4
+    assert distance(one.weights[0], broken.weights[0]) > 1e-4
 
 
 def test_equation_is_printed(folder):
@@ -120,30 +110,30 @@ def test_steps_are_planned_by_length(folder):
 
 def test_unused_parameters_are_not_searched(folder):
     assert not any(
-        outcome(folder, 2, job).facts[0]["find_unused_parameters"] for job in JOBS if "classifier" not in job
+        trained(folder, 2, job).facts[0]["find_unused_parameters"] for job in JOBS if "classifier" not in job
     )
 
 
 def test_trainer_is_left_as_it_was(folder):
-    one, two = outcome(folder, 1, JOBS[0]).facts[0], outcome(folder, 2, JOBS[0]).facts[0]
+    one, two = trained(folder, 1, JOBS[0]).facts[0], trained(folder, 2, JOBS[0]).facts[0]
     assert two["accumulation_after"] == one["accumulation_after"]
     assert two["attributes_after"] == one["attributes_after"]
 
 
 def test_random_choices_after_training_are_equal(folder):
-    first, second = outcome(folder, 2, JOBS[0]).facts
+    first, second = trained(folder, 2, JOBS[0]).facts
     assert first["random_after"] == second["random_after"]
 
 
 def test_logged_metrics_are_those_of_all_ranks(folder):
-    one, two = (outcome(folder, n, "sft_lora:24x4x2").facts[0]["logged"] for n in (1, 2))
+    one, two = (trained(folder, n, "sft_lora:24x4x2").facts[0]["logged"] for n in (1, 2))
     assert two["num_tokens"] == one["num_tokens"]
-    one, two = (outcome(folder, n, "dpo:24x4x2").facts[0]["logged"] for n in (1, 2))
+    one, two = (trained(folder, n, "dpo:24x4x2").facts[0]["logged"] for n in (1, 2))
     for name in ("logps/chosen", "logps/rejected", "rewards/margins"):
         assert two[name] == pytest.approx(one[name], rel=1e-4)
 
 
 def test_grpo_trains_on_two_ranks(folder):
-    facts = outcome(folder, 2, GRPO).facts[0]
+    facts = trained(folder, 2, GRPO).facts[0]
     assert len(facts["grad_norm"]) == 2
     assert all(norm > 0 for norm in facts["grad_norm"])

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import largest_difference
 from tests.helpers.run import PLAIN, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "resume.py"
@@ -52,9 +52,7 @@ def facts(folder, name, rank=0, attempt=1):
 
 
 def difference(folder, name, other):
-    one, two = load_file(folder / f"{name}.safetensors"), load_file(folder / f"{other}.safetensors")
-    assert one.keys() == two.keys()
-    return max(float((one[n] - two[n]).abs().max()) for n in one)
+    return largest_difference(folder / f"{name}.safetensors", folder / f"{other}.safetensors")
 
 
 @pytest.mark.parametrize(

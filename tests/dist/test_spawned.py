@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_launch import free_port
-from tests.helpers.run import BARE, finish, start
+from tests.helpers.run import BARE, finish, free_port, start
 
 SCRIPT = Path(__file__).parent / "scripts" / "spawned.py"
 

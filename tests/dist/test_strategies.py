@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import largest_difference
 from tests.helpers.run import light, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "strategies.py"
@@ -55,9 +55,7 @@ def facts(folder, name):
 
 
 def weight_difference(folder, first, second):
-    one, other = load_file(folder / f"{first}.safetensors"), load_file(folder / f"{second}.safetensors")
-    assert one.keys() == other.keys()
-    return max(float((one[n] - other[n]).abs().max()) for n in one)
+    return largest_difference(folder / f"{first}.safetensors", folder / f"{second}.safetensors")
 
 
 def norm_difference(folder, first, second):

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import distance, outcome
 from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "stream.py"
@@ -32,16 +32,6 @@ def train(folder, num_ranks):
     return out
 
 
-def outcome(folder, num_ranks, job):
-    path = train(folder, num_ranks) / f"{job}_0"
-    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
-
-
-def distance(first, second):
-    difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
-    return difference / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "job"),
     [
@@ -52,7 +42,7 @@ def distance(first, second):
     ],
 )
 def test_steps_are_those_of_one_process(folder, num_ranks, job):
-    (one, weights), (many, of_ranks) = outcome(folder, 1, job), outcome(folder, num_ranks, job)
+    (one, weights), (many, of_ranks) = outcome(train(folder, 1), job), outcome(train(folder, num_ranks), job)
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert distance(weights, of_ranks) < 1e-6
     if job != "means":
@@ -64,20 +54,20 @@ def test_steps_are_those_of_one_process(folder, num_ranks, job):
 def test_row_is_read_for_the_training_alone(folder, job):
     of_ranks = [json.loads((train(folder, 2) / f"{job}_{r}.json").read_text())["samples"] for r in range(2)]
     steps = [sorted(mine + other) for mine, other in zip(*of_ranks, strict=True)]
-    assert steps == [sorted(rows) for rows in outcome(folder, 1, job)[0]["samples"]]
+    assert steps == [sorted(rows) for rows in outcome(train(folder, 1), job)[0]["samples"]]
     assert steps[0][0] == (3 if job == "counting" else 0)
 
 
 def test_left_over_is_in_a_step_of_the_next_pass(folder):
     # Passes of nine micro-batches, two in a step: without a length four steps, with one five.
-    loss = outcome(folder, 1, "tokens")[0]["loss"]
+    loss = outcome(train(folder, 1), "tokens")[0]["loss"]
     assert [i for i, value in enumerate(loss) if value > 1.5 * loss[0]] == [4, 8]
-    assert len(outcome(folder, 1, "sized")[0]["loss"]) == 2 * 5
+    assert len(outcome(train(folder, 1), "sized")[0]["loss"]) == 2 * 5
 
 
 @pytest.mark.parametrize("step", ["4", "5"])
 def test_training_that_goes_on_has_what_was_left_over_once(folder, step):
     # Checkpoints of the last step before it is left over, and of the step that it is in.
-    one, resumed = outcome(folder, 1, "tokens")[0], outcome(folder, 2, "resumed")[0]
+    one, resumed = outcome(train(folder, 1), "tokens")[0], outcome(train(folder, 2), "resumed")[0]
     assert resumed["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert resumed["resumed"][step] == pytest.approx(one["grad_norm"], rel=1e-5)

@@ -1,11 +1,10 @@
 """Parameters that become trainable or frozen while a training runs: as in one process, or found in the same step."""
 
-import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.helpers.outcome import distance, outcome
 from tests.helpers.run import BARE, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainable.py"
@@ -24,41 +23,31 @@ def folder(tmp_path_factory):
     return path
 
 
-def outcome(folder, num_ranks, job, rank=0):
-    path = folder / str(num_ranks) / f"{job}_{rank}"
-    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
-
-
-def distance(first, second):
-    difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
-    return difference / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
-
-
 @pytest.mark.parametrize("job", EXACT)
 def test_layers_are_unfrozen_and_frozen_as_in_one_process(folder, job):
-    (one, weights), (many, of_ranks) = outcome(folder, 1, job), outcome(folder, 2, job)
+    (one, weights), (many, of_ranks) = outcome(folder / "1", job), outcome(folder / "2", job)
     assert many["error"] is None
     assert len(one["grad_norm"]) == 12
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert distance(weights, of_ranks) < 1e-6
-    assert distance(of_ranks, outcome(folder, 2, job, rank=1)[1]) == 0
+    assert distance(of_ranks, outcome(folder / "2", job, rank=1)[1]) == 0
 
 
 def test_layer_that_is_set_again_begins_with_rank_0s_numbers(folder):
-    (first, weights), (_, others) = (outcome(folder, 2, "renewing", rank) for rank in range(2))
+    (first, weights), (_, others) = (outcome(folder / "2", "renewing", rank) for rank in range(2))
     assert first["error"] is None
     assert distance(weights, others) == 0
 
 
 def test_layer_that_is_unfrozen_within_a_step_ends_the_training_before_the_step(folder):
-    facts = outcome(folder, 2, "within")[0]
+    facts = outcome(folder / "2", "within")[0]
     assert facts["error"].startswith(LAYER)
     assert "became trainable or frozen within step 3: its gradient" in facts["error"]
     assert facts["saved"] == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_parameter_that_only_the_optimizer_has_is_found_after_the_first_step(folder):
-    facts = outcome(folder, 2, "beside")[0]
+    facts = outcome(folder / "2", "beside")[0]
     assert "after step 1: rank 0 and rank 1 differ in 1 of" in facts["error"]
     assert "of the optimizer's group 2, which is not in the model" in facts["error"]
     assert facts["saved"] == []

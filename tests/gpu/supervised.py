@@ -15,10 +15,10 @@ device = os.environ.get("GPU_KIT_DEVICE", "cuda")
 # Restarts need a supervisor, even for one rank.
 ump.enable_multi_gpu(num_gpus=1, device=device, max_restarts=1)
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from unsloth_multigpu.launch.pulse import pending_operation  # noqa: E402
+from unsloth_multigpu.launch.pulse import pending_operation
 
 is_cuda = device == "cuda"
 facts: dict = {"launcher": ump.get_multi_gpu_status().launcher}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.gpu.card import BACKEND, needs_cards, visible
-from tests.helpers.run import PLAIN, ROOT, finish, run_python, start
+from tests.helpers.run import PLAIN, ROOT, finish, free_port, run_python, start
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -124,8 +123,7 @@ def test_notebook_trains_as_one_card(tmp_path):
 
 def test_ranks_may_see_one_card_each(tmp_path):
     """As srun binds them: both ranks' card is number 0, and the local rank of one is 1."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     cards = [card for card in VISIBLE["CUDA_VISIBLE_DEVICES"].split(",") if card] or ["", ""]
     ranks = []

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.helpers.run import ROOT, Finished, environment_with, finish, light, wait_until
+from tests.helpers.run import ROOT, Finished, environment_with, finish, free_port, light, wait_until
 
 BIN = Path(sys.executable).parent
 START_S = 60.0
@@ -162,12 +162,6 @@ def marked(home: Path) -> dict[int, str]:
             if f"FLWR_HOME={home}".encode() in environment.split(b"\0"):
                 found[int(entry.name)] = command
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def accepts(port: int) -> bool:

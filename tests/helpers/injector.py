@@ -28,8 +28,3 @@ def records(folder: Path, rank: int, event: str = "") -> list[dict]:
     """What a rank wrote down, oldest first: events "begin", "planted", "step" and "end", with `time_s` on the clock of
     `time.monotonic`."""
     return [record for record in read_records(folder, rank) if event in ("", record["event"])]
-
-
-def seconds_since_fault(folder: Path, rank: int, now_s: float) -> float:
-    """Seconds from the first fault of a rank to `now_s`, a reading of `time.monotonic()`."""
-    return now_s - records(folder, rank, "planted")[0]["time_s"]

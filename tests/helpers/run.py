@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -80,6 +81,12 @@ def run_python(
 ) -> Finished:
     """Starts and waits."""
     return finish(start(arguments, cwd, env))
+
+
+def free_port() -> int:
+    """Of this machine; nothing keeps others from taking it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def orphans(marker: str) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from accelerate import skip_first_batches
 from torch import nn
 
+from tests.helpers.step import FakeLap, Reference
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.ahead import Ahead
 from unsloth_multigpu.step.balance import Balancer
@@ -22,21 +23,6 @@ from unsloth_multigpu.step.sampler import StepLoader, step_loader, steps_ahead
 from unsloth_multigpu.step.step import InOrder, StepShape
 
 ROWS = [{"input_ids": [1] * (16 + 7 * (i * i % 61))} for i in range(48 * 4)]
-
-
-class Lap:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def seconds(self) -> float:
-        return self._seconds
-
-
-class Reference(torch.utils.data.DataLoader[Any]):
-    """A loader as accelerate prepares it."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Its order does not depend on it."""
 
 
 def ids(rows: list[dict[str, list[int]]]) -> int:
@@ -72,7 +58,7 @@ class Training:
         seen, states = [], {}
         for step, _ in zip(loader, range(most), strict=False):
             seen.append(str([micro_batch.piece for micro_batch in step.micro_batches]))
-            self.balancer._laps.extend((float(w), Lap((w + 20) * 1e-5)) for w in (50, 200, 900))  # type: ignore[misc]
+            self.balancer._laps.extend((float(w), FakeLap((w + 20) * 1e-5)) for w in (50, 200, 900))  # type: ignore[misc]
             self.balancer.end_step()
             step.plan_following()
             states[num_skipped + len(seen)] = json.loads(json.dumps(self.balancer.state_dict()))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.step import FakeLap
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
@@ -185,18 +186,10 @@ def test_shape_of_the_model_gives_the_weight_of_attention(
     assert ours.balance.cost.attention == pytest.approx(part * 12 * 8 * 2 / (6 * 8 * 32))
 
 
-class Lap:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def seconds(self) -> float:
-        return self._seconds
-
-
 def measured_steps(ours: Balancer, count: int) -> None:
     """Steps in which each micro-batch took 10 microseconds a token and 20 tokens' time besides."""
     for _ in range(count):
-        ours._laps.extend((float(work), Lap((work + 20) * 1e-5)) for work in (50, 200, 900))
+        ours._laps.extend((float(work), FakeLap((work + 20) * 1e-5)) for work in (50, 200, 900))
         ours.end_step()
 
 
@@ -212,7 +205,7 @@ def test_costs_of_a_disturbed_moment_count_with_those_of_before() -> None:
     ours = prepared(loader())
     measured_steps(ours, 8)
     # Twice as slow, and each micro-batch besides waits as long as a hundred tokens take.
-    disturbed = [(float(work), Lap((work + 100) * 2e-5)) for work in (50, 200, 900)] * 4
+    disturbed = [(float(work), FakeLap((work + 100) * 2e-5)) for work in (50, 200, 900)] * 4
     ours._laps.extend(disturbed)  # type: ignore[arg-type]
     for _ in range(8):
         ours.end_step()
@@ -240,7 +233,7 @@ def test_costs_of_unequal_ranks_are_those_of_one() -> None:
 def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured(num_resumed: int) -> None:
     ours = prepared(loader())
     ours.num_steps = ours._num_resumed = num_resumed
-    ours.stopwatch = SimpleNamespace(lap=lambda: Lap(1.0))  # type: ignore[assignment]
+    ours.stopwatch = SimpleNamespace(lap=lambda: FakeLap(1.0))  # type: ignore[assignment]
     num_laps = []
     for _ in range(3):
         ours.note(Piece((0,), work=5.0))
@@ -289,7 +282,7 @@ def test_few_micro_batches_say_nothing_of_speeds(num_laps: int, speeds: tuple[fl
     ours._manager = Exchange(MultiGPUConfig(), twice_as_slow)
     ours._last_speeds = (1.0, 1.0)
     for step in range(1, 33):
-        ours._laps.extend([(100.0, Lap(0.1))] * (num_laps if step in (4, 8, 16, 32) else 0))  # type: ignore[list-item]
+        ours._laps.extend([(100.0, FakeLap(0.1))] * (num_laps if step in (4, 8, 16, 32) else 0))  # type: ignore[list-item]
         ours.end_step()
     assert ours.balance is not None
     assert ours.balance.speeds == speeds

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.step import FakeLap
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.cost import CostModel
@@ -27,14 +28,6 @@ RANKS = 2
 # Before anything is measured; while fits change; after them.
 WINDOWS = (0, 4, 16, 36)
 SHAPES = [(8, 4), (4, 2), (8, 1)]
-
-
-class Lap:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def seconds(self) -> float:
-        return self._seconds
 
 
 class Device:
@@ -75,7 +68,7 @@ class Device:
             for piece in share:
                 seconds = 1e-5 * self.time([piece], samples) * math.exp(self._drawn.gauss(0, self._noise))
                 if self.balancer.num_steps >= 2 and rank == 0:
-                    self.balancer._laps.append((piece.work, Lap(seconds)))  # type: ignore[arg-type]
+                    self.balancer._laps.append((piece.work, FakeLap(seconds)))  # type: ignore[arg-type]
                 elif self.balancer.num_steps >= 2:
                     self._of_others += [piece.work, seconds]
         self.balancer.end_step()

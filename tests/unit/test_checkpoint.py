@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.helpers.step import Reference
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import (
@@ -514,13 +515,6 @@ def test_draws_of_a_step_depend_on_its_place_alone() -> None:
 
 def shape(rank: int) -> StepShape:
     return StepShape(rank, 2, 1, regroup=True, planner=InOrder(), seed=7, rank_seed=7 + rank)
-
-
-class Reference(torch.utils.data.DataLoader[Any]):
-    """A loader as accelerate prepares it."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Its order does not depend on it."""
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -513,14 +513,7 @@ def test_wrong_copy_fails_its_row_and_only_that():
     assert "NCCL_P2P_DISABLE=1" in bad.hint
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-def test_all_reduce_counts_wrong_sums(group, monkeypatch):
+def test_all_reduce_counts_wrong_sums(lone_group, monkeypatch):
     assert allreduce.time_all_reduce(1000, CPU)[0] == 0
     original = dist.all_reduce
 

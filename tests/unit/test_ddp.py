@@ -323,15 +323,6 @@ def test_settings_are_those_of_the_model_that_is_wrapped() -> None:
     assert accelerator.told[0].find_unused_parameters is False
 
 
-@pytest.fixture
-def lone_group() -> Iterator[None]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_frozen_weights_elsewhere_are_left_alone_by_ddp(lone_group: None, is_moved: bool) -> None:
     """As Unsloth's embeddings that were copied to be trained; accelerate moves a model that is not quantised."""

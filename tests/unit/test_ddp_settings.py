@@ -6,13 +6,12 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from examples.experiments import ddp_settings
 
 
-def test_gradients_of_a_setting_that_failed_are_no_memory_of_the_next(monkeypatch) -> None:
+def test_gradients_of_a_setting_that_failed_are_no_memory_of_the_next(lone_group, monkeypatch) -> None:
     class Model(nn.Linear):
         def forward(self, input_ids, labels):
             return SimpleNamespace(loss=super().forward(input_ids).sum())
@@ -26,9 +25,5 @@ def test_gradients_of_a_setting_that_failed_are_no_memory_of_the_next(monkeypatc
         yield [0.0]
 
     monkeypatch.setattr(ddp_settings, "peak_memory", peak)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        ddp_settings.measure(model, [torch.ones(1, 2)], {}, num_steps=1)
-    finally:
-        dist.destroy_process_group()
+    ddp_settings.measure(model, [torch.ones(1, 2)], {}, num_steps=1)
     assert seen == [[None, None]]

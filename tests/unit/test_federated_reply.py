@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,24 +11,18 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 import torch
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from torch import nn
 
 import unsloth_multigpu as ump
+from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated import training
-from unsloth_multigpu.federated.grid import task_identity
 from unsloth_multigpu.federated.option import FitOptions
 from unsloth_multigpu.federated.reply import judge
 
 NUM_CLIENTS = 4
-
-
-@pytest.fixture(autouse=True)
-def may_make_messages() -> Iterator[None]:
-    with task_identity(7):
-        yield
+pytestmark = pytest.mark.usefixtures("may_make_messages")
 
 
 class Embedding(nn.Module):
@@ -54,7 +47,7 @@ def nothing_to_evaluate(model: Any, client: Any) -> tuple[float, int, dict[str, 
     return 0.0, 0, {}
 
 
-class Nodes(Grid):
+class Nodes(AnsweringGrid):
     """Runs a ClientApp for each client, in this process."""
 
     def __init__(self, *apps: ClientApp) -> None:
@@ -63,22 +56,13 @@ class Nodes(Grid):
     def get_node_ids(self) -> list[int]:
         return list(range(1, len(self.apps) + 1))
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        return [self._answer(message) for message in messages]
-
-    def _answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message:
         client_id = message.metadata.dst_node_id - 1
         config = {"partition-id": client_id, "num-partitions": len(self.apps)}
         try:
             return self.apps[client_id](message, Context(1, client_id + 1, config, RecordDict(), {}))
         except FederatedError as error:
             return Message(Error(2, str(error)), reply_to=message)
-
-    def _unused(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    set_run = create_message = push_messages = pull_messages = _unused
-    run = property(_unused)
 
 
 def make_server(build: Any = Embedding, **options: Any) -> ump.FederatedServer:

@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
@@ -27,11 +26,11 @@ from flwr.serverapp.strategy import (
     strategy_utils,
 )
 
+from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated import rounds
 from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round, rounds_in
-from unsloth_multigpu.federated.grid import task_identity
 from unsloth_multigpu.federated.reply import CHANGED, client_of, name_of
 from unsloth_multigpu.federated.report import FederatedResult
 from unsloth_multigpu.federated.rounds import RoundPlan, SteeredStrategy, drawing
@@ -45,6 +44,7 @@ START = {
     "num_batches_tracked": np.array(0),
 }
 NUM_CLIENTS = 4
+pytestmark = pytest.mark.usefixtures("may_make_messages")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,12 +53,6 @@ def quick_collections() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def may_make_messages() -> Iterator[None]:
-    with task_identity(7):
-        yield
 
 
 def pulled(client_id: int, server_round: int, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
@@ -72,7 +66,7 @@ def pulled(client_id: int, server_round: int, arrays: dict[str, np.ndarray[Any, 
     return found, {"num-examples": client_id + 1, "loss": float(np.abs(found["weight"] - target).mean())}
 
 
-class LocalGrid(Grid):
+class LocalGrid(AnsweringGrid):
     """Runs `behave` for each message, the last client first; a client that raises becomes an error reply."""
 
     def __init__(self, behave: Callable[..., Reply] = pulled, num_clients: int = NUM_CLIENTS) -> None:
@@ -89,9 +83,9 @@ class LocalGrid(Grid):
         if messages:
             kind = messages[0].metadata.message_type
             self.asked.append((kind, [message.metadata.dst_node_id - 1 for message in messages]))
-        return [self._answer(message) for message in reversed(messages)]
+        return [self.answer(message) for message in reversed(messages)]
 
-    def _answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message:
         client_id, kind = message.metadata.dst_node_id - 1, message.metadata.message_type
         number = int(message.content["config"]["server-round"])
         arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
@@ -117,12 +111,6 @@ class LocalGrid(Grid):
     def take_records(self) -> list[ClientRecord]:
         records, self.records = self.records, []
         return records
-
-    def _unused(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    set_run = create_message = push_messages = pull_messages = _unused
-    run = property(_unused)
 
 
 def start_arrays() -> ArrayRecord:
@@ -203,8 +191,8 @@ def test_failed_client_is_left_out_and_named() -> None:
 
 def test_client_that_changes_what_does_not_travel_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Careless(LocalGrid):
-        def _answer(self, message: Message) -> Message:
-            reply = super()._answer(message)
+        def answer(self, message: Message) -> Message:
+            reply = super().answer(message)
             if message.metadata.dst_node_id == 3:
                 reply.content["client"] = ConfigRecord({"client-id": 2, CHANGED: ["base.weight", "base.bias"]})
             return reply
@@ -415,9 +403,9 @@ class RestsGrid(LocalGrid):
         super().__init__(lambda client_id, number, arrays: (moved(client_id, number, arrays), {"num-examples": 1}))
         self.rests: list[Any] = []
 
-    def _answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message:
         self.rests.append(message.content.array_records.get("residual"))
-        return super()._answer(message)
+        return super().answer(message)
 
 
 def moved(client_id: int, number: int, arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 from safetensors.torch import load_file
 
 import unsloth_multigpu as ump
+from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import server_app, training, weights
-from unsloth_multigpu.federated.grid import task_identity
 from unsloth_multigpu.federated.option import FitOptions
 from unsloth_multigpu.federated.report import (
     DeviceReport,
@@ -229,7 +228,7 @@ def test_rounds_survive_the_way_over_the_disk(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=pytest.fail)["train_metrics"] == {"loss": None, "list": [1.0, None]}
 
 
-class AppGrid(Grid):
+class AppGrid(AnsweringGrid):
     """Runs a ClientApp in this process, as Flower's nodes would; node ids are not in the order of the clients."""
 
     def __init__(self, app: ClientApp, num_clients: int = 2) -> None:
@@ -244,26 +243,11 @@ class AppGrid(Grid):
     def get_node_ids(self) -> list[int]:
         return list(self.contexts)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        return [self._answer(message) for message in messages]
-
-    def _answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> Message:
         try:
             return self.app(message, self.contexts[message.metadata.dst_node_id])
         except ValueError as error:
             return Message(Error(2, str(error)), reply_to=message)
-
-    def _unused(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    set_run = create_message = push_messages = pull_messages = _unused
-    run = property(_unused)
-
-
-@pytest.fixture
-def may_make_messages() -> Iterator[None]:
-    with task_identity(7):
-        yield
 
 
 def run_context(settings: Mapping[str, Any]) -> Context:

@@ -48,13 +48,9 @@ def test_wait_has_an_end(store: dist.HashStore) -> None:
     assert manager.wait_for("key", "a word of rank 1", timeout_s=0.05) == "word"
 
 
-def test_group_of_another_size_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(DivergenceError, match="has rank=0 world_size=1, the launcher said rank=0 world_size=2"):
-            DDPManager(ONE_OF_TWO, MultiGPUConfig()).open_group()
-    finally:
-        dist.destroy_process_group()
+def test_group_of_another_size_is_refused(lone_group: None) -> None:
+    with pytest.raises(DivergenceError, match="has rank=0 world_size=1, the launcher said rank=0 world_size=2"):
+        DDPManager(ONE_OF_TWO, MultiGPUConfig()).open_group()
 
 
 def test_facts_that_differ_are_named_and_so_are_those_that_one_rank_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.rendezvous import TCPStore
 
-from tests.helpers.run import wait_until
+from tests.helpers.run import free_port, wait_until
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import membership
 from unsloth_multigpu.launch.membership import ENV_ROUND, Hear, NodesRendezvous, explain, make_handler
@@ -38,8 +37,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodesRendezv
     for name in (ENV_ROUND, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(membership, "LAST_CALL_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     made: list[NodesRendezvous] = []
 
     def make(
@@ -179,8 +177,7 @@ def test_closed_run_lets_nobody_in(node: Callable[..., NodesRendezvous]) -> None
 
 def test_endpoint_that_nobody_serves_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "listen_at", lambda host, port: None)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     config = MultiGPUConfig(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_id="job", timeout_s=0.5)
     with pytest.raises(LaunchError, match=r"No node serves rdzv_endpoint='127.0.0.1:\d+'; waited 0.5 s"):
         NodesRendezvous(config, "job", lambda others: {})

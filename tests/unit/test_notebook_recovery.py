@@ -134,14 +134,7 @@ def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it() -> 
     assert trainer.args.gradient_accumulation_steps == 2
 
 
-@pytest.fixture
-def group_of_one() -> Any:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(group_of_one: None) -> None:
+def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(lone_group: None) -> None:
     trainer, trainings = Stepping(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), Trainings()
     note_ended(trainings, 0, trainer)
     old = nn.parallel.DistributedDataParallel(trainer.model)
@@ -167,7 +160,7 @@ def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(group_o
     assert fired
 
 
-def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(group_of_one: None) -> None:
+def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group: None) -> None:
     model, trainings = nn.Linear(2, 2), Trainings()
     wrapper = nn.parallel.DistributedDataParallel(model)
     trainings.note_wrapper(wrapper)

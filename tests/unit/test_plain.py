@@ -45,13 +45,6 @@ def same(left, right):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Named(nn.Module):
     """A model whose only child is really called "module"."""
 
@@ -190,7 +183,7 @@ def test_value_that_asks_for_nothing_is_taken_in_a_plain_loop(options, monkeypat
     assert ump.wrap_model_multi_gpu(model) is model
 
 
-def test_group_of_the_script_makes_a_rank_without_a_launcher(group):
+def test_group_of_the_script_makes_a_rank_without_a_launcher(lone_group):
     assert current_identity({}) == RankIdentity(0, 0, 1, 1, launcher="group")
     wrapped = ump.wrap_model_multi_gpu(net(), find_unused_parameters=True)
     assert isinstance(wrapped, DistributedDataParallel)
@@ -212,7 +205,7 @@ def test_identity_is_the_launchers_or_alone():
 # Names of weights.
 
 
-def test_unwrap_takes_wrappers_off_in_any_order(group):
+def test_unwrap_takes_wrappers_off_in_any_order(lone_group):
     model = net()
     assert ump.unwrap_model(model) is model
     assert ump.unwrap_model(torch.compile(DistributedDataParallel(model))) is model
@@ -222,7 +215,7 @@ def test_unwrap_takes_wrappers_off_in_any_order(group):
     assert ump.unwrap_model(named) is named
 
 
-def test_saved_names_are_those_of_the_model(tmp_path, group):
+def test_saved_names_are_those_of_the_model(tmp_path, lone_group):
     model = net()
     model[0] = torch.compile(model[0])
     wrappers = [lambda m: m, DataParallel, torch.compile, lambda m: torch.compile(DistributedDataParallel(m))]

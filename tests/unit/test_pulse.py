@@ -137,14 +137,6 @@ def test_collective_is_named_only_after_standing_still(monkeypatch: pytest.Monke
     assert page.beats[-1] == (7, "")
 
 
-@pytest.fixture
-def lone_group():
-    dist = pytest.importorskip("torch.distributed")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield dist
-    dist.destroy_process_group()
-
-
 def test_collectives_are_counted(lone_group) -> None:
     import torch
 

@@ -303,14 +303,6 @@ def test_state_comes_back_as_it_was() -> None:
     assert (backend.set_state(pickle.dumps(_RendezvousState()), latest[1]) or (0, 0, False))[2] is True
 
 
-@pytest.fixture
-def open_umask() -> Iterator[None]:
-    """A mask that takes nothing away shows what the code itself asks for."""
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
 def modes(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): stat.S_IMODE(p.lstat().st_mode) for p in [folder, *folder.rglob("*")]}
 

@@ -2,12 +2,10 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -30,10 +28,8 @@ KINDS = [torch.float32, torch.bfloat16, torch.int64]
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield nn.Linear(3, 2)
-    dist.destroy_process_group()
+def model(lone_group: None) -> nn.Module:
+    return nn.Linear(3, 2)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

@@ -3,7 +3,6 @@
 Usage: buffers.py RANKS OUT JOB...; 1 rank is the Trainer by itself. "sync" in the name of OUT: with sync="allreduce".
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -14,9 +13,9 @@ num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks, **({"sync": "allreduce"} if "sync" in out.name else {}))
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import torch
+from common import SGD, write_outcome
+from transformers import Trainer, TrainingArguments
 
 rank = int(os.environ.get("RANK", "0"))
 DRAW = torch.Generator().manual_seed(5)
@@ -81,24 +80,15 @@ def run(job):
         per_device_eval_batch_size=4,
         gradient_accumulation_steps=accumulation,
         num_train_epochs=2,
-        learning_rate=0.05,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        logging_steps=1,
         eval_strategy="epoch",
-        save_strategy="no",
-        report_to=[],
-        seed=7,
-        disable_tqdm=True,
         use_cpu=True,
         remove_unused_columns=False,
+        **SGD,
     )
     trainer = Trainer(model=model, args=args, train_dataset=ROWS[:num_rows], eval_dataset=ROWS[:16])
     trainer.train()
     facts = {name: [h[name] for h in trainer.state.log_history if name in h] for name in ("grad_norm", "eval_loss")}
-    (out / f"{job}_{rank}.json").write_text(json.dumps(facts))
-    state = {n: t.detach().contiguous().clone() for n, t in trainer.model.state_dict().items()}
-    save_file(state, str(out / f"{job}_{rank}.safetensors"))
+    write_outcome(out, job, facts, trainer.model.state_dict().items())
 
 
 out.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,9 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu()
 
-import torch  # noqa: E402
-from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import torch
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainingArguments
 
 if args.shard_on_cpu:
     sys.path.append(str(Path(__file__).resolve().parents[3]))

@@ -17,10 +17,11 @@ num_ranks = int(sys.argv[1])
 planner = {"micro_batch_overhead_tokens": 4.0, "micro_batch_floor_tokens": 0.0, "rank_speeds": (1.0,) * num_ranks}
 ump.enable_multi_gpu(num_gpus=num_ranks, **planner)
 
-import datasets  # noqa: E402
-import torch  # noqa: E402
-from tiny_llama import collate, tiny_llama  # noqa: E402
-from transformers import (  # noqa: E402
+import datasets
+import torch
+from common import InOrder, MeanLoss, logged
+from tiny_llama import collate, tiny_llama
+from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -29,11 +30,15 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from unsloth_multigpu.step import balance  # noqa: E402
+from unsloth_multigpu.step import balance
 
 rank = int(os.environ.get("RANK", "0"))
 out = Path(sys.argv[2])
 ROWS = [{"input_ids": [1 + i, *range(2, 3 + i * 7 % 13)]} for i in range(22)]
+BERT = {
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
 
 
 # For each plan: was it made in the main thread?
@@ -80,23 +85,6 @@ class OwnLoader(Trainer):
 
     def _get_train_sampler(self, *args):
         return torch.utils.data.SubsetRandomSampler(range(len(ROWS)))
-
-
-class InOrder(Trainer):
-    """One without shuffling, which is an option of transformers since its version 5."""
-
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
-class MeanLoss(Trainer):
-    """A user's trainer whose loss is a mean over rows, although the model takes loss arguments."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        mask = inputs["attention_mask"]
-        loss = ((logits.float().logsumexp(-1) * mask).sum(1) / mask.sum(1)).mean()
-        return (loss, {"logits": logits}) if return_outputs else loss
 
 
 class OwnTokenLoss(Trainer):
@@ -234,9 +222,7 @@ def collate_masked(rows):
 def bert():
     """It takes loss arguments and averages its loss all the same."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForMaskedLM(BertConfig(vocab_size=64, **sizes, **dropout))
+    return BertForMaskedLM(BertConfig(**BERT))
 
 
 def collate_labelled(rows):
@@ -260,9 +246,7 @@ def collate_to_32(rows):
 def bert_classifier():
     """A mean over rows, of which each counts alone."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=3, **sizes, **dropout))
+    return BertForSequenceClassification(BertConfig(num_labels=3, **BERT))
 
 
 class Inside(torch.nn.Module):
@@ -319,13 +303,10 @@ def train(name, trainer, more=lambda: {}, **options):
     record = Record(trainer)
     planned_in_main.clear()
     trainer.train(**options)
-    log = [h for h in trainer.state.log_history if "grad_norm" in h]
     facts = {
         "steps": record.steps,
         "computed_tokens": record.num_tokens,
-        "grad_norm": [h["grad_norm"] for h in log],
-        "loss": [h["loss"] for h in log],
-        "learning_rate": [h["learning_rate"] for h in log],
+        **logged(trainer, "grad_norm", "loss", "learning_rate"),
         "planned_in_main": planned_in_main[:],
         "tokens_seen": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,

@@ -8,22 +8,11 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(timeout_s=60, hang_timeout_s=30)
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from common import Line, points
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 RANK = int(os.environ.get("RANK", "0"))
-ROWS = [{"x": torch.tensor([i % 7 - 3.0, i % 5 - 2.0]), "labels": torch.tensor([i % 3 - 1.0])} for i in range(32)]
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(2, 1)
-
-    def forward(self, x, labels):
-        loss = (self.layer(x) - labels).square().mean()
-        return {"loss": loss, "logits": self.layer(x)}
+ROWS = points(32)
 
 
 class Recorder(TrainerCallback):
@@ -78,7 +67,7 @@ def train(name, *callbacks, **arguments):
     args = TrainingArguments(
         name, per_device_train_batch_size=4, learning_rate=0.1, optim="sgd", report_to=[], disable_tqdm=True, **settings
     )
-    trainer = Trainer(Model(), args, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=[recorder, *callbacks])
+    trainer = Trainer(Line(), args, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=[recorder, *callbacks])
     for callback in callbacks:
         callback.trainer = trainer
     trainer.train()

@@ -18,8 +18,8 @@ from unsloth_multigpu import plugin
 folder, faults = Path(sys.argv[1]), sys.argv[2:]
 ump.enable_multi_gpu(num_gpus=2, max_restarts=len(faults))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 fault = faults[attempt] if attempt < len(faults) else ""

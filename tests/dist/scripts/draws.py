@@ -14,8 +14,8 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=None if "RANK" in os.environ else 2)
 
-import numpy  # noqa: E402
-import torch  # noqa: E402
+import numpy
+import torch
 
 drawn = {
     "torch": float(torch.rand(())),

@@ -11,7 +11,7 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=None if "RANK" in os.environ else 2)
 
-import datasets  # noqa: E402
+import datasets
 
 rank = int(os.environ.get("RANK", "0"))
 random.seed(5)

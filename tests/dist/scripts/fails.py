@@ -10,10 +10,10 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2, max_restarts=9)
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.errors import DivergenceError  # noqa: E402
+from unsloth_multigpu.errors import DivergenceError
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 

@@ -20,11 +20,11 @@ parser.add_argument("--jobs", type=json.loads, required=True)
 args = parser.parse_args()
 ump.enable_multi_gpu(num_gpus=args.num_gpus, **args.options)
 
-import torch  # noqa: E402
-from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.wire.beat import read_beats  # noqa: E402
+from unsloth_multigpu.wire.beat import read_beats
 
 RANK = int(os.environ.get("RANK", "0"))
 

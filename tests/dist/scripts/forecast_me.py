@@ -7,10 +7,10 @@ import unsloth_multigpu as ump
 mode = sys.argv[1]
 ump.enable_multi_gpu(global_batch="scale" if mode in ("scale", "epochs") else "keep")
 
-import torch  # noqa: E402
-from tiny_llama import collate, tiny_llama  # noqa: E402
-from torch.utils.data import IterableDataset  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import torch
+from tiny_llama import collate, tiny_llama
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
 
 
 def row(seed):

@@ -3,7 +3,6 @@
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -14,11 +13,11 @@ num_ranks, model, out, jobs = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), 
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+import torch
+from common import SGD, logged, write_outcome
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 tokenizer = AutoTokenizer.from_pretrained(model)
@@ -64,16 +63,9 @@ def run(job):
         num_generations=GROUP,
         max_completion_length=16,
         max_steps=2,
-        learning_rate=0.1,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        seed=7,
-        disable_tqdm=True,
         bf16=False,
         gradient_checkpointing=False,
+        **{**SGD, "learning_rate": 0.1},
         **({"loss_type": loss} if loss else {}),
     )
     trainer = trainer_class(
@@ -86,13 +78,7 @@ def run(job):
         processing_class=tokenizer,
     )
     trainer.train()
-    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
-    facts = {"grad_norm": [h["grad_norm"] for h in steps], "reward": [h["reward"] for h in steps]}
-    name = job.replace(":", "_") + f"_{rank}"
-    (out / f"{name}.json").write_text(json.dumps(facts))
-    save_file(
-        {n: p.detach().contiguous() for n, p in trainer.model.named_parameters()}, str(out / f"{name}.safetensors")
-    )
+    write_outcome(out, job, logged(trainer, "grad_norm", "reward"), trainer.model.named_parameters())
 
 
 out.mkdir(parents=True, exist_ok=True)

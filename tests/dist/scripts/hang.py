@@ -10,8 +10,8 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2, max_restarts=len(sys.argv) - 3, hang_timeout_s=float(sys.argv[1]))
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank = int(os.environ["RANK"])
 kind = sys.argv[2 + int(os.environ["UNSLOTH_MULTIGPU_ATTEMPT"])]

@@ -14,8 +14,8 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu()
 
-import torch.distributed as dist  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+import torch.distributed as dist
+from transformers import LlamaConfig
 
 rank, way = int(os.environ["RANK"]), sys.argv[1]
 

@@ -5,9 +5,7 @@ A job is a kind with rows x batch size x accumulation.
 """
 
 import argparse
-import json
 import logging
-import os
 import random
 from pathlib import Path
 
@@ -21,10 +19,10 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from common import SGD, logged, write_outcome
+from torch.nn import functional
+from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
@@ -36,7 +34,6 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-rank = int(os.environ.get("RANK", "0"))
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
 BERT = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 WEIGHTS = torch.tensor([1.0, 5.0, 10.0])
@@ -241,16 +238,9 @@ def run(job):
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation,
         num_train_epochs=2,
-        learning_rate=0.05,
-        optim="sgd",
-        lr_scheduler_type="constant",
         max_grad_norm=1e9,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        seed=7,
-        disable_tqdm=True,
         remove_unused_columns=False,
+        **SGD,
     )
     trainer = (OwnLoss if loss else Trainer)(
         model=model, args=config, train_dataset=make_rows(rows), data_collator=collate
@@ -261,13 +251,8 @@ def run(job):
     logging.getLogger("unsloth_multigpu").addHandler(said)
     trainer.train()
     logging.getLogger("unsloth_multigpu").removeHandler(said)
-    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
-    facts = {"grad_norm": [h["grad_norm"] for h in steps], "loss": [h["loss"] for h in steps], "said": said.records}
-    name = f"{job.replace(':', '_')}_{rank}"
-    (out / f"{name}.json").write_text(json.dumps(facts))
-    save_file(
-        {n: p.detach().contiguous().clone() for n, p in model.named_parameters()}, str(out / f"{name}.safetensors")
-    )
+    facts = {**logged(trainer, "grad_norm", "loss"), "said": said.records}
+    write_outcome(out, job, facts, model.named_parameters())
 
 
 out = Path(args.out)

@@ -14,11 +14,11 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2)
 
-import torch  # noqa: E402
-from tiny_llama import tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from tiny_llama import tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.group import facts  # noqa: E402
+from unsloth_multigpu.group import facts
 
 rank = int(os.environ["RANK"])
 NUM_TOKENS, NUM_STEPS = 8, 6

@@ -26,19 +26,19 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus, balance=args.balance)
 
-import torch  # noqa: E402
-import trl.trainer.utils  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import trl.trainer.utils
+from common import new_classifier
+from datasets import Dataset
+from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
-from trl import (  # noqa: E402
+from trl import (
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -53,9 +53,9 @@ from trl import (  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-from tiny_model import topics  # noqa: E402
+from tiny_model import topics
 
-from tests.helpers.log_probs import LogProbs  # noqa: E402
+from tests.helpers.log_probs import LogProbs
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -70,17 +70,9 @@ def causal_lm():
     return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 
 
-def with_head(num_labels):
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=num_labels, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.score.weight, std=0.05)
-    return model
-
-
 def trl_trainer(trainer, config, rows, evaluated, common, **settings):
     return trainer(
-        model=with_head(1) if trainer is RewardTrainer else causal_lm(),
+        model=new_classifier(args.model, 1, tokenizer) if trainer is RewardTrainer else causal_lm(),
         args=config(max_length=96, **settings, **common),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(evaluated),
@@ -154,7 +146,7 @@ class NanTrainer(Trainer):
 
 def classifier(texts, evaluated, common, trainer=Trainer):
     return trainer(
-        model=with_head(3),
+        model=new_classifier(args.model, 3, tokenizer),
         args=TrainingArguments(include_num_input_tokens_seen="all", **common),
         train_dataset=labelled(texts),
         eval_dataset=labelled(evaluated),

@@ -15,10 +15,10 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu()
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from safetensors.torch import save_file
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 is_first_round = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

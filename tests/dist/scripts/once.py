@@ -9,10 +9,10 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2)
 
-import datasets  # noqa: E402
-import torch  # noqa: E402
-from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import datasets
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 model_dir, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -93,13 +93,13 @@ model.merge_and_unload().save_pretrained("merged")
 note("merged_parameters", AutoModelForCausalLM.from_pretrained("merged").num_parameters())
 note("checkpoint_files", sorted(os.listdir("checkpoints/checkpoint-2")))
 
-import tempfile  # noqa: E402
+import tempfile
 
 with tempfile.TemporaryDirectory() as own:
     tokenizer.save_pretrained(own)
     note("own_folder_files", sorted(os.listdir(own)))
 
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 plt.plot([1, 2])
 plt.savefig("loss.png")

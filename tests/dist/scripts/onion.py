@@ -17,7 +17,7 @@ parser.add_argument("options", nargs="+", type=json.loads)
 args = parser.parse_args()
 ump.enable_multi_gpu(num_gpus=args.num_gpus, **args.options[0])
 
-from onion_look import train  # noqa: E402
+from onion_look import train
 
 found = []
 for number, options in enumerate(args.options):

@@ -9,8 +9,8 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2)
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import torch
+from transformers import Trainer, TrainingArguments
 
 
 class Model(torch.nn.Module):

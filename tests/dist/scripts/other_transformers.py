@@ -32,9 +32,9 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, Finder())
-import unsloth_multigpu as ump  # noqa: E402
+import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus, on_nan="skip")
-from onion_look import train  # noqa: E402
+from onion_look import train
 
 train("checkpoints")

@@ -7,7 +7,6 @@ A job is a kind with rows x batch size x accumulation; "broken_" normalises by e
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
 import random
 import sys
@@ -33,14 +32,13 @@ ump.enable_multi_gpu(num_gpus=args.num_gpus)
 HAS_UNSLOTH = importlib.util.find_spec("unsloth") is not None and Version(version("unsloth")) >= Version("2026.10.9")
 if HAS_UNSLOTH:
     import unsloth  # noqa: F401  (first, as in a user's script)
-import torch  # noqa: E402
-import trl.trainer.utils  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import trl.trainer.utils
+from common import logged, move_off_zero, new_classifier, write_outcome
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -48,14 +46,14 @@ from transformers import (  # noqa: E402
     TrainerCallback,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
+from unsloth_multigpu.step.feed import StepFeed
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(__file__).resolve().parents[3])]
-from tiny_model import topics  # noqa: E402
+from tiny_model import topics
 
-from tests.helpers.log_probs import LogProbs  # noqa: E402
+from tests.helpers.log_probs import LogProbs
 
 if not HAS_UNSLOTH and Version(version("trl")).release[:2] == (1, 15):
     # By a Triton kernel on any device; later ones use it where there is a card.
@@ -102,15 +100,6 @@ def fast_lora(checkpointing=False):
 
     model = unsloth_lm()
     return FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=checkpointing, random_state=7, **LORA)
-
-
-def move_off_zero(model):
-    # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
-    torch.manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
 
 
 def tokenized(texts):
@@ -166,10 +155,7 @@ def dpo(texts, common):
 
 def classifier(texts, common):
     # Its loss is a mean over rows although the model takes loss arguments.
-    model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=3, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.score.weight, std=0.05)
+    model = new_classifier(args.model, 3, tokenizer)
     rows = tokenized(texts).add_column("labels", [len(t) % 3 for t in texts])
     collator = DataCollatorWithPadding(tokenizer)
     return Trainer(model=model, args=TrainingArguments(folder, **common), train_dataset=rows, data_collator=collator)
@@ -253,21 +239,16 @@ def run(job):
     seen = record_samples(trainer)
     with own_tokens_only() if kind.startswith("broken_") else nullcontext():
         trainer.train()
-    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
     facts = {
-        "loss": [h["loss"] for h in steps],
-        "grad_norm": [h["grad_norm"] for h in steps],
+        **logged(trainer, "loss", "grad_norm"),
         "seen": {step: dict(rows) for step, rows in seen.items()},
-        "logged": steps[-1],
+        "logged": [h for h in trainer.state.log_history if "grad_norm" in h][-1],
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         "accumulation_after": trainer.args.gradient_accumulation_steps,
         "attributes_after": sorted(set(vars(trainer)) & {"train", "training_step", "compute_loss", "log"}),
         "random_after": [random.random(), float(torch.rand(()))],
     }
-    name = f"{job.replace(':', '_')}_{rank}"
-    (out / f"{name}.json").write_text(json.dumps(facts))
-    weights = {n: p.detach().contiguous() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    save_file(weights, str(out / f"{name}.safetensors"))
+    write_outcome(out, job, facts, ((n, p) for n, p in trainer.model.named_parameters() if p.requires_grad))
 
 
 has_filler = False

@@ -27,9 +27,9 @@ ump.enable_multi_gpu(
     sync=args.sync,
 )
 
-import torch  # noqa: E402
-from tiny_llama import tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from tiny_llama import tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank = os.environ["RANK"]
 Path(f"started_{rank}").touch()

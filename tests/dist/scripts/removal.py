@@ -17,7 +17,7 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2, timeout_s=float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)
 
-from transformers import BertConfig  # noqa: E402
+from transformers import BertConfig
 
 rank = int(os.environ["RANK"])
 model = BertConfig(hidden_size=8)

@@ -17,11 +17,12 @@ import unsloth_multigpu as ump
 num_gpus = int(sys.argv[1])
 ump.enable_multi_gpu(num_gpus=num_gpus)
 
-import torch  # noqa: E402
-from tiny_llama import tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from common import logged
+from tiny_llama import tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.train import ddp as steering  # noqa: E402
+from unsloth_multigpu.train import ddp as steering
 
 rank = int(os.environ["RANK"])
 NORM = "model.layers.0.input_layernorm.weight"
@@ -93,7 +94,7 @@ def train(name, line, is_last):
         facts = {"error": f"{type(error).__name__}: {error}", "exit_code": error.exit_code}
     finally:
         steering.check_compression = original
-    facts["norms"] = [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h]
+    facts["norms"] = logged(trainer, "grad_norm")["grad_norm"]
     ddp = trainer.model_wrapped
     if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
         facts["ddp"] = {

@@ -18,11 +18,11 @@ import unsloth_multigpu as ump
 num_gpus, options = int(sys.argv[1]), json.loads(sys.argv[2])
 ump.enable_multi_gpu(num_gpus=num_gpus, **options)
 
-import numpy  # noqa: E402
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_llama import tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import numpy
+import torch
+from safetensors.torch import save_file
+from tiny_llama import tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank = int(os.environ.get("RANK", "0"))
 attempt = os.environ.get("UNSLOTH_MULTIGPU_ATTEMPT", "0")

@@ -7,11 +7,12 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu()
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from common import points
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 RANK = os.environ.get("RANK", "0")
-ROWS = [{"x": torch.tensor([i % 7 - 3.0, i % 5 - 2.0]), "labels": torch.tensor([i % 3 - 1.0])} for i in range(24)]
+ROWS = points(24)
 
 
 class Model(torch.nn.Module):

@@ -27,10 +27,10 @@ is_watching = "RANK" not in os.environ
 sys.addaudithook(audit)
 ump.enable_multi_gpu(num_gpus=2)
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed.distributed_c10d as c10d  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import psutil
+import torch
+import torch.distributed.distributed_c10d as c10d
+from transformers import Trainer, TrainingArguments
 
 rank = int(os.environ["RANK"])
 pickled = []

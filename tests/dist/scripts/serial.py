@@ -27,27 +27,27 @@ def enable(**options):
 
 enable()  # First, as in a user's script.
 
-import torch  # noqa: E402
-import unsloth  # noqa: E402, F401
-from datasets import Dataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+import unsloth  # noqa: F401
+from common import logged, move_off_zero, new_classifier
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
-from unsloth import FastLanguageModel  # noqa: E402
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from unsloth import FastLanguageModel
 
-from unsloth_multigpu.errors import SetupError  # noqa: E402
-from unsloth_multigpu.legacy import serial  # noqa: E402
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.legacy import serial
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
-from tiny_model import topics  # noqa: E402
+from tiny_model import topics
 
 tokenizer = AutoTokenizer.from_pretrained(model_folder)
 TEXTS = topics(13, max_words=30)  # Micro-batches of 5, 5 and 3 rows: steps of two and of one.
@@ -81,16 +81,7 @@ def fast_lora():
         model_folder, max_seq_length=128, load_in_4bit=False, dtype=torch.float32
     )
     model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=True, random_state=7, **LORA)
-    return off_zero(model)
-
-
-def off_zero(model):
-    # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
-    torch.manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
+    return move_off_zero(model)
 
 
 def tokenized():
@@ -105,7 +96,7 @@ def full(model=None, **options):
 
 
 def lora(**options):
-    return full(off_zero(get_peft_model(causal_lm(), LoraConfig(**LORA))), **options)
+    return full(move_off_zero(get_peft_model(causal_lm(), LoraConfig(**LORA))), **options)
 
 
 def sft_lora(**options):
@@ -116,10 +107,7 @@ def sft_lora(**options):
 
 def classifier(**options):
     # Its loss is a mean over rows although the model takes loss arguments.
-    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=3, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    torch.manual_seed(5)
-    torch.nn.init.normal_(model.score.weight, std=0.05)
+    model = new_classifier(model_folder, 3, tokenizer)
     rows = tokenized().add_column("labels", [len(t) % 3 for t in TEXTS])
     args = TrainingArguments(**{**COMMON, **options})
     return Trainer(model=model, args=args, train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer))
@@ -169,10 +157,8 @@ def train(trainer):
     """Loss and gradient norm of each step, and the weights at the end."""
     own = set(vars(trainer))
     trainer.train()
-    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
     return {
-        "loss": [h["loss"] for h in steps],
-        "grad_norm": [h["grad_norm"] for h in steps],
+        **logged(trainer, "loss", "grad_norm"),
         "weights": {n: p.detach().double() for n, p in trainer.model.named_parameters() if p.requires_grad},
         "left": sorted({"training_step", "compute_loss"} & (set(vars(trainer)) - own)),
         "callbacks": sorted(type(c).__name__ for c in trainer.callback_handler.callbacks),

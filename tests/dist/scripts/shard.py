@@ -32,21 +32,21 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "examples"), str(Path(
 if ENGINE == "unsloth":
     import unsloth  # noqa: F401
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_model import topics  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from common import GradientNorms, move_off_zero
+from safetensors.torch import save_file
+from tiny_model import topics
+from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
-from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
-from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of  # noqa: E402
-from unsloth_multigpu.step.feed import StepFeed  # noqa: E402
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
+from unsloth_multigpu.group.shards import fsdp_modules, part_of, whole_of
+from unsloth_multigpu.step.feed import StepFeed
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
@@ -82,12 +82,7 @@ def with_lora(model, adapters=2):
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
     if adapters > 1:
         model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))
-    # LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show.
-    torch.manual_seed(3 + rank)  # Each rank its own: rank 0's are to count.
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
+    return move_off_zero(model, seed=3 + rank)  # Each rank its own: rank 0's are to count.
 
 
 def lora():
@@ -152,17 +147,6 @@ class Uploads:
         for name, path in files.items():
             (self._folder / kind / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, self._folder / kind / name)
-
-
-class Watcher(TrainerCallback):
-    """Notes the gradient norm of each step."""
-
-    def __init__(self):
-        self.norms = []
-
-    def on_log(self, _args, state, control, logs=None, **kwargs):
-        if "grad_norm" in logs:
-            self.norms.append(float(logs["grad_norm"]))
 
 
 def trainer_of(kind, texts, common, folder):
@@ -234,7 +218,7 @@ for job in args.jobs.split(","):
     trainer = trainer_of(kind, topics(num_rows, max_words=60), common, str(folder / "checkpoints"))
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     before = {n: whole_of(p.detach()).clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    watcher = Watcher()
+    watcher = GradientNorms()
     trainer.add_callback(watcher)
     seen = []
     original = StepFeed._computed

@@ -21,14 +21,15 @@ ump.enable_multi_gpu(num_gpus=args.num_gpus, shard="on" if args.num_gpus > 1 els
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+import transformers
+from common import GradientNorms
+from safetensors.torch import save_file
+from transformers import Trainer, TrainingArguments
 
-from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
-from unsloth_multigpu.errors import SetupError  # noqa: E402
-from unsloth_multigpu.group.shards import part_of, whole_of  # noqa: E402
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
+from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.shards import part_of, whole_of
 
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
@@ -152,15 +153,6 @@ def evaluated():
     return model, rows, {"eval_dataset": rows[:4]}
 
 
-class Watcher(TrainerCallback):
-    def __init__(self):
-        self.norms = []
-
-    def on_log(self, _args, state, control, logs=None, **kwargs):
-        if "grad_norm" in logs:
-            self.norms.append(float(logs["grad_norm"]))
-
-
 args.out.mkdir(parents=True, exist_ok=True)
 for kind in args.kinds.split(","):
     torch.manual_seed(0)
@@ -180,7 +172,7 @@ for kind in args.kinds.split(","):
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    watcher = Watcher()
+    watcher = GradientNorms()
     facts = {"refused": ""}
     try:
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[watcher], **options)

@@ -12,12 +12,12 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2, shard="on")
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
-from tests.helpers.cpu_fsdp import allow_cpu_ranks  # noqa: E402
+from tests.helpers.cpu_fsdp import allow_cpu_ranks
 
 allow_cpu_ranks()
 STEPS, BATCH, ACCUMULATION, WARM_UP = 12, 4, 4, 2

@@ -16,14 +16,15 @@ import unsloth_multigpu as ump
 num_gpus = int(sys.argv[1])
 ump.enable_multi_gpu(num_gpus=num_gpus)
 
-import torch  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_llama import collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from common import logged
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from tiny_llama import collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.group.replicas import tensor_hashes  # noqa: E402
-from unsloth_multigpu.strategies.sync import GradientSync  # noqa: E402
+from unsloth_multigpu.group.replicas import tensor_hashes
+from unsloth_multigpu.strategies.sync import GradientSync
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -96,7 +97,7 @@ def train(name, line):
     GradientSync.begin = original
     report = ump.get_multi_gpu_status().report
     facts |= {
-        "norms": [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h],
+        "norms": logged(trainer, "grad_norm")["grad_norm"],
         "hashes": watch.hashes,
         "rates": [h["learning_rate"] for h in trainer.state.log_history if "learning_rate" in h],
         "sent_bytes": report and report.ranks[rank].sent_bytes,

@@ -12,12 +12,13 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu(num_gpus=2)
 
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from tiny_llama import collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from common import InOrder
+from safetensors.torch import load_file
+from tiny_llama import collate, tiny_llama
+from transformers import TrainerCallback, TrainingArguments
 
-from unsloth_multigpu.strategies.server import WeightServer  # noqa: E402
+from unsloth_multigpu.strategies.server import WeightServer
 
 rank = int(os.environ["RANK"])
 DILOCO = {"sync": ump.DiLoCo(every_steps=4)}
@@ -34,11 +35,6 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return {"input_ids": [1 + (index * 7 + i * i) % 63 for i in range(6 + index * 5 % 11)]}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 class EpochEndsEarly(TrainerCallback):

@@ -14,10 +14,10 @@ num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from common import SGD, MeanLoss, logged, write_outcome
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -82,16 +82,6 @@ class Counting(torch.utils.data.IterableDataset):
         return iter(self.rows[first:] + self.rows[:first])
 
 
-class MeanLoss(Trainer):
-    """A mean over rows, whatever the step has in tokens."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        mask = inputs["attention_mask"]
-        loss = ((logits.float().logsumexp(-1) * mask).sum(1) / mask.sum(1)).mean()
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-
 # Trainer, data, batch size, accumulation, further arguments. Passes of 9, 9, 5, 10 and 9 micro-batches.
 JOBS = {
     "tokens": (Trainer, Stream(26), 3, 2, {"max_steps": 11}),
@@ -129,7 +119,7 @@ class Record(TrainerCallback):
 def run(job):
     trainer_class, rows, batch, accumulation, arguments = JOBS[job]
     folder = out / f"checkpoints_{job}"
-    saves = {"save_strategy": "steps", "save_steps": 1} if job == "resumed" else {"save_strategy": "no"}
+    saves = {"save_strategy": "steps", "save_steps": 1} if job == "resumed" else {}
 
     def trained(**more):
         torch.manual_seed(1)
@@ -137,16 +127,8 @@ def run(job):
             str(folder),
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulation,
-            learning_rate=0.05,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            logging_steps=1,
-            report_to=[],
-            seed=7,
-            disable_tqdm=True,
             use_cpu=True,
-            **saves,
-            **arguments,
+            **{**SGD, **saves, **arguments},
         )
         trainer = trainer_class(model=tiny_llama(), args=args, train_dataset=rows, data_collator=collate)
         record = Record(trainer, rows.rows)
@@ -154,8 +136,7 @@ def run(job):
         return trainer, record
 
     trainer, record = trained()
-    steps = [h for h in trainer.state.log_history if "grad_norm" in h]
-    facts = {name: [h[name] for h in steps] for name in ("grad_norm", "loss", "epoch")}
+    facts = logged(trainer, "grad_norm", "loss", "epoch")
     facts["samples"] = list(record.steps.values())
     facts["train_loss"] = trainer.state.log_history[-1]["train_loss"]
     if job == "resumed":
@@ -163,13 +144,8 @@ def run(job):
         # After the last step of the first pass; after the first of the second, which has had what was left over.
         for step in (4, 5):
             again, _ = trained(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-            norms = [h["grad_norm"] for h in again.state.log_history if "grad_norm" in h]
-            facts["resumed"][step] = norms
-    (out / f"{job}_{rank}.json").write_text(json.dumps(facts))
-    save_file(
-        {n: p.detach().contiguous().clone() for n, p in trainer.model.named_parameters()},
-        str(out / f"{job}_{rank}.safetensors"),
-    )
+            facts["resumed"][step] = logged(again, "grad_norm")["grad_norm"]
+    write_outcome(out, job, facts, trainer.model.named_parameters())
 
 
 out.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,9 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
-import torch  # noqa: E402
-from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+import torch
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainingArguments
 
 torch.manual_seed(0)
 trainer = Trainer(

@@ -3,7 +3,6 @@
 Usage: trainable.py RANKS OUT JOB...; 1 rank is the Trainer by itself. A job that fails leaves its error's text.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -14,10 +13,10 @@ num_ranks, out, jobs = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks, timeout_s=20.0, verify_every=100)
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tiny_llama import RaggedRows, collate, tiny_llama  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+import torch
+from common import SGD, logged, write_outcome
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -124,15 +123,8 @@ def run(job):
         per_device_train_batch_size=3,
         gradient_accumulation_steps=2,
         num_train_epochs=3,
-        learning_rate=0.05,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        logging_steps=1,
-        report_to=[],
-        seed=7,
-        disable_tqdm=True,
         use_cpu=True,
-        **{"save_strategy": "no", **arguments},
+        **{**SGD, **arguments},
     )
     trainer = trainer_class(
         model=model, args=args, train_dataset=RaggedRows(20), data_collator=collate, callbacks=[callback()]
@@ -148,12 +140,10 @@ def run(job):
         error = str(failure)
     facts = {
         "error": error,
-        "grad_norm": [h["grad_norm"] for h in trainer.state.log_history if "grad_norm" in h],
+        **logged(trainer, "grad_norm"),
         "saved": sorted(p.name for p in (out / f"checkpoints_{job}").glob("checkpoint-*")),
     }
-    (out / f"{job}_{rank}.json").write_text(json.dumps(facts))
-    weights = {n: p.detach().contiguous().clone() for n, p in trainer.model.named_parameters()}
-    save_file(weights, str(out / f"{job}_{rank}.safetensors"))
+    write_outcome(out, job, facts, trainer.model.named_parameters())
 
 
 out.mkdir(parents=True, exist_ok=True)

@@ -8,22 +8,13 @@ import unsloth_multigpu as ump
 
 ump.enable_multi_gpu()
 
-import torch  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
-from transformers.trainer import Trainer as Defining  # noqa: E402
+import torch
+from common import Line, points
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import Trainer as Defining
 
 RANK = int(os.environ.get("RANK", "0"))
-ROWS = [{"x": torch.tensor([i % 7 - 3.0, i % 5 - 2.0]), "labels": torch.tensor([i % 3 - 1.0])} for i in range(13)]
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(2, 1)
-
-    def forward(self, x, labels):
-        return {"loss": (self.layer(x) - labels).square().mean()}
+ROWS = points(13)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -62,7 +53,7 @@ def make(*callbacks, data=ROWS, cls=Trainer, **arguments):
         disable_tqdm=True,
         **settings,
     )
-    return cls(Model(), args, train_dataset=data, callbacks=list(callbacks))
+    return cls(Line(), args, train_dataset=data, callbacks=list(callbacks))
 
 
 def train(*args, **kwargs):

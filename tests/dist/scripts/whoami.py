@@ -11,8 +11,8 @@ ump.enable_multi_gpu()
 # Torch reads them when the rank's device is chosen, which the line does.
 allocator = {n: v for n, v in os.environ.items() if n.startswith("PYTORCH_") and n.endswith("ALLOC_CONF")}
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
 status = ump.get_multi_gpu_status()
 total = torch.tensor([float(status.rank + 1)])

@@ -18,30 +18,17 @@ from tests.helpers.gpu_path import activate
 
 activate()
 
-import argparse
-import hashlib
-import json
 import os
 import re
-import time
 from pathlib import Path
 
-started_at = time.perf_counter()
-from unsloth import FastLanguageModel  # isort: skip  Unsloth wants to come first.
+from gpu_path_user import SETTINGS, adapter_weights, load, options, rank, with_lora, write_facts  # isort: skip  By Unsloth.
 import torch
 from datasets import Dataset
 from peft import get_peft_model_state_dict
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-parser = argparse.ArgumentParser()
-parser.add_argument("model")
-parser.add_argument("out", type=Path)
-parser.add_argument("--plain", action="store_true", help="without the plugin")
-parser.add_argument("--batch-size", type=int, default=3)
-options = parser.parse_args()
-
-rank = int(os.environ.get("RANK", "0"))
 merged, adapter = options.out / "merged", options.out / "adapter"
 written: list[str] = []
 
@@ -60,18 +47,8 @@ def note_writes(event: str, arguments: tuple) -> None:
 
 # Five samples in steps of three, which two ranks cannot share evenly; the second step of each epoch has two.
 texts = [f"#{i}" + "lora"[: 2 * (i % 3)] for i in range(5)]
-model, tokenizer = FastLanguageModel.from_pretrained(
-    options.model, max_seq_length=64, dtype=torch.float32, load_in_4bit=False, device_map="cpu"
-)
-model = FastLanguageModel.get_peft_model(
-    model,
-    r=4,
-    lora_alpha=8,
-    lora_dropout=0,
-    target_modules=["q_proj", "v_proj", "down_proj"],
-    use_gradient_checkpointing="unsloth",
-    random_state=3407,
-)
+model, tokenizer = load(options.model)
+model = with_lora(model, "q_proj", "v_proj", "down_proj")
 
 samples: list[list[str]] = []  # For each optimizer step, the samples this rank trained on.
 
@@ -93,26 +70,10 @@ trainer = SFTTrainer(
     train_dataset=Dataset.from_dict({"text": texts}),
     callbacks=[NewStep()],
     args=SFTConfig(
-        output_dir=str(options.out / "checkpoints"),
-        dataset_text_field="text",
-        max_length=64,
-        dataset_num_proc=1,
-        per_device_train_batch_size=options.batch_size,
-        gradient_accumulation_steps=1,
-        num_train_epochs=2,
-        learning_rate=1e-2,
-        warmup_steps=0,
-        optim="adamw_torch",
-        bf16=False,
-        fp16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        seed=11,
+        per_device_train_batch_size=3, dataset_text_field="text", max_length=64, num_train_epochs=2, **SETTINGS
     ),
 )
 trainer.train()
-trained_at = time.perf_counter()
 
 # What Unsloth does to embeddings that are trained: the file is read as memory, and copied.
 from unsloth.models import _utils as unsloth_utils
@@ -126,34 +87,14 @@ model.save_pretrained_merged(str(merged), tokenizer, save_method="merged_16bit")
 model.save_pretrained(str(adapter))
 tokenizer.save_pretrained(str(adapter))
 
-state = {name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
-# Of a sharded model a rank has parts.
-weights = {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).float() for name, t in state.items()}
-again, _ = FastLanguageModel.from_pretrained(
-    str(adapter), max_seq_length=64, dtype=torch.float32, load_in_4bit=False, device_map="cpu"
-)
-reloaded = get_peft_model_state_dict(again)
-logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-(options.out / f"rank_{rank}.json").write_text(
-    json.dumps(
-        {
-            "losses": [entry["loss"] for entry in logs],
-            "grad_norms": [entry["grad_norm"] for entry in logs],
-            "learning_rates": [entry["learning_rate"] for entry in logs],
-            "samples": samples,
-            "adapter_sum": sum(tensor.double().sum().item() for tensor in weights.values()),
-            "adapter_hash": hashlib.sha256(
-                b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
-            ).hexdigest(),
-            "reload_is_equal": reloaded.keys() == weights.keys()
-            and all(torch.equal(reloaded[name].float(), weights[name]) for name in weights),
-            "written": written,
-            "offloaded_is_mine": offloaded_is_mine,
-            "trainer": type(trainer).__module__,
-            "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
-            "train_s": trained_at - started_at,
-            "total_s": time.perf_counter() - started_at,
-        },
-        indent=1,
-    )
+weights = adapter_weights(model)
+reloaded = get_peft_model_state_dict(load(adapter)[0])
+write_facts(
+    trainer,
+    weights,
+    samples=samples,
+    reload_is_equal=reloaded.keys() == weights.keys()
+    and all(torch.equal(reloaded[name].float(), weights[name]) for name in weights),
+    written=written,
+    offloaded_is_mine=offloaded_is_mine,
 )

@@ -1,0 +1,101 @@
+"""What several scripts beside this file have in common. They import it behind the line, as users do their modules."""
+
+import json
+import os
+
+import torch
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback
+
+# Each gradient shows in the weights as it is.
+SGD = {
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "seed": 7,
+    "disable_tqdm": True,
+}
+
+
+class MeanLoss(Trainer):
+    """A user's trainer whose loss is a mean over rows, although the model takes loss arguments."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        mask = inputs["attention_mask"]
+        loss = ((logits.float().logsumexp(-1) * mask).sum(1) / mask.sum(1)).mean()
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+class InOrder(Trainer):
+    """One without shuffling, which is an option of transformers since its version 5."""
+
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class GradientNorms(TrainerCallback):
+    """Notes the gradient norm of each step of this training, and of none that it goes on from."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_log(self, _args, state, control, logs=None, **kwargs):
+        if "grad_norm" in logs:
+            self.norms.append(float(logs["grad_norm"]))
+
+
+def points(count):
+    """Rows for `Line`."""
+    inputs = torch.tensor([[i % 7 - 3.0, i % 5 - 2.0] for i in range(count)])
+    return [{"x": x, "labels": torch.tensor([i % 3 - 1.0])} for i, x in enumerate(inputs)]
+
+
+class Line(torch.nn.Module):
+    """The smallest model that learns from `points`, always with the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x, labels):
+        found = self.layer(x)
+        return {"loss": (found - labels).square().mean(), "logits": found}
+
+
+def move_off_zero(model, seed=3):
+    """LoRA's B starts at zero, where half of the gradients vanish and a wrong scale would not show."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def new_classifier(folder, num_labels, tokenizer):
+    """The model in `folder` with a head of its own, which is always the same."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=num_labels, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.score.weight, std=0.05)
+    return model
+
+
+def logged(trainer, *names):
+    """Name -> what was logged under it after each step, the gradient norm among it."""
+    steps = [line for line in trainer.state.log_history if "grad_norm" in line]
+    return {name: [line[name] for line in steps] for name in names}
+
+
+def write_outcome(out, job, facts, tensors):
+    """One file of facts and one of tensors, pairs with their names, which `outcome` of tests.helpers.outcome reads."""
+    path = out / f"{job.replace(':', '_')}_{os.environ.get('RANK', '0')}"
+    path.with_suffix(".json").write_text(json.dumps(facts))
+    kept = {name: tensor.detach().contiguous().clone() for name, tensor in tensors}
+    save_file(kept, path.with_suffix(".safetensors"))

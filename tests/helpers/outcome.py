@@ -1,0 +1,30 @@
+"""What trainings of tests/dist/scripts left behind, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+def outcome(out: Path, job: str, rank: int = 0) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Facts and weights of one rank, as `write_outcome` of tests/dist/scripts/common.py wrote them."""
+    path = out / f"{job.replace(':', '_')}_{rank}"
+    return json.loads(path.with_suffix(".json").read_text()), load_file(path.with_suffix(".safetensors"))
+
+
+def distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
+    """Euclidean, between all weights of two models, relative to the norm of the first one's."""
+    difference = sum(float(((first[n].double() - second[n].double()) ** 2).sum()) for n in first) ** 0.5
+    return difference / sum(float((first[n].double() ** 2).sum()) for n in first) ** 0.5
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    """Between two numbers in the same place of two files. NaN where one of them is NaN."""
+    one, other = load_file(first), load_file(second)
+    assert one.keys() == other.keys()
+    return float(torch.tensor([float((one[n] - other[n]).abs().max()) for n in one]).max())

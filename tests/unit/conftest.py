@@ -1,0 +1,35 @@
+"""Fixtures of several unit tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def lone_group() -> Iterator[Any]:
+    """torch.distributed, with a process group of this process alone."""
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """A mask that takes nothing away shows what the code itself asks for."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def may_make_messages() -> Iterator[None]:
+    """Flower's messages are those of a task."""
+    from unsloth_multigpu.federated.grid import task_identity
+
+    with task_identity(7):
+        yield
