@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.helpers.planner import InOrder
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import (
@@ -44,7 +45,7 @@ from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance
 from unsloth_multigpu.step.sampler import StepSampler
-from unsloth_multigpu.step.step import InOrder, StepShape
+from unsloth_multigpu.step.step import StepShape
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.wire.context import RunContext
 
