@@ -259,7 +259,7 @@ def test_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
         "checkpoint-10 is passed over: unsloth_multigpu.json cannot be read",
     ]
     assert find_newest(tmp_path, OURS, at_most=8).step == 2
-    assert find_newest(tmp_path / "nothing", OURS) == Found(None)
+    assert find_newest(tmp_path / "nothing", OURS) == Found(None, ())
 
 
 def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:
