@@ -195,18 +195,15 @@ def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def steered(owner: Any, name: str, method: Callable[..., Any], *, is_needed: bool = True) -> Iterator[None]:
+def steered(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
     """Replaces a method of `owner` by `method` for a time. The original is the first argument of `method`.
 
     Args:
         owner: The Trainer, its accelerator or its callback handler.
         name: One of `SEAMS`.
         method: What is called in its place.
-        is_needed: True if the training is wrong where `method` is not called. Otherwise we only know less about it.
     """
-    replacement = Steered(method, getattr(owner, SEAMS[name].name))
-    replacement.is_needed = is_needed
-    with instance_attribute(owner, name, replacement):
+    with instance_attribute(owner, name, Steered(method, getattr(owner, SEAMS[name].name))):
         yield
 
 

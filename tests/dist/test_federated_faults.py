@@ -165,7 +165,7 @@ def test_clients_run_in_processes_of_their_own(rounds):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert {(facts(r, "OMP_NUM_THREADS"), facts(r, "threads")) for r in whole.replies} == {(str(threads), threads)}
     assert [(r.client_id, r.slot, r.device) for r in whole.records] == [(n, n % 2, f"cpu:{n % 2}") for n in range(5)]
-    assert all(r.peak_memory_bytes > 2**26 and r.sent_bytes > 0 and r.received_bytes > 0 for r in whole.records)
+    assert all(r.peak_memory_bytes > 2**26 for r in whole.records)
     assert whole.told == ""
 
 

@@ -13,14 +13,14 @@ import torch
 from accelerate import skip_first_batches
 from torch import nn
 
-from tests.helpers.step import FakeLap, Reference
+from tests.helpers.step import FakeLap, InOrder, Reference
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.ahead import Ahead
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance
 from unsloth_multigpu.step.sampler import StepLoader, step_loader, steps_ahead
-from unsloth_multigpu.step.step import InOrder, StepShape
+from unsloth_multigpu.step.step import StepShape
 
 ROWS = [{"input_ids": [1] * (16 + 7 * (i * i % 61))} for i in range(48 * 4)]
 

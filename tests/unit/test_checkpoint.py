@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.helpers.step import Reference
+from tests.helpers.step import InOrder, Reference
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import (
@@ -45,7 +45,7 @@ from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance
 from unsloth_multigpu.step.sampler import StepSampler
-from unsloth_multigpu.step.step import InOrder, StepShape
+from unsloth_multigpu.step.step import StepShape
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.wire.context import RunContext
 
@@ -259,7 +259,7 @@ def test_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
         "checkpoint-10 is passed over: unsloth_multigpu.json cannot be read",
     ]
     assert find_newest(tmp_path, OURS, at_most=8).step == 2
-    assert find_newest(tmp_path / "nothing", OURS) == Found(None)
+    assert find_newest(tmp_path / "nothing", OURS) == Found(None, ())
 
 
 def test_checkpoint_of_another_training_is_passed_over(tmp_path: Path) -> None:

@@ -598,7 +598,7 @@ def test_no_slots_are_added_after_one_was_too_many(make_grid, processes):
     grid.pool.step(0.0)
     assert grid.pool.slots[1].is_retired
     end_all(grid, processes, 17 * GB)
-    assert grid.pool.num_waiting(ONE) > 3
+    assert grid.pool._queues.num_waiting(ONE) > 3
     assert len(grid.pool.slots) == 2
 
 
@@ -660,7 +660,7 @@ def test_process_that_ends_before_its_first_client_has_ended_none(make_grid, pro
     assert dead.task is None
     assert dead.is_retired
     assert other.task.client_id == 1
-    assert grid.pool.num_waiting(TWO) == 1
+    assert grid.pool._queues.num_waiting(TWO) == 1
     assert "slot 0 on cuda:0 has ended. It has had no client yet; it is started once more" in caplog.text
 
 
@@ -680,7 +680,7 @@ def test_error_leaves_no_message_behind(make_grid, processes, monkeypatch, what)
         with pytest.raises(KeyboardInterrupt):
             grid.pull_messages([*ids, *grid.push_messages([Message(RecordDict(), 2, "train")])])
     assert not grid.pool.slots[0].is_live
-    assert grid.pool.num_waiting(ONE) == 0
+    assert grid.pool._queues.num_waiting(ONE) == 0
     gc.collect()
     assert forgotten() is None
     new = send(grid, [1])

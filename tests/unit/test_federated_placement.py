@@ -23,7 +23,7 @@ def clients_of(costs, memories=None) -> list[Client]:
 
 
 def devices_of(speeds, memory_bytes=None) -> list[Device]:
-    return [Device(n, speed, memory_bytes) for n, speed in enumerate(speeds)]
+    return [Device(speed, memory_bytes) for speed in speeds]
 
 
 def last_end_s(queues, costs, speeds) -> float:
@@ -65,17 +65,17 @@ def test_balanced_starts_the_longest_first(costs, speeds) -> None:
 
 
 def test_balanced_counts_speed() -> None:
-    devices = [Device(0, speed=1.0), Device(1, speed=3.0)]
+    devices = [Device(speed=1.0), Device(speed=3.0)]
     assert deal(clients_of([6, 6, 6, 6]), devices, "balanced") == [[3], [0, 1, 2]]
     # Where two would end at once, the faster one takes it: the other is free for less work.
-    assert deal(clients_of([2, 2, 1]), [Device(0, speed=1.0), Device(1, speed=2.0)], "balanced") == [[2], [0, 1]]
+    assert deal(clients_of([2, 2, 1]), [Device(speed=1.0), Device(speed=2.0)], "balanced") == [[2], [0, 1]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), max_size=8), st.lists(st.integers(6, 9), min_size=1))
 def test_clients_that_run_at_once_fit_together(work, sizes) -> None:
     # The loop of a server that starts whatever it may, in order, and ends one client at a time.
     clients = [Client(n, cost, memory) for n, (cost, memory) in enumerate(work)]
-    devices = [Device(n, memory_bytes=size) for n, size in enumerate(sizes)]
+    devices = [Device(memory_bytes=size) for size in sizes]
     for device, queue in zip(devices, deal(clients, devices, "balanced"), strict=True):
         waiting, running = [clients[n] for n in queue], []
         while waiting:
@@ -87,14 +87,14 @@ def test_clients_that_run_at_once_fit_together(work, sizes) -> None:
 
 
 def test_large_client_goes_where_it_fits() -> None:
-    devices = [Device(0, speed=9.0, memory_bytes=2 * GIB), Device(1, memory_bytes=4 * GIB), Device(2)]
+    devices = [Device(speed=9.0, memory_bytes=2 * GIB), Device(memory_bytes=4 * GIB), Device()]
     large = Client(0, 1.0, 3 * GIB)
     assert deal([large], devices[:2], "balanced") == [[], [0]]
     assert deal([large], devices[2:], "round_robin") == [[0]]
 
 
 def test_client_that_fits_nowhere_goes_to_the_largest_device() -> None:
-    devices = [Device(0, memory_bytes=2 * GIB), Device(1, speed=0.1, memory_bytes=4 * GIB)]
+    devices = [Device(memory_bytes=2 * GIB), Device(speed=0.1, memory_bytes=4 * GIB)]
     assert deal([Client(7, 1.0, 5 * GIB), Client(8)], devices, "balanced") == [[8], [7]]
 
 

@@ -94,7 +94,7 @@ class LocalGrid(AnsweringGrid):
         except ArithmeticError as error:
             return Message(Error(2, f"ArithmeticError: {error}"), reply_to=message)
         self.states[client_id] = RecordDict({"seen": ConfigRecord({"rounds": number})})
-        self.records.append(ClientRecord(client_id, 0, "cpu:0", number, kind, 10.0 * number, 1.0, 5, 1, "", 1, 0, 0))
+        self.records.append(ClientRecord(client_id, 0, "cpu:0", kind, 10.0 * number, 1.0, 5, "", 1))
         content = RecordDict({"metrics": MetricRecord(metrics)})
         if kind == "train":
             content["arrays"] = ArrayRecord({name: Array(np.asarray(value)) for name, value in found.items()})

@@ -9,10 +9,11 @@ import torch
 from datasets import Dataset
 from torch.utils.data import Subset
 
+from tests.helpers.step import InOrder
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
-from unsloth_multigpu.step.step import InOrder, StepShape
+from unsloth_multigpu.step.step import StepShape
 
 TOKENS = [[1, 2, 3], [1], [], [1, 2]]
 LENGTHS = [3, 1, 0, 2]

@@ -196,7 +196,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, *, offload: bool 
     device = Device("card", int(device_gib * 2**30), int(device_gib * 2**30))
     description = llama("lora", **LLAMA_8B)
     description = replace(description, training=replace(description.training, offload=offload))
-    answer = Answer(description, (device,) * 8, None)
+    answer = Answer(description, (device,) * 8)
     monkeypatch.setattr(choice, "ask", lambda command, environment: answer)
     return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), 8)
 

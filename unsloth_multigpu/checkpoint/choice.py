@@ -61,7 +61,7 @@ class Found:
     """
 
     step: int | None
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...]
 
 
 def find_newest(output_dir: Path, wanted: Wanted, at_most: int | None = None) -> Found:

@@ -169,13 +169,13 @@ class Resume(Part):
         at_most: int | None = None
         while True:
             found = self._answers(functools.partial(find_newest, folder, wanted, at_most))
-            steps = [f.step for f in found if f.step is not None]
+            steps = [step for step in found if step is not None]
             if len(steps) < len(found) or len(set(steps)) == 1:
                 return steps[0] if len(steps) == len(found) else None
             at_most = min(steps)
 
-    def _answers(self, decide: Callable[[], Found]) -> list[Found]:
-        """What each writer decides, the same list on all ranks; its lines are shown. Collective."""
+    def _answers(self, decide: Callable[[], Found]) -> list[int | None]:
+        """The step that each writer finds, the same list on all ranks; its lines are shown. Collective."""
         text = ""
         if self.is_writer:
             try:
@@ -189,7 +189,7 @@ class Resume(Part):
         if self._manager.identity.rank == 0:
             for line in dict.fromkeys(line for answer in answers for line in answer["lines"]):
                 logger.warning("%s", line)
-        return [Found(answer["step"]) for answer in answers]
+        return [answer["step"] for answer in answers]
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """Gives the resumed epoch the order that it was begun with."""

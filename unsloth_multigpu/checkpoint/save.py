@@ -18,7 +18,6 @@ from unsloth_multigpu.errors import DistributedError, MultiGPUError
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_base_seed, read_random_state, write_random_state
-from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import steered
 from unsloth_multigpu.step.feed import StepFeed
@@ -26,8 +25,6 @@ from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.sampler import StepSampler
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, OptionalTrainer, StateLike, TrainerLike
-
-logger = get_logger(__name__)
 
 _STATE_FILE = "trainer_state.json"
 # Of the Trainer, of accelerate's FSDP, and of what FSDP writes by torch.distributed.checkpoint.

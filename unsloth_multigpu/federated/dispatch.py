@@ -108,9 +108,7 @@ class Queues:
         for kind in dict.fromkeys(task.kind for task in waiting):
             chosen = [task for task in waiting if task.kind == kind]
             clients = {task.client_id: self._client(task) for task in chosen}
-            places = [
-                Device(i, self._costs.speed(kind, d) * num_slots[d], self._limit(d, memory)) for i, d in enumerate(live)
-            ]
+            places = [Device(self._costs.speed(kind, d) * num_slots[d], self._limit(d, memory)) for d in live]
             for device, ids in zip(live, deal(list(clients.values()), places, self._how), strict=True):
                 order = {client_id: place for place, client_id in enumerate(ids)}
                 own = [task for task in chosen if task.client_id in order]
@@ -118,7 +116,7 @@ class Queues:
 
     def take(self, device: SlotDevice, running: Sequence[Task], memory: Mapping[SlotDevice, int]) -> Task | None:
         """The next task for a slot of `device`; None if none waits, or none fits into memory with those that run."""
-        place = Device(device.index, memory_bytes=self._limit(device, memory))
+        place = Device(memory_bytes=self._limit(device, memory))
         beside = [self._client(task) for task in running]
         if own := self._waiting.get(device, []):
             # On a free device the task starts whatever it needs: if it fits nowhere, its own error says so.

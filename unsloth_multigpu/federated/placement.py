@@ -29,12 +29,10 @@ class Device:
     """What is known of a device.
 
     Args:
-        index: Its number, which errors name.
         speed: Units of `Client.cost` that it does in a second; where it runs several clients at once, all together.
         memory_bytes: What all clients that run on it at once may need together; None = not known, so no limit.
     """
 
-    index: int
     speed: float = 1.0
     memory_bytes: int | None = None
 

@@ -121,10 +121,6 @@ class SlotPool:
             if slot.is_live and not slot.is_ready and late_s > 0:
                 self._bury(slot, f"it was not ready within {self._start_timeout_s:g} s")
 
-    def num_waiting(self, device: SlotDevice) -> int:
-        """How many tasks wait for this device."""
-        return self._queues.num_waiting(device)
-
     def close(self) -> None:
         """Ends all processes and forgets the tasks; a later `run` starts new ones."""
         self._queues.take_all()
@@ -164,13 +160,13 @@ class SlotPool:
         if messages is None:
             self._bury(slot)
             return
-        for num_bytes, kind, *fields in messages:
+        for kind, *fields in messages:
             if kind == "ready":
                 slot.is_ready = True
                 shared_by = self._num_devices("cpu") if slot.device.kind == "cpu" else 1
                 self._memory_bytes.setdefault(slot.device, fields[0] // shared_by)
             elif kind == "done":
-                self._finish(slot, num_bytes, *fields)
+                self._finish(slot, *fields)
             elif kind == "unloadable":
                 raise SetupError(
                     f"{slot} cannot load the clients' functions: {fields[0]}\n{slot.tail()}",
@@ -183,7 +179,6 @@ class SlotPool:
     def _finish(
         self,
         slot: Slot,
-        num_bytes: int,
         reply: Any,
         state: Any,
         peak_bytes: int,
@@ -195,7 +190,7 @@ class SlotPool:
         assert task is not None
         if self._is_auto and is_out_of_memory and self._shrink(slot, task):
             return
-        task.received_bytes, task.peak_memory_bytes = num_bytes, peak_bytes
+        task.peak_memory_bytes = peak_bytes
         if error:
             task.fail(reply.error.code, error)
             logger.warning("%s failed:\n%s", task.place(), lines.rstrip())

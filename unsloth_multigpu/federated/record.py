@@ -10,14 +10,12 @@ from flwr.serverapp.strategy import Strategy
 
 from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.federated.strategy import layers_of
-from unsloth_multigpu.logs import get_logger
 
 if TYPE_CHECKING:
     import numpy as np
 
     Tensors = dict[str, np.ndarray[Any, Any]]
 
-_log = get_logger(__name__)
 _RECORDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (ArrayRecord, ConfigRecord, MetricRecord, RecordDict, dict)
 }

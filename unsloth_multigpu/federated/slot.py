@@ -115,7 +115,7 @@ class Slot:
             # Asked only when no message is left: the last one of a process that has ended counts.
             return None if self.has_ended() else []
         # Safe to unpickle: it comes from our own child, which runs the same user's code.
-        return None if messages is None else [(len(data), *pickle.loads(data)) for data in messages]
+        return None if messages is None else [pickle.loads(data) for data in messages]
 
     def has_ended(self) -> bool:
         """Its process has ended, and this process has not taken note of it."""

@@ -22,31 +22,23 @@ class ClientRecord:
         client_id: 0 .. num_clients - 1.
         slot: Number of the slot that answered it, or was the last to try; -1 = it was not begun.
         device: That slot's device, like "cuda:1"; "" = it was not begun.
-        server_round: The message's "server-round", 0 where it names none.
         kind: "train", "evaluate" or "query".
         begin_s: When that slot got it, on the clock of `time.monotonic`.
         seconds: From then until its reply was here.
         peak_memory_bytes: On an accelerator what torch reserved there at most, on the CPU what the process held.
-        num_examples: The reply's "num-examples", 0 where it names none.
         error: One line; None = it was answered.
         attempts: How often a slot began with it.
-        sent_bytes: Size of the message.
-        received_bytes: Size of the reply.
     """
 
     client_id: int
     slot: int
     device: str
-    server_round: int
     kind: str
     begin_s: float
     seconds: float
     peak_memory_bytes: int
-    num_examples: int
     error: str | None
     attempts: int
-    sent_bytes: int
-    received_bytes: int
 
 
 @dataclass(eq=False)
@@ -69,9 +61,7 @@ class Task:
     peak_memory_bytes: int = 0
     error: str | None = None
     attempts: int = 0
-    received_bytes: int = 0
     is_first: bool = False
-    sent_bytes: int = 0
     server_round: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +81,7 @@ class Task:
 
     @property
     def num_examples(self) -> int:
-        """What the reply says."""
+        """What the reply says; 0 where it names none."""
         if self.reply is None or not self.reply.has_content():
             return 0
         found = [m["num-examples"] for m in self.reply.content.metric_records.values() if "num-examples" in m]
@@ -105,9 +95,7 @@ class Task:
 
     def pack(self) -> bytes:
         """What the slot gets. Made when one is free: all clients' arrays at once may be more than the memory."""
-        data = pickle.dumps((self.message, self.context), pickle.HIGHEST_PROTOCOL)
-        self.sent_bytes = len(data)
-        return data
+        return pickle.dumps((self.message, self.context), pickle.HIGHEST_PROTOCOL)
 
     def place(self) -> str:
         """Who works on it where: "client 3 (round 2, train) on slot 1, cuda:1"."""
@@ -131,14 +119,10 @@ class Task:
             client_id=self.client_id,
             slot=self.slot,
             device="" if self.device is None else str(self.device),
-            server_round=self.server_round,
             kind=self.kind,
             begin_s=self.begin_s,
             seconds=self.seconds,
             peak_memory_bytes=self.peak_memory_bytes,
-            num_examples=self.num_examples,
             error=self.error,
             attempts=self.attempts,
-            sent_bytes=self.sent_bytes,
-            received_bytes=self.received_bytes,
         )

@@ -13,13 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.shards import is_sharded, part_of
-from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.digest import digest_int64
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
 
-logger = get_logger(__name__)
 
 # What a data set without random access has given: see `StepStream.digest`.
 STREAM = "rows of the stream"

@@ -20,12 +20,9 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupErro
 from unsloth_multigpu.group.manager import DDPManager, local_device
 from unsloth_multigpu.group.model import inner_name, torch_optimizer
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
-from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import OptionalTrainer, TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
-
-logger = get_logger(__name__)
 
 # Values that a message can hold as they are.
 _PLAIN = (bool, int, float, str, type(None))

@@ -57,12 +57,10 @@ class Answer:
     Args:
         description: Model and training.
         devices: What the child saw of this machine; empty without a card.
-        num_gpus: What the script's line asks for; None = all there are.
     """
 
     description: Description
     devices: tuple[Device, ...]
-    num_gpus: int | None
 
 
 def ask(
@@ -110,7 +108,7 @@ def _answer(values: Mapping[str, Any]) -> Answer:
     if "error" in values:
         raise SetupError(values["error"], hint=values["hint"])
     devices = tuple(Device(**device) for device in values["devices"])
-    return Answer(Description.from_values(values["description"]), devices, values["num_gpus"])
+    return Answer(Description.from_values(values["description"]), devices)
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
@@ -139,11 +137,9 @@ class Probe(Tool):
         self._tokens = tokens
         self._keeps_batch = True
         self._is_offloaded = False
-        self._num_gpus: int | None = None
         self._is_entered = False
 
     def adjusted(self, config: Any) -> Any:
-        self._num_gpus = config.num_gpus
         self._keeps_batch = config.global_batch == "keep" and config.batch_size_per_gpu is None
         if not self._is_entered:
             self._enter()
@@ -181,7 +177,7 @@ class Probe(Tool):
             description = describe(
                 trainer, tokens=self._tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
             )
-            values = {"description": description.plain_values(), "num_gpus": self._num_gpus, "devices": _devices()}
+            values = {"description": description.plain_values(), "devices": _devices()}
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
         self._write(values)

@@ -191,7 +191,6 @@ class LossWatch:
         self._trial = LossTrial(trainer, compute_loss)
         self._scale = scale
         self._draw_samples = draw_samples
-        self._trainer = trainer
         self._num_steps = 0
 
     def next_step(self) -> Misfit | None:

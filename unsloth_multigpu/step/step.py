@@ -15,8 +15,6 @@ from unsloth_multigpu.step.lockstep import in_lockstep
 
 Rows = list[Any]
 Collate = Callable[[Rows], Any]
-
-
 Plan = list[list[Piece]]
 
 
@@ -36,15 +34,6 @@ class StepPlanner(Protocol):
         Called at the same place of the training on all ranks. What it returns reads nothing that changes, so that it
         may be called at any time, in any thread.
         """
-
-
-class InOrder:
-    """Plans nothing."""
-
-    num_steps = 0
-
-    def plan(self, samples: Sequence[int], sizes: Sequence[int], step_index: int) -> None:
-        """No plan."""
 
 
 @dataclass(frozen=True)

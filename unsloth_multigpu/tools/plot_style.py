@@ -1,4 +1,4 @@
-"""How the plots of all tools look. Needs matplotlib."""
+"""How plots look, those of tools and those of the experiments. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def new_figure(height: float, rows: int = 1) -> tuple[Figure, Any]:
 def png_of(figure: Figure) -> bytes:
     """The content of a PNG file."""
     target = io.BytesIO()
-    figure.savefig(target, format="png")
+    figure.savefig(target, format="png", metadata={"Software": None})  # The same picture from every version.
     return target.getvalue()

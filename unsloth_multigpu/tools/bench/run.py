@@ -147,7 +147,7 @@ def run_arm(
 
     Args:
         folder: An empty folder, where it works.
-        turns: The folder of a `bench_turn.Conductor`, where it takes turns with others.
+        turns: The folder of a `turn.Conductor`, where it takes turns with others.
         check: Called several times a second. It raises where the arm is to be ended.
 
     Raises:

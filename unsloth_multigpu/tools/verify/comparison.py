@@ -195,7 +195,7 @@ def compare(one: RunRecord, many: RunRecord, weights: Sequence[WeightDifference]
         weights: Largest difference that counts first, see `compare_updates`.
         bounds: What is allowed.
     """
-    steps = tuple(_compare_step(a, b, bounds) for a, b in zip(one.steps, many.steps, strict=False))
+    steps = tuple(_compare_step(a, b) for a, b in zip(one.steps, many.steps, strict=False))
     reasons = [
         f"{name}: {one.facts[name]} in one process, {many.facts[name]} in the ranks"
         for name in _SAME_FACTS
@@ -214,7 +214,7 @@ def compare(one: RunRecord, many: RunRecord, weights: Sequence[WeightDifference]
     return Comparison(steps, tuple(weights), bounds, tuple(reasons))
 
 
-def _compare_step(one: TrainedStep, many: TrainedStep, bounds: Bounds) -> StepDifference:
+def _compare_step(one: TrainedStep, many: TrainedStep) -> StepDifference:
     return StepDifference(
         step=one.step,
         num_samples=(one.samples.total(), many.samples.total()),
