@@ -1,6 +1,7 @@
 """What goes wrong inside a step, or between the ranks: what the user reads, and what the weights are then."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,12 @@ def test_hook_that_is_not_linear_is_told_or_refused(trainings):
         assert facts["num_steps"] == 0
     assert [facts["num_steps"] for facts in seen(folder, "clamped")[0]] == [NUM_STEPS] * 2
     assert run.err.count(what) == 1
+
+
+def test_script_that_reckons_with_the_number_of_ranks_is_told_once(trainings):
+    _, run = trainings
+    told = re.findall(r"messages.py reckons with the number of ranks in line \d+: (.+?)\. Batches", run.err)
+    assert told == ["50 * num_ranks"]
 
 
 def test_sampler_that_divides_the_rows_is_refused(trainings):

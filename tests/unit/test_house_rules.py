@@ -637,7 +637,7 @@ def test_import_is_free() -> None:
     [
         ("import numpy", "loads numpy"),
         ("import signal; signal.signal(signal.SIGTERM, print)", "sets a handler"),
-        ("import time; time.sleep(0.11)", "takes 0.11"),
+        ("import time; time.sleep(0.11)", "takes 0."),
     ],
 )
 def test_import_check_catches_a_planted_violation(tmp_path: Path, source: str, fact: str) -> None:

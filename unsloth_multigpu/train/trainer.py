@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,6 +43,7 @@ from unsloth_multigpu.train.outlook import outlook_of
 from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
+from unsloth_multigpu.train.rank_arithmetic import find_rank_arithmetic
 from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
 from unsloth_multigpu.train.waiting import Waiting
@@ -155,6 +158,8 @@ class DDPTrainer:
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
             if self.manager.identity.world_size > 1 and self.config.meets_every_step:
                 self._check_gradient_hooks()
+                if self.manager.identity.rank == 0:
+                    _warn_of_rank_arithmetic(getattr(sys.modules["__main__"], "__file__", None))
                 statistics = RunningStatistics(self.trainer, self.manager, self.steps)
                 self.parts += [statistics, MicroBatchStatistics(statistics)]
         loop = Loop(self.trainer, [*self.parts, *of_tool])
@@ -311,6 +316,23 @@ class DDPTrainer:
     def _resumed(self) -> str:
         folder = self.arguments.get("resume_from_checkpoint")
         return os.path.basename(folder.rstrip("/")) if isinstance(folder, str) else ""
+
+
+@functools.cache  # Once for a script, whatever it trains.
+def _warn_of_rank_arithmetic(script: str | None) -> None:
+    """A step has the script's global batch here, on any number of ranks: what a script divides by it is too small."""
+    if script is None or not os.path.isfile(script):
+        return
+    with open(script, encoding="utf-8", errors="replace") as file:
+        place = find_rank_arithmetic(file.read())
+    if place is not None:
+        logger.warning(
+            "%s reckons with the number of ranks in line %d: %s. Batches and steps are those of one GPU here: leave that "
+            "out, or set global_batch='scale', where each rank takes the script's batch",
+            os.path.basename(script),
+            place.line,
+            place.expression,
+        )
 
 
 def _hands_on(method: Callable[..., Any]) -> bool:

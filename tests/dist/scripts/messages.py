@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from unsloth_multigpu.group import facts
 
-rank = int(os.environ["RANK"])
+rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 NUM_TOKENS, NUM_STEPS = 8, 6
 LONG_TOKENS, LARGE_VOCABULARY = 2048, 4096
 
@@ -143,7 +143,7 @@ JOBS = {
     "version": train_with_another_peft,
     "same_stream": lambda: train("same_stream", rows=Stream(range(NUM_STEPS * 4)), args={"max_steps": 8}),
     "alone": lambda: train("alone", rows=ROWS, spoil="loss", steps=[2], ranks=(0, 1), sync="local_sgd"),
-    "divided": lambda: train("divided", rows=Stream(range(rank, 100, 2)), args=SOME),
+    "divided": lambda: train("divided", rows=Stream(range(rank, 50 * num_ranks, num_ranks)), args=SOME),
     "drifting": lambda: train("drifting", rows=Stream([*range(10), *range(40 + rank, 80)]), args=SOME, verify_every=2),
     "clamped": lambda: train("clamped", rows=ROWS, spoil="clamp"),
     "clamped_refused": lambda: train("clamped_refused", rows=ROWS, spoil="clamp", inexact="raise"),

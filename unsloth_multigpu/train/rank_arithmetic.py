@@ -1,0 +1,106 @@
+"""Does a script reckon with the number of ranks, as one that was written for torchrun does?"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_VARIABLE = "WORLD_SIZE"
+_ATTRIBUTES = {"world_size", "num_processes"}
+_FUNCTION = "get_world_size"
+_OPERATORS = (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
+
+
+class Place(NamedTuple):
+    """A line of the script, counted from 1, and the expression there."""
+
+    line: int
+    expression: str
+
+
+def find_rank_arithmetic(source: str) -> Place | None:
+    """The first place where a script multiplies by the number of ranks, or divides by it.
+
+    Such a script keeps its global batch, its number of steps or its learning rate by itself, which is right where each
+    rank takes a whole batch. Only the text is read. Comparisons (`if world_size > 1`) and printing do not count.
+
+    Args:
+        source: Text of the script.
+
+    Returns:
+        None where there is no such place, and where the text is not Python.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    places = []
+    for node in _in_order(tree):
+        for target, value in _assigned(node):
+            if isinstance(target, ast.Name) and _is_number(value, names):
+                names.add(target.id)
+        is_sum = isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, _OPERATORS)
+        if is_sum and not _is_text(node) and any(_is_number(operand, names) for operand in _operands(node)):
+            places.append(Place(node.lineno, ast.unparse(node)))
+    # Of an expression within another one, the outer.
+    return min(places, key=lambda place: (place.line, -len(place.expression)), default=None)
+
+
+def _in_order(tree: ast.Module) -> list[ast.expr | ast.stmt]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.expr, ast.stmt))]
+    return sorted(nodes, key=lambda node: (node.lineno, isinstance(node, (ast.BinOp, ast.AugAssign))))
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What is assigned to what; of `rank, world_size = 0, 1` each for itself."""
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        yield node.target, node.value
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        assert isinstance(node, ast.Assign)
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.AugAssign):
+        return [node.target, node.value]
+    assert isinstance(node, ast.BinOp)
+    return [node.left, node.right]
+
+
+def _is_text(node: ast.AST) -> bool:
+    """True for "%d ranks" % world_size and "-" * world_size."""
+    return any(
+        isinstance(operand, ast.JoinedStr) or (isinstance(operand, ast.Constant) and isinstance(operand.value, str))
+        for operand in _operands(node)
+    )
+
+
+def _is_number(node: ast.expr, names: set[str]) -> bool:
+    """True where an expression is the number of ranks, perhaps as another type: no condition, and no call with it."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Attribute):
+        return node.attr in _ATTRIBUTES
+    if isinstance(node, ast.Subscript):
+        return _is_variable(node.slice)
+    if isinstance(node, ast.BoolOp):
+        return any(_is_number(value, names) for value in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
+        return not _is_text(node) and any(_is_number(operand, names) for operand in _operands(node))
+    if isinstance(node, ast.IfExp):
+        return _is_number(node.body, names) or _is_number(node.orelse, names)
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if name == _FUNCTION or any(map(_is_variable, node.args)):  # os.environ.get("WORLD_SIZE", 1), os.getenv
+        return True
+    return name in ("int", "float", "max", "min") and any(_is_number(argument, names) for argument in node.args)
+
+
+def _is_variable(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == _VARIABLE
