@@ -276,8 +276,9 @@ def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tu
     num_ranks = trainer.accelerator.num_processes
     # All of it, or the part that is divided by the count.
     all_of_it, a_part = few * num_ranks, (few - many) * num_ranks + many
-    is_multiplied = any(math.isclose(multiplied, loss, rel_tol=0.01) for loss in (all_of_it, a_part))
-    if not is_multiplied and not math.isclose(multiplied, few, rel_tol=0.01):
+    is_same, is_whole, is_part = (math.isclose(multiplied, x, rel_tol=0.01) for x in (few, all_of_it, a_part))
+    is_multiplied = is_whole or (is_part and not is_same)
+    if not is_multiplied and not is_same:
         raise SetupError(
             f"The loss of the first rows is {few:.4g} where each rank counts its tokens, and {multiplied:.4g} where "
             f"they are counted over {num_ranks} ranks: neither the same nor {num_ranks} times as much.",
