@@ -63,6 +63,7 @@ def test_overridden_method_acts_as_in_one_process(folder, job):
         ("clips_data_2", BEHIND, AT_ONCE),
         ("adversarial_2", "it computes a loss once more behind the backward pass of a micro-batch", AT_ONCE),
         ("mixes", "the loss is called with another labels than the step was given", WHOLE),
+        ("mixes_in_last", "the loss is called with another labels than the step was given", WHOLE),
         ("mixes_in_place", "the loss is called with another labels than the step was given", WHOLE),
         ("selects", "the loss is called with another input_ids, attention_mask, labels than the step", WHOLE),
     ],

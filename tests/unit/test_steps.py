@@ -107,7 +107,7 @@ class Mixing(Losing):
 
 def mixing_step():
     piece = Piece((0, 1), group=(0,), is_shared=True)
-    return Step([MicroBatch({"loss": torch.tensor([3.0, 5.0])}, piece)], 1)
+    return Step([MicroBatch({"loss": torch.tensor([3.0, 5.0])}, piece)], 4)
 
 
 def test_step_of_a_script_that_ranks_cannot_share_is_refused_where_that_is_asked():

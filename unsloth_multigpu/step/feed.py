@@ -358,6 +358,8 @@ class StepFeed(Part):
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
         self._try_again()
+        if self._own_step is not None:
+            self._own_step.begin_step(is_short=step.num_references < self.num_accumulated)
         loss = self._computed(original, model, step, num_items)
         self._judge_own_step()
         self.metrics.end_step()
@@ -408,7 +410,7 @@ class StepFeed(Part):
         return self._own_step.micro_batch(micro_batch.inputs, is_whole=is_whole, is_all=is_all)
 
     def _judge_own_step(self) -> None:
-        """Says what a script's own `training_step` does that ranks cannot share. Collective in steps 1, 2, 4, 8, ..."""
+        """Says what a script's own `training_step` does that ranks cannot share. Collective where it looks."""
         seen = self._own_step.end_step() if self._own_step is not None else None
         if seen is not None:
             self._own_step = None

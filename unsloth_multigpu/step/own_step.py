@@ -52,13 +52,15 @@ class Seen:
 class OwnStep:
     """Watches calls of a script's own `training_step`, each for one micro-batch.
 
-    In steps 1, 2, 4, 8, ... alone. It computes nothing but two norms of the gradient for each micro-batch of these.
+    In steps 1, 2, 4, 8, ... and short ones alone, of which each is one collective. It computes nothing but two norms of
+    the gradient for each micro-batch of these.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
 
     Attributes:
+        is_looking: This step is watched, on all ranks.
         rows: What was seen of the rows that reach the loss, in words; "" = nothing.
         gradient: The same of the gradient.
     """
@@ -67,6 +69,7 @@ class OwnStep:
         self._trainer = trainer
         self._manager = manager
         self._num_steps = 0
+        self.is_looking = False
         self.rows = self.gradient = ""
         self._inputs: Any = None
         self._given: _Kept | None = None
@@ -75,15 +78,18 @@ class OwnStep:
         self._after_backward: list[tuple[torch.Tensor, torch.Tensor | None, int]] | None = None
         self._norms: list[torch.Tensor] = []
 
-    @property
-    def is_looking(self) -> bool:
-        """True in a step that is watched, the same on all ranks."""
-        return not (self._num_steps + 1) & self._num_steps
+    def begin_step(self, *, is_short: bool) -> None:
+        """Called before each step.
+
+        Args:
+            is_short: It has fewer micro-batches than others, and may be shared where these are whole.
+        """
+        self._num_steps += 1
+        self.is_looking = is_short or not self._num_steps & (self._num_steps - 1)
 
     def end_step(self) -> Seen | None:
         """Called after each step; what a rank has seen in it. Collective in a step that was watched."""
-        was_looking, self._num_steps = self.is_looking, self._num_steps + 1
-        if not was_looking:
+        if not self.is_looking:
             return None
         texts = self._manager.gather_texts(json.dumps([self.rows, self.gradient]))
         rows, gradient = ([found for found in kind if found] for kind in zip(*map(json.loads, texts), strict=True))
