@@ -100,6 +100,17 @@ def test_collator_says_how_rows_are_laid() -> None:
     assert [(c.is_padded, c.pad_multiple) for c in costs] == [(True, 1), (True, 8), (False, 1)]
 
 
+def test_step_with_rows_that_came_later_is_dealt_in_order_or_refused(caplog: Any) -> None:
+    ours = prepared(loader())
+    assert ours.plan([0, 1, 2, 3], [2, 2], 1) is not None
+    with caplog.at_level("INFO", logger="unsloth_multigpu"):
+        assert ours.plan([0, 1, 2, 4], [2, 2], 2) is None
+        assert ours.plan([0, 4, 5, 6], [2, 2], 3) is None
+    assert caplog.text.count("the data set has grown: it had 4 rows when their lengths were read") == 1
+    with pytest.raises(SetupError, match="balance='tokens' is not possible: the data set has grown"):
+        prepared(loader(), balance="tokens").plan([0, 1, 2, 4], [2, 2], 1)
+
+
 def test_rows_that_the_collator_cuts_count_as_cut() -> None:
     ours = prepared(loader(pad_to(most=10)))
     assert ours._lengths == [3, 10, 7, 10]

@@ -1,5 +1,6 @@
 """What is put on one trainer for the time of a training, and which trainings are refused; without other ranks."""
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -48,8 +49,9 @@ class Losing(FakeTrainer):
 
 
 def manager_of(identity, **options):
-    # It cannot meet anybody: every exchange with other ranks would raise.
-    return SimpleNamespace(config=MultiGPUConfig(**options), identity=identity, waits=WAITS)
+    # It cannot meet anybody: every exchange with other ranks would raise, but for what an own `training_step` does.
+    found = {"gather_texts": lambda text: [text]}
+    return SimpleNamespace(config=MultiGPUConfig(**options), identity=identity, waits=WAITS, **found)
 
 
 def feed(trainer, identity=SINGLE_PROCESS, **options):
@@ -85,11 +87,63 @@ def test_filler_counts_nothing_and_a_loss_meets_no_other_rank():
     steps = feed(trainer, ONE_OF_TWO)
     with fed(trainer, steps):
         step = step_of(Piece((0, 1, 2)), Piece((0,), share=0.0, is_filler=True))
-        assert trainer.training_step(trainer.model, step, 5) == 1.0
+        # As many times as DDP divides by.
+        assert trainer.training_step(trainer.model, step, 5) == 2.0
         assert trainer.gathered == []
         trainer.accelerator.gather("between two steps")
     assert trainer.gathered == ["between two steps"]
     assert (steps.num_samples, steps.num_micro_batches) == (3, 2)
+
+
+class Mixing(Losing):
+    """Its step computes the loss of other rows than it is given."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, {"loss": inputs["loss"].flip(0)}, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return (inputs["loss"] * torch.arange(2.0)).sum()
+
+
+def mixing_step():
+    piece = Piece((0, 1), group=(0,), is_shared=True)
+    return Step([MicroBatch({"loss": torch.tensor([3.0, 5.0])}, piece)], 4)
+
+
+def test_step_of_a_script_that_ranks_cannot_share_is_refused_where_that_is_asked():
+    trainer = Mixing()
+    with fed(trainer, feed(trainer, ONE_OF_TWO, inexact="raise")), pytest.raises(SetupError) as caught:
+        trainer.training_step(trainer.model, mixing_step(), 5)
+    assert "Mixing.training_step does what ranks that share a step cannot: the loss is called with another loss" in str(
+        caught.value
+    )
+    assert caught.value.hint.startswith("Set gradient_accumulation_steps=2 or a multiple of it, and balance='off'")
+
+
+def test_step_of_a_script_is_looked_at_in_steps_1_2_4_8():
+    trainer, asked = Mixing(), []
+    steps = feed(trainer, ONE_OF_TWO)
+    # What it does in the steps between, and to whole micro-batches, is not seen.
+    steps.manager.gather_texts = lambda text: asked.append(json.loads(text)) or ['["", ""]']
+    with fed(trainer, steps):
+        for _ in range(9):
+            trainer.training_step(trainer.model, mixing_step(), 5)
+    assert len(asked) == 4
+    assert all("another loss" in rows and not gradient for rows, gradient in asked)
+
+
+@pytest.mark.parametrize("is_filler", [True, False])
+def test_batches_that_a_script_returns_are_taken(is_filler):
+    trainer = Losing()
+    trainer.get_batch_samples = lambda batches, num, device: ([{**b, "more": b["labels"] + 1} for b in batches], 3)
+    inputs = {"loss": torch.ones(()), "labels": torch.tensor([7])}
+    step = Step([MicroBatch(inputs, Piece((0,), is_filler=is_filler))], 1)
+    with fed(trainer, feed(trainer)):
+        ((step,), _) = trainer.get_batch_samples(iter([step]), 1, "cpu")
+    (micro_batch,) = step.micro_batches
+    # A filler is counted without labels, and computed with them.
+    assert micro_batch.inputs["labels"].tolist() == [7]
+    assert micro_batch.inputs["more"].tolist() == ([-99] if is_filler else [8])
 
 
 @pytest.mark.parametrize("regroup", [True, False])

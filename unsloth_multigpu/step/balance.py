@@ -65,6 +65,7 @@ class Balancer:
         self._config = manager.config
         self._world_size = manager.identity.world_size
         self._lengths: list[int] = []
+        self._has_grown = False
         self._regroup = True
         # Ranks meet in every micro-batch, see `step.lockstep`. Their times tell nothing of their own speeds.
         self.is_lockstep = False
@@ -103,13 +104,11 @@ class Balancer:
         if not self._config.meets_every_step:
             logger.info("balance: samples are dealt in order: ranks do not wait for each other")
             return ""
-        limit = self._config.max_tokens_per_micro_batch
-        is_demanded = self._config.balance == "tokens" or limit is not None
-        reason = None
+        is_demanded, reason = self._is_demanded, None
         try:
             self._regroup = _may_regroup(scale, self._trainer, is_demanded=is_demanded)
             self._lengths, cost = self._read(loader)
-            self.balance = Balance(cost, tuple(speeds), limit)
+            self.balance = Balance(cost, tuple(speeds), self._config.max_tokens_per_micro_batch)
             self._num_ahead = steps_ahead(loader)
             self._go_on_from(self.resumed)
         except SetupError as error:
@@ -119,13 +118,21 @@ class Balancer:
         )
         if reason is not None:
             if is_demanded:
-                asked = "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
-                raise SetupError(f"{asked} is not possible: {reason.args[0]}.", hint=reason.hint)
+                raise SetupError(f"{self._asked} is not possible: {reason.args[0]}.", hint=reason.hint)
             logger.info("balance: samples are dealt in order: %s", reason.args[0])
             return ""
         self._check_limit()
         dealt = "dealt" if self._regroup else "exchanged between micro-batches"
         return f", {dealt} by length ({min(self._lengths)} to {max(self._lengths)} tokens)"
+
+    @property
+    def _is_demanded(self) -> bool:
+        return self._config.balance == "tokens" or self._config.max_tokens_per_micro_batch is not None
+
+    @property
+    def _asked(self) -> str:
+        limit = self._config.max_tokens_per_micro_batch
+        return "balance='tokens'" if limit is None else f"max_tokens_per_micro_batch={limit}"
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured, as JSON values: without it a resumed training would plan other micro-batches."""
@@ -210,10 +217,22 @@ class Balancer:
         """
         if self.balance is None:
             return None
+        if max(samples, default=-1) >= len(self._lengths):
+            self._without_lengths()
+            return None
         known = next((balance for until, balance in self._earlier if step_index <= until), self.balance)
         lengths = [self._lengths[i] for i in samples]
         how = {"regroup": self._regroup, "is_lockstep": self.is_lockstep}
         return functools.partial(balance_step, lengths, sizes, known, **how)
+
+    def _without_lengths(self) -> None:
+        """The data set has more rows than when their lengths were read. The order is rank 0's, so all ranks see it."""
+        grown = f"the data set has grown: it had {len(self._lengths)} rows when their lengths were read"
+        if self._is_demanded:
+            raise SetupError(f"{self._asked} is not possible: {grown}.", hint="Set balance='off', or add no rows.")
+        if not self._has_grown:
+            logger.info("balance: samples are dealt in order from here on, where one of them is new: %s", grown)
+        self._has_grown = True
 
     @property
     def lengths(self) -> Sequence[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute, steered
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.deal import check_divisible, equation
+from unsloth_multigpu.step.inputs import free_rows, on_device, prepare, prepared_before, take
 from unsloth_multigpu.step.loss import (
     LossScale,
     LossWatch,
@@ -30,11 +31,12 @@ from unsloth_multigpu.step.loss import (
 )
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
+from unsloth_multigpu.step.own_step import OwnStep
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.step.trial import Sample, draw_samples
-from unsloth_multigpu.step.weighing import ROWS, SUM
+from unsloth_multigpu.step.weighing import ROWS, SUM, without_effect
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
 
@@ -76,6 +78,9 @@ class StepFeed(Part):
         # The trainer's own `compute_loss`, and the watch that tries it again.
         self._loss: Any = None
         self._watch: LossWatch | None = None
+        # Looks at a `training_step` of the script's own.
+        is_own = manager.identity.world_size > 1 and is_scripts_own(trainer, "training_step")
+        self._own_step = OwnStep(trainer, manager) if is_own and manager.config.meets_every_step else None
         self._is_whole = False
         self._is_seedable = True
         self.loader: StepLoader | None = None
@@ -264,26 +269,33 @@ class StepFeed(Part):
         return False
 
     def _announce(self, misfit: Misfit, *, can_go_on: bool = True) -> None:
-        """Warns that this is not exactly the training of one process, or refuses it."""
-        what = f"The loss of a micro-batch cannot be shared exactly. {name_of(self.trainer, self._loss)}: {misfit}."
+        """Says that a loss cannot be shared exactly."""
+        name = name_of(self.trainer, self._loss)
         ways = (
             f"Set gradient_accumulation_steps={self.manager.identity.world_size} or a multiple of it: each micro-batch "
             "is then computed whole by one rank, which is exact. Or let the loss be a sum over rows or tokens, divided "
             "by num_items_in_batch."
         )
-        self.inexact = f"{name_of(self.trainer, self._loss)}: {misfit}"
+        counted = "Micro-batches that ranks share count differently than in one process."
+        what = f"The loss of a micro-batch cannot be shared exactly. {name}: {misfit}."
+        self._tell(f"{name}: {misfit}", what, counted, ways, can_go_on=can_go_on)
+
+    def _tell(self, cause: str, what: str, so: str, ways: str, *, can_go_on: bool = True) -> None:
+        """Warns that this is not exactly the training of one process, or refuses it."""
+        self.inexact = cause
         if not can_go_on or self.manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
         if self.manager.identity.rank > 0:
             return  # Rank 0 warns for all.
-        logger.warning("%s Micro-batches that ranks share count differently than in one process. %s", what, ways)
+        logger.warning("%s %s %s", what, so, ways)
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
-        """The loss is called as for a micro-batch: without other ranks."""
+        """The loss is called as for a micro-batch of one process: without other ranks, and with its divisor."""
         self._in_loss = True
         try:
-            yield
+            with instance_attribute(self.trainer, "current_gradient_accumulation_steps", self.num_accumulated):
+                yield
         finally:
             self._in_loss = False
 
@@ -306,12 +318,13 @@ class StepFeed(Part):
         self.balancer.check_labels([m.inputs for m in step.micro_batches])
         for micro_batch in step.micro_batches:
             # Tokens are counted over ranks by a collective, which takes tensors of the group's device only.
-            micro_batch.inputs = self.trainer._prepare_inputs(micro_batch.inputs)
+            micro_batch.inputs = on_device(self.trainer, micro_batch.inputs)
         # The samples of a filler already count in the step.
         inputs = [without_labels(m.inputs) if m.piece.is_filler else m.inputs for m in step.micro_batches]
-        _, num_items = original(iter(inputs), len(inputs), device)
+        batches, num_items = original(iter(inputs), len(inputs), device)
+        take(self.trainer, step, inputs, batches)
         if self.balancer.varies_rows:
-            _free_rows(inputs)
+            free_rows([m.inputs for m in step.micro_batches])
         if self._scale.is_token_normalised and num_items is None:
             raise SetupError(
                 f"{type(self.trainer).__name__} counted no tokens in a step, but its loss is to be divided by them.",
@@ -330,7 +343,7 @@ class StepFeed(Part):
         mine = [0.0] * step.num_references
         for micro_batch in step.micro_batches:
             if not micro_batch.piece.is_filler:
-                micro_batch.weight = self._scale.weight(micro_batch.inputs)
+                micro_batch.weight = self._scale.weight(prepare(self.trainer, micro_batch))
             mine[micro_batch.piece.reference] += micro_batch.weight
         if self._is_alone:
             for micro_batch in step.micro_batches:
@@ -345,7 +358,10 @@ class StepFeed(Part):
     def _training_step(self, original: Any, model: nn.Module, step: Step, num_items: Any = None) -> torch.Tensor:
         """`Trainer.training_step`: forward and backward of all micro-batches; gradients meet in the last backward."""
         self._try_again()
+        if self._own_step is not None:
+            self._own_step.begin_step(is_short=step.num_references < self.num_accumulated)
         loss = self._computed(original, model, step, num_items)
+        self._judge_own_step()
         self.metrics.end_step()
         return loss
 
@@ -358,19 +374,20 @@ class StepFeed(Part):
                 left_over = self._computed(original, model, step.left_over, step.left_over_items, is_left_over=True)
             losses.append(left_over)
         self._must_count = num_items is not None and (self._scale.is_token_normalised or self._scale.is_multiplied)
-        # Read by losses that are means of micro-batches, and by auxiliary losses.
-        self.trainer.current_gradient_accumulation_steps = len(step.micro_batches)
+        # The Trainer divides by it, and losses that are means of micro-batches, and auxiliary losses.
+        self.trainer.current_gradient_accumulation_steps = step.num_references
         if is_scripts_own(self.trainer, "training_step"):
-            # A script's own step divides by the accumulation that it reads here; `_factor` undoes the rest.
-            self.trainer.args.gradient_accumulation_steps = self.num_accumulated * self._division(step, num_items)
+            # A script's own step divides by the accumulation that it reads here.
+            self.trainer.args.gradient_accumulation_steps = self.num_accumulated
         for i, micro_batch in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
             self.current = micro_batch
             self._beat.mark(micro_batch=i)
-            self._piece_factor = self._factor(micro_batch, step, num_items)
+            self._piece_factor = self._factor(micro_batch, step)
             self.balancer.stopwatch.start()
             noted = self.metrics.micro_batch(micro_batch, is_left_over=is_left_over)
-            with noted, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
+            prepared, watched = prepared_before(self.trainer, micro_batch), self._watched(micro_batch, step)
+            with noted, prepared, watched, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 loss = original(model, micro_batch.inputs, num_items)
             # A mean over nothing is NaN; it counts nothing.
             losses.append(loss if self._piece_factor else torch.zeros_like(loss))
@@ -383,6 +400,23 @@ class StepFeed(Part):
         self.balancer.end_step()
         step.plan_following()
         return torch.stack(losses).sum()
+
+    def _watched(self, micro_batch: MicroBatch, step: Step) -> AbstractContextManager[None]:
+        piece = micro_batch.piece
+        if self._own_step is None or not self._own_step.is_looking or piece.is_filler:
+            return nullcontext()
+        is_whole = len(piece.group) == 1 and not piece.is_shared
+        is_all = step.num_references == len(step.micro_batches) == 1
+        return self._own_step.micro_batch(micro_batch.inputs, is_whole=is_whole, is_all=is_all)
+
+    def _judge_own_step(self) -> None:
+        """Says what a script's own `training_step` does that ranks cannot share. Collective where it looks."""
+        seen = self._own_step.end_step() if self._own_step is not None else None
+        if seen is not None:
+            self._own_step = None
+            what = f"{seen.name} does what ranks that share a step cannot: {seen.problem}."
+            so = "A rank has other rows and gradients there than one process."
+            self._tell(f"{seen.name}: {seen.problem}", what, so, seen.ways)
 
     def _try_again(self) -> None:
         if self._watch is None:
@@ -401,22 +435,25 @@ class StepFeed(Part):
                 hint="Hand it on: compute_loss(..., num_items_in_batch=num_items_in_batch); or global_batch='scale'.",
             )
         self._in_loss = model.training
-        # A script's own step has what is set for it.
-        is_hidden = not (model.training and is_scripts_own(self.trainer, "training_step"))
+        watch = self._own_step if model.training else None
+        if watch is not None:
+            watch.see_inputs(inputs)
         try:
-            with self.accumulation_of_script() if is_hidden else nullcontext():
+            with self.accumulation_of_script(), self._multiplied_by_nothing():
                 result = original(model, inputs, *args, **kwargs)
         finally:
             self._in_loss = False
+        loss, *others = result if isinstance(result, tuple) else (result,)
+        if watch is not None:
+            watch.see_loss(loss)
         if not model.training or self._piece_factor == 1.0:
             return result
-        loss, *others = result if isinstance(result, tuple) else (result,)
         if not self._piece_factor and self.is_lockstep and not bool(torch.isfinite(loss)):
             raise SetupError(
                 "A micro-batch has no label, and its mean loss is not a number: sharded ranks cannot leave it out.",
                 hint="Let the loss be a sum divided by num_items_in_batch, or leave rows without a label out.",
             )
-        weighed = loss * self._piece_factor if self._piece_factor else _without_effect(loss)
+        weighed = loss * self._piece_factor if self._piece_factor else without_effect(loss)
         return (weighed, *others) if isinstance(result, tuple) else weighed
 
     def _unless_in_loss(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -433,14 +470,12 @@ class StepFeed(Part):
         """True where all ranks follow rank 0's order of samples: none runs out of them before another."""
         return self.loader is not None and not isinstance(self.loader.dataset, StepStream)
 
-    def _factor(self, micro_batch: MicroBatch, step: Step, num_items: Any) -> float:
+    def _factor(self, micro_batch: MicroBatch, step: Step) -> float:
         """What a micro-batch's loss counts, so that DDP's average over ranks is the one-process gradient.
 
         For a rank that steps by itself: so that its own gradient is the mean over its own part.
         """
-        is_multiplied = self._scale.is_multiplied and num_items is not None
-        # With `average_tokens_across_devices` off, as it is for a rank alone, nothing is multiplied.
-        factor = 1.0 if is_multiplied or self._is_alone else float(self.manager.identity.world_size)
+        factor = 1.0 if self._is_alone else float(self.manager.identity.world_size)
         if self._scale.is_token_normalised:
             return 0.0 if micro_batch.piece.is_filler else factor
         if self._scale.weighing != "sum" or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
@@ -449,49 +484,10 @@ class StepFeed(Part):
             # As if this rank's part were the whole step, whose shares add up to its number of references.
             mine = sum(m.share for m in step.micro_batches)
             factor *= step.num_references / mine if mine else 0.0
-        return factor * self._division(step, num_items)
+        return factor
 
-    def _division(self, step: Step, num_items: Any) -> float:
-        """transformers divides by this rank's micro-batches, one process would by its own.
-
-        Unless the model is said to take loss arguments, where it divides by neither.
-        """
-        is_divided = num_items is None or not self.trainer.model_accepts_loss_kwargs
-        if is_divided and self.trainer.compute_loss_func is None:
-            return len(step.micro_batches) / step.num_references
-        return 1.0
-
-
-def _without_effect(loss: torch.Tensor) -> torch.Tensor:
-    """Zero, with a gradient of zero for each parameter: lets a rank take part in the exchange without an effect."""
-    if bool(torch.isfinite(loss)):
-        return loss * 0.0
-    # Zero times NaN is NaN. Sum the same parameters instead, without the computation in between.
-    parameters, seen, stack = [], set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "Checkpoint" in node.name():
-            return loss * 0.0  # It has parameters that cannot be seen.
-        if hasattr(node, "variable"):
-            parameters.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions)
-    zero = sum((p.reshape(-1)[:1].sum() * 0.0 for p in parameters), start=torch.zeros_like(loss))
-    return zero if zero.requires_grad else loss * 0.0
-
-
-def _free_rows(inputs: Sequence[Any]) -> None:
-    """Takes back that a Trainer has marked the number of rows as one that stays.
-
-    Unsloth marks it for the compiler when it counts a step's tokens; what is compiled and takes a mask or tokens would
-    be compiled again for each number of rows. A weak mark goes before a static one.
-
-    Args:
-        inputs: What a model is called with, each a mapping of tensors.
-    """
-    for batch in inputs:
-        for value in batch.values() if isinstance(batch, Mapping) else ():
-            if 0 in getattr(value, "_dynamo_static_indices", ()):
-                torch._dynamo.maybe_mark_dynamic(value, 0)
+    def _multiplied_by_nothing(self) -> AbstractContextManager[None]:
+        """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""
+        if self.manager.identity.world_size == 1:
+            return nullcontext()
+        return instance_attribute(self.trainer.args, "average_tokens_across_devices", False)

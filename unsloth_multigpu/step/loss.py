@@ -71,7 +71,8 @@ class LossScale:
     Args:
         is_token_normalised: The loss is a sum divided by the step's `num_items_in_batch`, so a step's gradient does not
             depend on which micro-batch or rank a sample is in.
-        is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging.
+        is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging, where
+            `average_tokens_across_devices` is set. In a training of ours it is not, while the loss is called.
         weighing: What a loss that is not token-normalised averages over, see `weighing.candidates`; "sum": nothing.
         rows_are_independent: The loss is a mean over rows, in which the other rows do not change the weight of a row.
         class_weights: Of the classes, where the mean is weighted by them.
@@ -272,8 +273,11 @@ def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tu
             hint=_LABELS_HINT,
         )
     num_ranks = trainer.accelerator.num_processes
-    is_multiplied = math.isclose(multiplied, few * num_ranks, rel_tol=0.01)
-    if not is_multiplied and not math.isclose(multiplied, few, rel_tol=0.01):
+    # All of it, or the part that is divided by the count.
+    all_of_it, a_part = few * num_ranks, (few - many) * num_ranks + many
+    is_same, is_whole, is_part = (math.isclose(multiplied, x, rel_tol=0.01) for x in (few, all_of_it, a_part))
+    is_multiplied = is_whole or (is_part and not is_same)
+    if not is_multiplied and not is_same:
         raise SetupError(
             f"The loss of the first rows is {few:.4g} where each rank counts its tokens, and {multiplied:.4g} where "
             f"they are counted over {num_ranks} ranks: neither the same nor {num_ranks} times as much.",

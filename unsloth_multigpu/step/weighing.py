@@ -103,5 +103,25 @@ def count_rows(inputs: Mapping[str, Any]) -> int:
     return next((len(t) for t in tensors if isinstance(t, torch.Tensor) and t.dim()), 1)
 
 
+def without_effect(loss: torch.Tensor) -> torch.Tensor:
+    """Zero, with a gradient of zero for each parameter: lets a rank take part in the exchange without an effect."""
+    if bool(torch.isfinite(loss)):
+        return loss * 0.0
+    # Zero times NaN is NaN. Sum the same parameters instead, without the computation in between.
+    parameters, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "Checkpoint" in node.name():
+            return loss * 0.0  # It has parameters that cannot be seen.
+        if hasattr(node, "variable"):
+            parameters.append(node.variable)
+        stack.extend(following for following, _ in node.next_functions)
+    zero = sum((p.reshape(-1)[:1].sum() * 0.0 for p in parameters), start=torch.zeros_like(loss))
+    return zero if zero.requires_grad else loss * 0.0
+
+
 def _shifted(values: torch.Tensor, is_shifted: bool) -> torch.Tensor:
     return values[:, 1:] if is_shifted else values
