@@ -31,9 +31,9 @@ from unsloth_multigpu.step.loss import (
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
+from unsloth_multigpu.step.samples import Sample, draw_samples
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.step.stream import StepStream
-from unsloth_multigpu.step.trial import Sample, draw_samples
 from unsloth_multigpu.step.weighing import ROWS, SUM
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage

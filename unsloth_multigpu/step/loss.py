@@ -16,7 +16,8 @@ from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial, Sample
+from unsloth_multigpu.step.samples import Sample
+from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial
 from unsloth_multigpu.step.weighing import ROWS, SUM, weight_of
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 

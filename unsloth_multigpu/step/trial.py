@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,16 +15,13 @@ from unsloth_multigpu.group.shards import part_of, reshard, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
+from unsloth_multigpu.step.samples import Sample
 from unsloth_multigpu.step.snapshot import kept_training_state
 from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
 
-# Rows of a trial, and how many are read to choose them from.
-_MOST_ROWS, _ROWS_READ = 8, 32
-# Elements of all columns of a sample, if two rows have no more: some 2,000 tokens.
-_MOST_ELEMENTS = 6_000
 # Elements of the parameters whose gradient is compared. Coefficients of rows are the same for all parameters.
 _PROBED_ELEMENTS = 2**20
 # Weights with equal losses for all rows hide how these are averaged. Then parameters are shifted by this much.
@@ -79,19 +75,6 @@ def rounding_bound(trainer: TrainerLike) -> Bound:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A few rows as one micro-batch, and the same rows as several.
-
-    Args:
-        whole: Collated, on the device.
-        parts: Of neighbouring rows, each collated by itself; empty where the collator draws, and its batch has no rows.
-    """
-
-    whole: Any
-    parts: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Fit:
     """How well losses of parts make up the loss of the whole.
 
@@ -112,90 +95,6 @@ class Fit:
     class_weights: tuple[float, ...] = ()
     is_one_of_several: bool = False
     problem: str = ""
-
-
-def draw_samples(
-    trainer: TrainerLike, loader: Any, *, skip: int = 0, rows: Sequence[Any] | None = None
-) -> list[Sample]:
-    """Two samples from the start of the data, behind `skip` rows, or from `rows`. Empty where no row has a label.
-
-    They never have more rows than the script's micro-batch, and take short ones, which cost little. In the first sample
-    the second half is longer, so that padding shows. In the second the first row is the longest, and one has no label
-    where there is such a row.
-    """
-    # The training gets the rows of a stream as well, and a collator may write into them.
-    read = _read(loader.dataset, skip) if rows is None else [_copied(row) for row in rows]
-    labelled = sorted((row for row in read if _has_label(row)), key=_size_of)
-    num_rows = min(_MOST_ROWS, int(trainer._train_batch_size), len(labelled))
-    while num_rows > 2 and sum(map(_size_of, labelled[:num_rows])) > _MOST_ELEMENTS:
-        num_rows -= 1
-    if not num_rows:
-        return []
-    short = labelled[: max(num_rows, len(labelled) // 2)]
-    samples = [[short[i * (len(short) - 1) // max(1, num_rows - 1)] for i in range(num_rows)]]
-    if num_rows > 1:
-        without = [row for row in read if not _has_label(row)][:1]
-        samples.append([short[-1], *without, *short[: num_rows - 1 - len(without)]])
-    return [_collated(trainer, loader, s, n) for s, n in zip(samples, (num_rows // 2 or 1, 1), strict=False)]
-
-
-def _read(dataset: Any, skip: int) -> list[Any]:
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return [dataset[(skip + i) % len(dataset)] for i in range(min(_ROWS_READ, len(dataset)))]
-    # A sampler of the script knows its length.
-    return list(islice(iter(dataset), _ROWS_READ))
-
-
-def _copied(value: Any) -> Any:
-    if type(value) is dict:
-        return {name: _copied(v) for name, v in value.items()}
-    if type(value) is list:
-        return [_copied(v) for v in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _has_label(row: Any) -> bool:
-    labels = row.get("labels") if isinstance(row, Mapping) else None
-    return not (isinstance(labels, (list, tuple)) and labels and all(label == IGNORED for label in labels))
-
-
-def _size_of(row: Any) -> int:
-    values = row.values() if isinstance(row, Mapping) else row if isinstance(row, (list, tuple)) else [row]
-    return sum(
-        int(v.numel()) if isinstance(v, torch.Tensor) else len(v) if hasattr(v, "__len__") else 1 for v in values
-    )
-
-
-def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> Sample:
-    whole, again = (loader.collate_fn(list(rows)) for _ in range(2))
-    parts = [part for part in (rows[:cut], rows[cut:]) if part]
-    if len(parts) < 2:
-        collated = [again]
-    elif _is_equal(whole, again):
-        collated = [loader.collate_fn(part) for part in parts]
-    else:
-        # A collator that draws would give the parts other masks than the whole.
-        collated = _cut(whole, [slice(0, cut), slice(cut, len(rows))])
-    prepared = [trainer._prepare_inputs(batch) for batch in (whole, *collated)]
-    return Sample(prepared[0], tuple(prepared[1:]))
-
-
-def _is_equal(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return first.shape == second.shape and torch.equal(first, second)
-    if isinstance(first, Mapping):
-        return all(_is_equal(first[name], second[name]) for name in first)
-    return True
-
-
-def _cut(whole: Any, parts: Sequence[slice]) -> list[Any]:
-    """The parts of a collated batch; empty where it is not made of rows."""
-    if not isinstance(whole, Mapping):
-        return []
-    rows = count_rows(whole)
-    if any(isinstance(v, torch.Tensor) and v.dim() and len(v) != rows for v in whole.values()):
-        return []
-    return [{n: v[part] if hasattr(v, "__getitem__") else v for n, v in whole.items()} for part in parts]
 
 
 class LossTrial:
@@ -244,6 +143,9 @@ class LossTrial:
             with_gradient: Gradients are compared as well, which reveal a loss that is not a mean even where the parts
                 have nearly the same loss.
         """
+        problem = next((sample.problem for sample in samples if sample.problem), "")
+        if problem:
+            return Fit(weighing or ROWS, math.nan, math.nan, problem=problem)
         samples = [sample for sample in samples if len(sample.parts) > 1]
         if not samples:
             return Fit(weighing or ROWS, math.nan, math.nan, problem="no batch could be compared with its parts")
