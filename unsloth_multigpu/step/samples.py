@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ _GOLDEN = 0.6180339887498949
 _MIXING_SEEDS = range(8)
 _LABELS = ("labels", "label", "label_ids")
 _MIXES = "the collator mixes the rows of a micro-batch, so that a part of it has other rows to mix"
+COLLATOR_REMEMBERS = "the collator depends on what it was called with before, and each rank has calls of its own"
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,11 @@ class Sample:
     Args:
         whole: Collated, on the device.
         parts: Of neighbouring rows, each collated by itself; empty where the collator draws, and its batch has no rows.
-        is_drawn: The collator gave other values when it was called again.
         problem: Why no parts make up the whole, whatever the loss is; "" = they may.
     """
 
     whole: Any
     parts: tuple[Any, ...]
-    is_drawn: bool = False
     problem: str = ""
 
 
@@ -70,9 +70,26 @@ def _samples(trainer: TrainerLike, loader: Any, read: Sequence[Any]) -> list[Sam
     labelled = sorted((row for row in read if _has_label(row)), key=_size_of)
     unlabelled = [row for row in read if not _has_label(row)]
     chosen = list(choose_rows(labelled, unlabelled, int(trainer._train_batch_size)))
-    samples = [_collated(trainer, loader, sample, cut) for sample, cut in chosen]
-    if any(sample.is_drawn for sample in samples) and _mixes(loader, labelled):
-        return [replace(sample, problem=_MIXES) for sample in samples]
+    collate = _collate_of(loader)
+    pairs = [(collate(list(rows)), collate(list(rows))) for rows, _ in chosen]
+    is_drawn = any(not _is_equal(*pair) for pair in pairs)
+    problem = ""
+    if chosen and _remembers(loader, list(labelled[: len(chosen[0][0])]), list(labelled[-len(chosen[0][0]) :])):
+        problem = COLLATOR_REMEMBERS
+    elif is_drawn and len(chosen[0][0]) > 1 and _mixes(loader, labelled):
+        problem = _MIXES
+    samples = []
+    for (rows, cut), (whole, again) in zip(chosen, pairs, strict=True):
+        parts = [part for part in (rows[:cut], rows[cut:]) if part]
+        if len(parts) < 2:
+            collated = [again]
+        elif not is_drawn:
+            collated = [collate(part) for part in parts]
+        else:
+            # A collator that draws would give the parts other masks than the whole.
+            collated = _cut(whole, [slice(0, cut), slice(cut, len(rows))])
+        prepared = [trainer._prepare_inputs(batch) for batch in (whole, *collated)]
+        samples.append(Sample(prepared[0], tuple(prepared[1:]), problem))
     return samples
 
 
@@ -104,6 +121,7 @@ def choose_rows(labelled: Sequence[Any], unlabelled: Sequence[Any], batch_size: 
         spread = _varied(spread, labelled, classes)
     yield sorted(spread, key=_size_of), num_rows // 2 or 1
     if num_rows == 1:
+        yield [short[-1]], 1
         return
     without = unlabelled[:1]
     second = [short[-1], *without, *short[: num_rows - 1 - len(without)]]
@@ -214,36 +232,36 @@ def _size_of(row: Any) -> int:
     )
 
 
-def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> Sample:
-    collate = _collate_of(loader)
-    whole, again = (collate(list(rows)) for _ in range(2))
-    is_drawn = not _is_equal(whole, again)
-    parts = [part for part in (rows[:cut], rows[cut:]) if part]
-    if len(parts) < 2:
-        collated = [again]
-    elif not is_drawn:
-        collated = [collate(part) for part in parts]
-    else:
-        # A collator that draws would give the parts other masks than the whole.
-        collated = _cut(whole, [slice(0, cut), slice(cut, len(rows))])
-    prepared = [trainer._prepare_inputs(batch) for batch in (whole, *collated)]
-    return Sample(prepared[0], tuple(prepared[1:]), is_drawn and len(parts) > 1)
+def _collate_of(loader: Any, seed: int | None = None, *, generators: bool = True) -> Callable[[list[Any]], Any]:
+    """The collator, which begins each call with the same state.
 
-
-def _collate_of(loader: Any, seed: int | None = None) -> Callable[[list[Any]], Any]:
-    """The collator, which begins each call with the same state, and with the same random numbers where a seed is given.
-
-    It is not told apart from a random one by a generator of its own.
+    Args:
+        loader: Of the training.
+        seed: Each call begins with these random numbers as well; None = they go on.
+        generators: With a seed, the collator's own generators do not go on either.
     """
 
     def collate(rows: list[Any]) -> Any:
-        with kept_data_state(loader, generators=seed is not None):
+        with kept_data_state(loader, generators=generators and seed is not None):
             if seed is None:
                 return loader.collate_fn(rows)
             with seeded_draws(seed):
                 return loader.collate_fn(rows)
 
     return collate
+
+
+def _remembers(loader: Any, before: list[Any], rows: list[Any]) -> bool:
+    """True where an earlier call changes what the collator makes of its rows."""
+    collate = _collate_of(loader, 0, generators=False)
+    fresh = collate(list(rows))
+    if not _is_equal(fresh, collate(list(rows))):
+        return False  # It has a generator of its own, which goes on.
+    with kept_data_state(loader):
+        for given in (before, rows):
+            with seeded_draws(0):
+                after = loader.collate_fn(list(given))
+    return not _is_equal(fresh, after)
 
 
 def _mixes(loader: Any, labelled: Sequence[Any]) -> bool:
@@ -255,10 +273,12 @@ def _mixes(loader: Any, labelled: Sequence[Any]) -> bool:
     num_rows = min(4, len(labelled))
     if num_rows < 3:
         return False
-    begins = range(len(labelled) - num_rows + 1)
-    begin = min(begins, key=lambda i: _size_of(labelled[i + num_rows - 1]) - _size_of(labelled[i]))
-    first, *rest = labelled[begin : begin + num_rows]
+    num_near = min(2 * num_rows, len(labelled))
+    begins = range(len(labelled) - num_near + 1)
+    begin = min(begins, key=lambda i: _size_of(labelled[i + num_near - 1]) - _size_of(labelled[i]))
     for seed in _MIXING_SEEDS:
+        # Two rows may be alike in what is mixed, such as their class.
+        first, *rest = random.Random(seed).sample(labelled[begin : begin + num_near], num_rows)
         collate = _collate_of(loader, seed)
         one = collate([first, *rest])
         if seed == _MIXING_SEEDS[0] and not (isinstance(one, Mapping) and _is_equal(one, collate([first, *rest]))):
@@ -277,7 +297,7 @@ def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor):
         return first.shape == second.shape and torch.equal(first, second)
     if isinstance(first, Mapping):
-        return all(_is_equal(first[name], second[name]) for name in first)
+        return all(name in second and _is_equal(first[name], second[name]) for name in first)
     return True
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.shards import part_of, reshard, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
+from unsloth_multigpu.step.one_process import counted_as_one_process
 from unsloth_multigpu.step.samples import Sample
 from unsloth_multigpu.step.snapshot import kept_training_state
 from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
@@ -32,6 +34,9 @@ _FP16_SCALE = 2.0**10
 _SAME = 0.1
 # A loss below this is only rounding.
 ZERO_LOSS = 1e-6
+# A model may mix rows in half of its passes, and a row may meet itself.
+_RANDOM_SEEDS, _JOINING_SEEDS = 4, 6
+_JOINED = "in training mode the model lets rows of a micro-batch meet, as mixup or a batch norm does"
 _TINY = 1e-30
 
 
@@ -85,6 +90,7 @@ class Fit:
         norm_ratio: Norm of the gradient that the parts make up by that of the whole.
         class_weights: Of the classes, where labels are weighted by them.
         is_one_of_several: Another weighing of tokens or rows fits as well.
+        is_certain: That it does not fit is known without a misfit.
         problem: Why it does not fit, in words; "" = it does.
     """
 
@@ -94,6 +100,7 @@ class Fit:
     norm_ratio: float = 1.0
     class_weights: tuple[float, ...] = ()
     is_one_of_several: bool = False
+    is_certain: bool = False
     problem: str = ""
 
 
@@ -106,13 +113,15 @@ class LossTrial:
     Args:
         trainer: A `transformers.Trainer` or subclass.
         compute_loss: Its bound `compute_loss`, without what this package puts around it.
+        is_own: It is of the script, and sees the number of processes of one process.
 
     Attributes:
         num_calls: How often the loss was called.
     """
 
-    def __init__(self, trainer: TrainerLike, compute_loss: Callable[..., Any]) -> None:
+    def __init__(self, trainer: TrainerLike, compute_loss: Callable[..., Any], *, is_own: bool = False) -> None:
         self._trainer = trainer
+        self._is_own = is_own
         self._compute_loss = compute_loss
         self._probes = _probes(trainer.model)
         self._has_gradient = bool(self._probes)
@@ -131,6 +140,10 @@ class LossTrial:
         """
         return self._measure(inputs, num_items, over_ranks=over_ranks, with_gradient=False).loss
 
+    def value_after(self, before: Sequence[Any], inputs: Any, num_items: int | None) -> float:
+        """The loss of a micro-batch behind calls with others, of which the state is kept; of all the same draws."""
+        return self._call(inputs, num_items, False, with_gradient=False, seed=0, before=before).loss
+
     def fit(
         self, samples: Sequence[Sample], num_items: int | None, weighing: str = "", *, with_gradient: bool = True
     ) -> Fit:
@@ -145,17 +158,49 @@ class LossTrial:
         """
         problem = next((sample.problem for sample in samples if sample.problem), "")
         if problem:
-            return Fit(weighing or ROWS, math.nan, math.nan, problem=problem)
+            return Fit(weighing or ROWS, math.nan, math.nan, is_certain=True, problem=problem)
         samples = [sample for sample in samples if len(sample.parts) > 1]
         if not samples:
             return Fit(weighing or ROWS, math.nan, math.nan, problem="no batch could be compared with its parts")
         found = self._fit(samples, num_items, weighing, with_gradient)
-        if found.problem and self._is_random(samples[0].whole, num_items):
+        if not self._is_random(samples[0].whole, num_items):
+            return found
+        if found.problem:
             # A model that draws more than dropout: judged without what it does in training alone.
             self._is_training = False
             found = self._fit(samples, num_items, weighing, with_gradient)
             self._is_training = True
+        if not found.problem and self._joins_rows(samples, num_items, found):
+            return replace(found, value=math.nan, gradient=math.nan, is_certain=True, problem=_JOINED)
         return found
+
+    def _joins_rows(self, samples: Sequence[Sample], num_items: int | None, fit: Fit) -> bool:
+        """True where a random model lets rows meet in training, as mixup in a forward pass does.
+
+        With the same random numbers, labels of the first row and the order of the rows behind it change the loss. Where
+        rows do not meet, each change has the same effect with and without the other. Masks and noise of each row by
+        itself, and layers that are left out for all rows, pass.
+        """
+        whole = next((s.whole for s in samples if _can_be_arranged(s.whole)), None)
+        if whole is None:
+            return False
+        rows = count_rows(whole)
+        behind = [0] if rows == 2 else [*range(2, rows), 1]
+        orders = ([*range(rows)], [0, *behind])
+        others = next((i for i in range(1, rows) if not torch.equal(whole["labels"][i], whole["labels"][0])), 0)
+        for seed in range(_JOINING_SEEDS):
+            sums = []
+            for order in orders:
+                arranged = {n: v[order] if _is_column(v, rows) else v for n, v in whole.items()}
+                labels = arranged["labels"].clone()
+                labels[0] = whole["labels"][others]
+                for inputs in (arranged, {**arranged, "labels": labels}):
+                    weight = weight_of(inputs, fit.weighing, fit.class_weights)
+                    sums.append(weight * self._measure(inputs, num_items, with_gradient=False, seed=seed).loss)
+            together = abs(sums[0] - sums[1] - sums[2] + sums[3])
+            if together > 4 * self.bound.value * max(map(abs, sums)):
+                return True
+        return False
 
     def _fit(self, samples: Sequence[Sample], num_items: int | None, weighing: str, with_gradient: bool) -> Fit:
         def measured_of(inputs: Any) -> _Measured:
@@ -211,8 +256,9 @@ class LossTrial:
         return Fit(name, value, gradient, ratio, table if "class weights" in name else (), problem=problem)
 
     def _is_random(self, inputs: Any, num_items: int | None) -> bool:
-        first, second = (self._measure(inputs, num_items, with_gradient=False, seed=seed).loss for seed in (1, 2))
-        return first != second
+        losses = (self._measure(inputs, num_items, with_gradient=False, seed=s).loss for s in range(_RANDOM_SEEDS))
+        first = next(losses)
+        return any(loss != first for loss in losses)
 
     def _measure(
         self,
@@ -234,7 +280,14 @@ class LossTrial:
         return self._call(inputs, num_items, over_ranks, with_gradient=False, seed=seed)
 
     def _call(
-        self, inputs: Any, num_items: int | None, over_ranks: bool, *, with_gradient: bool, seed: int | None
+        self,
+        inputs: Any,
+        num_items: int | None,
+        over_ranks: bool,
+        *,
+        with_gradient: bool,
+        seed: int | None,
+        before: Sequence[Any] = (),
     ) -> _Measured:
         trainer, args = self._trainer, self._trainer.args
         self.num_calls += 1
@@ -246,13 +299,16 @@ class LossTrial:
             stack.enter_context(self._shifted())
             stack.enter_context(torch.set_grad_enabled(with_gradient))
             stack.callback(reshard, trainer.model)
-            if seed is not None:
-                torch.manual_seed(seed)
+            stack.enter_context(counted_as_one_process(trainer) if self._is_own else nullcontext())
             args.average_tokens_across_devices = over_ranks
             trainer.model.train(self._is_training)
             try:
                 with trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), observed:
-                    loss = self._compute_loss(trainer.model, dict(inputs), **count)
+                    for given in (*before, inputs):
+                        with seeded_draws(seed) if seed is not None else nullcontext():
+                            if seed is not None:
+                                torch.manual_seed(seed)  # Accelerators as well.
+                            loss = self._compute_loss(trainer.model, dict(given), **count)
             finally:
                 args.average_tokens_across_devices = counts_over_ranks
             loss = loss[0] if isinstance(loss, tuple) else loss
@@ -326,6 +382,15 @@ class _Measured:
     def is_zero(self) -> bool:
         """True if the loss is only rounding, as that of a student that begins as a copy of its teacher."""
         return abs(self.loss) < ZERO_LOSS
+
+
+def _can_be_arranged(inputs: Any) -> bool:
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    return isinstance(labels, torch.Tensor) and labels.dim() > 0 and len(labels) > 1
+
+
+def _is_column(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _common(lists: Iterable[list[str]]) -> list[str]:
