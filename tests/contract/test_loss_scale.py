@@ -25,7 +25,8 @@ from tests.helpers.log_probs import LogProbs
 from tests.helpers.tiny import build_tiny, preference_rows
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.step.loss import UNSEEN, find_loss_scale
-from unsloth_multigpu.step.trial import LossTrial, draw_samples
+from unsloth_multigpu.step.samples import draw_samples
+from unsloth_multigpu.step.trial import LossTrial
 from unsloth_multigpu.step.weighing import weight_of
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}

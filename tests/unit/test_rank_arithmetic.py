@@ -24,6 +24,7 @@ LOOKS = [
     "n = args.world_size\nprint(f'{n} ranks', n + 1)",
     "steps = len(rows) // (bs * ga)",
     "n = pool(args.world_size)\nbatch = 64 // n",
+    "class T(Trainer):\n    def compute_loss(self, model):\n        return loss * self.accelerator.num_processes",
     "this is no Python",
     "",
 ]

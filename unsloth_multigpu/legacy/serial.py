@@ -32,7 +32,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
 from unsloth_multigpu.step.loss import LossScale, find_loss_scale, has_router_loss
-from unsloth_multigpu.step.trial import Sample
+from unsloth_multigpu.step.samples import Sample
 from unsloth_multigpu.step.weighing import weight_of
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike

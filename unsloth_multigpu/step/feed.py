@@ -28,14 +28,15 @@ from unsloth_multigpu.step.loss import (
     find_loss_scale,
     is_scripts_own,
     name_of,
+    seen_alone,
 )
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
 from unsloth_multigpu.step.own_step import OwnStep
 from unsloth_multigpu.step.sampler import StepLoader, step_loader
+from unsloth_multigpu.step.samples import Sample, draw_samples
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, without_labels
 from unsloth_multigpu.step.stream import StepStream
-from unsloth_multigpu.step.trial import Sample, draw_samples
 from unsloth_multigpu.step.weighing import ROWS, SUM, without_effect
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage
@@ -234,7 +235,7 @@ class StepFeed(Part):
             rows = steps.dataset.rows() if isinstance(steps.dataset, StepStream) else None
             return draw_samples(trainer, loader, skip=skip, rows=rows)
 
-        with self._by_itself():
+        with self._by_itself(), self.accumulation_of_script():
             scale = find_loss_scale(trainer, draw, self._loss)
         # Ranks with different decisions would deal differently.
         self._scale = LossScale.from_text(self.manager.gather_texts(scale.to_text())[0])
@@ -261,17 +262,17 @@ class StepFeed(Part):
         world_size = self.manager.identity.world_size
         if misfit is None or world_size == 1:
             return False
-        if self.num_accumulated >= world_size or self.trainer._train_batch_size == 1:
-            if self.trainer._train_batch_size > 1:
-                logger.info("loss: %s: %s; so micro-batches stay whole", name_of(self.trainer, self._loss), misfit)
-            return True
-        self._announce(misfit, can_go_on=misfit.may_be_shared)
-        return False
+        is_whole = self.num_accumulated >= world_size or self.trainer._train_batch_size == 1
+        if misfit.hint or not is_whole:
+            self._announce(misfit, can_go_on=is_whole or misfit.may_be_shared)
+        elif self.trainer._train_batch_size > 1:
+            logger.info("loss: %s: %s; so micro-batches stay whole", name_of(self.trainer, self._loss), misfit)
+        return is_whole
 
     def _announce(self, misfit: Misfit, *, can_go_on: bool = True) -> None:
         """Says that a loss cannot be shared exactly."""
         name = name_of(self.trainer, self._loss)
-        ways = (
+        ways = misfit.hint or (
             f"Set gradient_accumulation_steps={self.manager.identity.world_size} or a multiple of it: each micro-batch "
             "is then computed whole by one rank, which is exact. Or let the loss be a sum over rows or tokens, divided "
             "by num_items_in_batch."
@@ -439,7 +440,7 @@ class StepFeed(Part):
         if watch is not None:
             watch.see_inputs(inputs)
         try:
-            with self.accumulation_of_script(), self._multiplied_by_nothing():
+            with self.accumulation_of_script(), self._multiplied_by_nothing(), seen_alone(self.trainer, self._loss):
                 result = original(model, inputs, *args, **kwargs)
         finally:
             self._in_loss = False

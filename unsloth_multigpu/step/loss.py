@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -16,7 +17,9 @@ from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.group.shards import class_of
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial, Sample
+from unsloth_multigpu.step.one_process import counted_as_one_process
+from unsloth_multigpu.step.samples import COLLATOR_REMEMBERS, Sample
+from unsloth_multigpu.step.trial import ZERO_LOSS, Fit, LossTrial
 from unsloth_multigpu.step.weighing import ROWS, SUM, weight_of
 from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
@@ -43,6 +46,7 @@ class Misfit:
         gradient: The same of the gradient, as the norm of the difference by the norm.
         norm_ratio: Norm of the gradient that the parts make up by that of the whole.
         may_be_shared: Parts can at least be weighed; else only whole micro-batches can be dealt.
+        hint: What to do where whole micro-batches are not exact either; "" = they are.
     """
 
     problem: str
@@ -50,6 +54,7 @@ class Misfit:
     gradient: float = math.nan
     norm_ratio: float = 1.0
     may_be_shared: bool = True
+    hint: str = ""
 
     def __str__(self) -> str:
         if math.isnan(self.value):
@@ -61,6 +66,14 @@ class Misfit:
 
 ROUTER = Misfit("the router's loss counts once for each micro-batch, whatever is in it")
 SORTED = Misfit("its rows are sorted and compared with one another, so that the weight of a row depends on the others")
+_STATE_HINT = "Let it depend on args and self.state, such as self.state.global_step, which all ranks have in common."
+REMEMBERS = Misfit(
+    "it depends on what the loss was called with before, and each rank has calls of its own", hint=_STATE_HINT
+)
+COUNTS_CALLS = Misfit(
+    "it depends on how often the loss was called before, which is less on a rank with gradient_accumulation_steps > 1",
+    hint=_STATE_HINT,
+)
 UNSEEN = Misfit("none of the rows that come first has a label, so that it cannot be tried")
 
 
@@ -131,7 +144,7 @@ def find_loss_scale(
     compute_loss = compute_loss or trainer.compute_loss
     counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
     name = author_of(trainer, compute_loss)
-    is_own = not name or not _has_stock_model(trainer)
+    is_own = is_of_script(trainer, compute_loss)
     # The form of a preference loss may be visible only once the policy differs from its reference.
     may_change = is_own or name not in ("SFTTrainer", "Trainer")
     if counts_items and name == "SFTTrainer" and not is_own and trainer.label_smoother is None:
@@ -146,7 +159,7 @@ def find_loss_scale(
                 f"It cannot be seen how {name_of(trainer, compute_loss)} is averaged: {UNSEEN}.", hint=_LABELS_HINT
             )
         return replace(_declared_scale(trainer) if counts_items else plain, misfit=UNSEEN)
-    trial = LossTrial(trainer, compute_loss)
+    trial = LossTrial(trainer, compute_loss, is_own=is_own)
     scale, misfit, count = plain, None, None
     first = samples[0].whole
     # Without labels there is nothing to count, and the Trainer hands no count on.
@@ -164,10 +177,30 @@ def find_loss_scale(
             scale = replace(
                 scale, weighing=fit.weighing, class_weights=fit.class_weights, rows_are_independent=is_alone
             )
+    if any(sample.problem == COLLATOR_REMEMBERS for sample in samples):
+        misfit = Misfit(COLLATOR_REMEMBERS, hint="Let the collator depend on its rows alone.")
+    elif is_own and (misfit is None or misfit.may_be_shared):
+        misfit = _misfit_of_state(trainer, trial, samples, count) or misfit
     if is_own:
         text = "loss: %s was called %d times on a few rows before the first step, to find how it is averaged"
         logger.info(text, name_of(trainer, compute_loss), trial.num_calls)
     return replace(scale, misfit=misfit, is_watched=may_change and misfit is None and trainer._train_batch_size > 1)
+
+
+def _misfit_of_state(
+    trainer: TrainerLike, trial: LossTrial, samples: Sequence[Sample], count: int | None
+) -> Misfit | None:
+    """Finds whether an earlier call changes the loss: state that ranks do not share."""
+    if len(samples) < 2:
+        return None
+    first, second = samples[0].whole, samples[1].whole
+    fresh, one, other = (trial.value_after(before, second, count) for before in ((), (first,), (second,)))
+    bound = max(trial.bound.value, 1e-4)
+    if not math.isclose(one, other, rel_tol=bound):
+        return REMEMBERS if all(map(math.isfinite, (fresh, one, other))) else None
+    # In each step a rank calls it as often as one process with one micro-batch.
+    counts = not math.isclose(fresh, one, rel_tol=bound) and trainer.args.gradient_accumulation_steps > 1
+    return COUNTS_CALLS if counts else None
 
 
 class LossWatch:
@@ -189,7 +222,7 @@ class LossWatch:
         scale: LossScale,
         draw_samples: Callable[[int], list[Sample]],
     ) -> None:
-        self._trial = LossTrial(trainer, compute_loss)
+        self._trial = LossTrial(trainer, compute_loss, is_own=is_of_script(trainer, compute_loss))
         self._scale = scale
         self._draw_samples = draw_samples
         self._num_steps = 0
@@ -204,7 +237,7 @@ class LossWatch:
         has_count = self._scale.is_multiplied or self._scale.is_token_normalised
         weighing = SUM if self._scale.is_token_normalised else self._scale.weighing
         fit = self._trial.fit(samples, _FEW_ITEMS if has_count else None, weighing, with_gradient=False)
-        has_changed = math.isfinite(fit.value) and fit.value > self._trial.bound.value
+        has_changed = fit.is_certain or (math.isfinite(fit.value) and fit.value > self._trial.bound.value)
         return Misfit(fit.problem, fit.value) if has_changed else None
 
 
@@ -216,6 +249,16 @@ def author_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:
     if not is_method or callable(trainer.compute_loss_func) or not _is_known(owner):
         return ""
     return str(owner.__name__).removeprefix("_Unsloth")
+
+
+def is_of_script(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> bool:
+    """True where the script wrote the loss, or the model that computes it: it may read the number of ranks."""
+    return not author_of(trainer, compute_loss) or not _has_stock_model(trainer)
+
+
+def seen_alone(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> AbstractContextManager[None]:
+    """While it is open, a loss that the script wrote sees the number of processes of one process."""
+    return counted_as_one_process(trainer) if is_of_script(trainer, compute_loss) else nullcontext()
 
 
 def name_of(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> str:

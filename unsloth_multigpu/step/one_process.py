@@ -1,13 +1,13 @@
-"""A loader of one process's batches in a rank of several: as long as there, and read without another rank."""
+"""What one process has, in a rank of several: its batches, read without another rank, and its number of ranks."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from unsloth_multigpu.seam import Steered, steered
+from unsloth_multigpu.seam import Steered, instance_attribute, steered
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # The loop of transformers, and what Unsloth makes of it: `_fast_inner_training_loop`.
@@ -66,3 +66,31 @@ def is_for_a_training(trainer: TrainerLike) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+class _Alone:
+    """A state of accelerate that says it is of one process; all else is the state's own."""
+
+    def __init__(self, state: Any) -> None:
+        object.__setattr__(self, "_state", state)
+
+    num_processes = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._state, name, value)
+
+
+@contextmanager
+def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
+    """`accelerator.num_processes` and `args.world_size` are 1 while the context is open, and nothing else changes.
+
+    A loss of a script is then the one that it is in one process. Collectives still reach all ranks.
+    """
+    with ExitStack() as stack:
+        for owner, name in ((trainer.accelerator, "state"), (trainer.args, "distributed_state")):
+            if vars(owner).get(name) is not None:
+                stack.enter_context(instance_attribute(owner, name, _Alone(vars(owner)[name])))
+        yield

@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import random
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +28,13 @@ _CONTAINERS = (list, dict, set, collections.deque)
 _STANDARD = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict, collections.Counter})
 # A container of more is data and no state of a loss; copying it at each trial would cost.
 _MOST_ITEMS = 10_000
+# The same of a tensor's elements.
+_MOST_ELEMENTS = 2**20
+# Functions and objects that are followed, and items of a list that are.
+_MOST_OBJECTS, _MOST_PARTS = 500, 50
 _DATA = ("train_dataset", "eval_dataset")
+# Where libraries keep what lies around a script's collator or data set.
+_WRAPPERS = ("torch.utils.data", "transformers.trainer_utils", "transformers.data", "trl.trainer")
 
 
 @contextmanager
@@ -34,21 +42,47 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
     """Restores on leaving what a forward and backward pass of the trainer's loss may have changed.
 
     That is: random states, gradients, buffers of the model (running statistics, counters), attributes of the trainer,
-    of the model's modules and of the script's loss function, and variables which that function closes over or reads
-    from its module; of containers the contents, where these are plain values. What the loss writes elsewhere (a file, a
+    of the model's modules, of the script's loss function, of its classes and of its objects that these have, and
+    variables which that function, and those it calls, close over or read from their modules; of containers the
+    contents, where these are plain values or tensors. What is new is deleted. What the loss writes elsewhere (a file, a
     tracker) cannot be taken back; `Trainer.log` does nothing meanwhile.
     """
+    modules = list(_modules(trainer))
+    owned = [value for name, value in vars(trainer).items() if name not in _DATA]
+    owned += [value for module in modules if _is_own(module) for value in vars(module).values()]
+    known = {id(o) for o in (trainer, *modules)}
     with ExitStack() as stack:
         stack.enter_context(kept_random_state())
         stack.enter_context(_forked(trainer.args.device))
-        stack.enter_context(_kept_tensors(list(_modules(trainer))))
-        for values in _namespaces(trainer):
-            stack.callback(
-                functools.partial(_restore, values, {n: _copied(v) for n, v in values.items() if n not in _DATA})
-            )
-        for cell in _cells(trainer):
-            stack.callback(functools.partial(_restore_cell, cell, _copied(cell.cell_contents)))
+        stack.enter_context(_kept_tensors(modules))
+        # A loss may make anything in its own trainer, such as a module.
+        stack.callback(_keep(vars(trainer), takes_all_new=True))
+        for module in modules:
+            stack.callback(_keep(vars(module), takes_all_new=_is_own(module)))
+        for restore in _keep_reached([*_loss_functions(trainer), *owned], known, generators=True):
+            stack.callback(restore)
+        for cls in _own_classes([trainer, *modules]):
+            stack.callback(_keep_class(cls))
         stack.enter_context(_silent(trainer))
+        yield
+
+
+@contextmanager
+def kept_data_state(loader: Any, *, generators: bool = True) -> Iterator[None]:
+    """Restores on leaving what reading rows and collating them may have changed in the collator and the data set.
+
+    Attributes of both and of what they wrap, as `kept_training_state` does; and random states.
+
+    Args:
+        loader: Of the training, as the Trainer built it.
+        generators: Those that the collator or the data set have for themselves are restored as well.
+    """
+    roots = [loader.collate_fn, loader.dataset]
+    with ExitStack() as stack:
+        for restore in _keep_reached(roots, set(), generators=generators):
+            stack.callback(restore)
+        for cls in _own_classes(roots):
+            stack.callback(_keep_class(cls))
         yield
 
 
@@ -62,12 +96,17 @@ def _forked(device: torch.device) -> Any:
 @contextmanager
 def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[None]:
     buffers = [(m, n, b, b.detach().clone()) for m in modules for n, b in m._buffers.items() if b is not None]
+    names = [(m, set(m._buffers), [n for n, b in m._buffers.items() if b is None]) for m in modules]
     gradients = [(p, p.grad) for m in modules for p in m._parameters.values() if p is not None]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
         yield
     finally:
+        for module, before, empty in names:
+            for name in set(module._buffers) - before:
+                del module._buffers[name]
+            module._buffers.update(dict.fromkeys(empty))
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 module._buffers[name] = buffer
@@ -78,39 +117,133 @@ def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _namespaces(trainer: TrainerLike) -> list[dict[str, Any]]:
-    """Dictionaries of attributes and variables that the loss may write."""
-    found = [vars(trainer), *(vars(module) for module in _modules(trainer))]
-    for function in _loss_functions(trainer):
-        owner = getattr(function, "__self__", None)
-        found.extend(vars(o) for o in (function, owner) if o not in (None, trainer) and hasattr(o, "__dict__"))
-        code = getattr(getattr(function, "__func__", function), "__code__", None)
-        variables = getattr(function, "__globals__", {})
-        if code is not None:
-            found.append(_Names(variables, code.co_names))
-    return found
+def _keep(
+    values: dict[str, Any],
+    names: Sequence[str] | None = None,
+    *,
+    takes_all_new: bool = False,
+    generators: bool = True,
+) -> Callable[[], None]:
+    """Notes attributes or variables.
+
+    Args:
+        values: Of an object or a module.
+        names: Only these; None = all.
+        takes_all_new: New ones of any type are deleted; else those of libraries stay, which keep caches.
+        generators: Generators among them are kept as well.
+
+    Returns:
+        Restores them.
+    """
+
+    def now() -> list[str]:
+        return [name for name in (values if names is None else names) if name in values and name not in _DATA]
+
+    kept = {name: _copied(values[name], generators=generators) for name in now()}
+
+    def restore() -> None:
+        for name in now():
+            if name not in kept and (takes_all_new or _is_state(values[name]) or _is_own(values[name])):
+                del values[name]  # An attribute of the class is seen again.
+        for name, value in kept.items():
+            values[name] = _restored(value)
+
+    return restore
 
 
-class _Names(dict[str, Any]):
-    """The variables of a module that one function names; writes go to the module."""
+def _keep_class(cls: type) -> Callable[[], None]:
+    """Notes the plain attributes of a class, such as a counter or a list that all its objects share."""
+    kept = {name: _copied(value) for name, value in vars(cls).items() if _is_shared_state(name, value)}
 
-    def __init__(self, variables: dict[str, Any], names: tuple[str, ...]) -> None:
-        super().__init__({name: variables[name] for name in names if name in variables})
-        self._variables = variables
+    def restore() -> None:
+        for name in [n for n, value in vars(cls).items() if n not in kept and _is_shared_state(n, value)]:
+            delattr(cls, name)
+        for name, value in kept.items():
+            if vars(cls).get(name) is not _restored(value):
+                setattr(cls, name, value[0])
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._variables[name] = value
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._variables
-
-    def __getitem__(self, name: str) -> Any:
-        return self._variables[name]
+    return restore
 
 
-def _cells(trainer: TrainerLike) -> list[types.CellType]:
-    cells = [cell for f in _loss_functions(trainer) for cell in getattr(f, "__closure__", None) or ()]
-    return [cell for cell in cells if _is_filled(cell) and _is_plain(cell.cell_contents)]
+def _is_shared_state(name: str, value: Any) -> bool:
+    return not name.startswith("__") and _is_state(value)
+
+
+def _own_classes(objects: Sequence[Any]) -> list[type]:
+    classes = {cls for o in objects for cls in type(o).__mro__ if not is_library(cls.__module__)}
+    return sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
+
+
+def _keep_reached(roots: Sequence[Any], known: set[int], *, generators: bool) -> Iterator[Callable[[], None]]:
+    """Notes what functions and objects hold: closures, variables that functions name, attributes of the script's own.
+
+    Args:
+        roots: Of libraries these are looked into as well where they are functions, collators or data sets.
+        known: Ids of objects that are kept otherwise.
+        generators: See `_keep`.
+    """
+    # A list keeps the objects, and so their ids, alive.
+    stack: list[Any] = list(reversed(roots))
+    seen: list[Any] = []
+    while stack and len(seen) < _MOST_OBJECTS:
+        value = stack.pop()
+        if id(value) in known:
+            continue
+        found = _held_by(value)
+        if found is None:
+            continue
+        known.add(id(value))
+        seen.append(value)
+        for values, names in found.spaces:
+            yield _keep(values, names, generators=generators)
+        for cell in found.cells:
+            yield functools.partial(_restore_cell, cell, _copied(cell.cell_contents, generators=generators))
+        stack.extend(reversed(found.others))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a function or an object may write to.
+
+    Args:
+        spaces: Attributes, or variables of which names are given.
+        cells: Of its closure.
+        others: What it leads to.
+    """
+
+    spaces: list[tuple[dict[str, Any], Sequence[str] | None]] = field(default_factory=list)
+    cells: list[types.CellType] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+
+
+def _held_by(value: Any) -> _Held | None:
+    if isinstance(value, functools.partial):
+        return _Held(others=[value.func, *value.args, *value.keywords.values()])
+    if isinstance(value, types.MethodType):
+        return _Held(others=[value.__self__, value.__func__])
+    if isinstance(value, types.FunctionType):
+        cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
+        held = _Held([(vars(value), None)], cells, [cell.cell_contents for cell in cells])
+        if not is_library(value.__module__ or ""):
+            names = value.__code__.co_names
+            held.spaces.append((value.__globals__, names))
+            held.others.extend(value.__globals__[name] for name in names if name in value.__globals__)
+        return held
+    if type(value) in (list, tuple) and len(value) <= _MOST_PARTS:
+        return _Held(others=list(value))
+    is_wrapper = type(value).__module__.startswith(_WRAPPERS)
+    if (
+        not (is_wrapper or _is_own(value))
+        or isinstance(value, (type, types.ModuleType))
+        or not hasattr(value, "__dict__")
+    ):
+        return None
+    return _Held([(vars(value), None)], others=[v for name, v in vars(value).items() if name not in _DATA])
+
+
+def _is_own(value: Any) -> bool:
+    """True for an object of a class of the script."""
+    return not is_library(type(value).__module__)
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -138,6 +271,15 @@ def _modules(trainer: TrainerLike) -> Iterator[nn.Module]:
 
 def _is_plain(value: Any) -> bool:
     """True for a plain value, and for containers that hold no more of them than a state would."""
+    return _is_made_of(value, _PLAIN)
+
+
+def _is_state(value: Any) -> bool:
+    """True for plain values and tensors, and for containers that hold no more of them than a state would."""
+    return _is_made_of(value, (*_PLAIN, torch.Tensor))
+
+
+def _is_made_of(value: Any, kinds: tuple[type, ...]) -> bool:
     stack, num_items = [value], 0
     while stack:
         item = stack.pop()
@@ -146,7 +288,7 @@ def _is_plain(value: Any) -> bool:
             if num_items > _MOST_ITEMS:
                 return False
             stack.extend(item.values() if isinstance(item, dict) else item)
-        elif not isinstance(item, _PLAIN):
+        elif not isinstance(item, kinds):
             return False
     return True
 
@@ -155,9 +297,28 @@ def _is_container(value: Any) -> bool:
     return type(value) in _STANDARD or (isinstance(value, _CONTAINERS) and not is_library(type(value).__module__))
 
 
-def _copied(value: Any) -> tuple[Any, Any]:
-    """The object, and a copy of it where it is a container that can be restored."""
-    return value, _copy(value) if _is_container(value) and _is_plain(value) else None
+def _copied(value: Any, *, generators: bool = True) -> tuple[Any, Any]:
+    """The object, and a copy of what it holds where that can be restored: containers, tensors, generators."""
+    if _is_container(value):
+        return value, _copy(value) if _is_state(value) else None
+    if type(value) is torch.Tensor:
+        return value, value.detach().clone() if value.numel() <= _MOST_ELEMENTS else None
+    generator = _generator_of(value) if generators else None
+    return value, None if generator is None else generator[0]()
+
+
+def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Reads and writes the state of a random generator; None for anything else."""
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if not type(value).__module__.startswith("numpy.random"):
+        return None
+    bits = getattr(value, "bit_generator", None)
+    if bits is not None:
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return (value.get_state, value.set_state) if hasattr(value, "set_state") else None
 
 
 def _copy(value: Any) -> Any:
@@ -174,17 +335,18 @@ def _copy(value: Any) -> Any:
 def _restored(kept: tuple[Any, Any]) -> Any:
     """The same object with what it held: others may hold it as well."""
     value, held = kept
-    if held is not None and value != held:
+    if held is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        if not torch.equal(value.detach(), held):
+            with torch.no_grad():
+                value.detach().copy_(held)
+    elif (generator := _generator_of(value)) is not None:
+        generator[1](held)
+    elif not (_is_plain(value) and _is_plain(held)) or value != held:
         value.clear()
         (value.update if isinstance(value, (dict, set)) else value.extend)(held)
     return value
-
-
-def _restore(values: dict[str, Any], kept: Mapping[str, tuple[Any, Any]]) -> None:
-    for name in [name for name in values if name not in kept and name not in _DATA and _is_plain(values[name])]:
-        del values[name]  # Made by the trial.
-    for name, value in kept.items():
-        values[name] = _restored(value)
 
 
 def _restore_cell(cell: types.CellType, kept: tuple[Any, Any]) -> None:

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
+from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.shards import part_of, reshard, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
+from unsloth_multigpu.step.one_process import counted_as_one_process
+from unsloth_multigpu.step.samples import Sample
 from unsloth_multigpu.step.snapshot import kept_training_state
 from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
 
-# Rows of a trial, and how many are read to choose them from.
-_MOST_ROWS, _ROWS_READ = 8, 32
-# Elements of all columns of a sample, if two rows have no more: some 2,000 tokens.
-_MOST_ELEMENTS = 6_000
 # Elements of the parameters whose gradient is compared. Coefficients of rows are the same for all parameters.
 _PROBED_ELEMENTS = 2**20
 # Weights with equal losses for all rows hide how these are averaged. Then parameters are shifted by this much.
@@ -36,6 +34,9 @@ _FP16_SCALE = 2.0**10
 _SAME = 0.1
 # A loss below this is only rounding.
 ZERO_LOSS = 1e-6
+# A model may mix rows in half of its passes, and a row may meet itself.
+_RANDOM_SEEDS, _JOINING_SEEDS = 4, 6
+_JOINED = "in training mode the model lets rows of a micro-batch meet, as mixup or a batch norm does"
 _TINY = 1e-30
 
 
@@ -79,19 +80,6 @@ def rounding_bound(trainer: TrainerLike) -> Bound:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A few rows as one micro-batch, and the same rows as several.
-
-    Args:
-        whole: Collated, on the device.
-        parts: Of neighbouring rows, each collated by itself; empty where the collator draws, and its batch has no rows.
-    """
-
-    whole: Any
-    parts: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class Fit:
     """How well losses of parts make up the loss of the whole.
 
@@ -102,6 +90,7 @@ class Fit:
         norm_ratio: Norm of the gradient that the parts make up by that of the whole.
         class_weights: Of the classes, where labels are weighted by them.
         is_one_of_several: Another weighing of tokens or rows fits as well.
+        is_certain: That it does not fit is known without a misfit.
         problem: Why it does not fit, in words; "" = it does.
     """
 
@@ -111,91 +100,8 @@ class Fit:
     norm_ratio: float = 1.0
     class_weights: tuple[float, ...] = ()
     is_one_of_several: bool = False
+    is_certain: bool = False
     problem: str = ""
-
-
-def draw_samples(
-    trainer: TrainerLike, loader: Any, *, skip: int = 0, rows: Sequence[Any] | None = None
-) -> list[Sample]:
-    """Two samples from the start of the data, behind `skip` rows, or from `rows`. Empty where no row has a label.
-
-    They never have more rows than the script's micro-batch, and take short ones, which cost little. In the first sample
-    the second half is longer, so that padding shows. In the second the first row is the longest, and one has no label
-    where there is such a row.
-    """
-    # The training gets the rows of a stream as well, and a collator may write into them.
-    read = _read(loader.dataset, skip) if rows is None else [_copied(row) for row in rows]
-    labelled = sorted((row for row in read if _has_label(row)), key=_size_of)
-    num_rows = min(_MOST_ROWS, int(trainer._train_batch_size), len(labelled))
-    while num_rows > 2 and sum(map(_size_of, labelled[:num_rows])) > _MOST_ELEMENTS:
-        num_rows -= 1
-    if not num_rows:
-        return []
-    short = labelled[: max(num_rows, len(labelled) // 2)]
-    samples = [[short[i * (len(short) - 1) // max(1, num_rows - 1)] for i in range(num_rows)]]
-    if num_rows > 1:
-        without = [row for row in read if not _has_label(row)][:1]
-        samples.append([short[-1], *without, *short[: num_rows - 1 - len(without)]])
-    return [_collated(trainer, loader, s, n) for s, n in zip(samples, (num_rows // 2 or 1, 1), strict=False)]
-
-
-def _read(dataset: Any, skip: int) -> list[Any]:
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return [dataset[(skip + i) % len(dataset)] for i in range(min(_ROWS_READ, len(dataset)))]
-    # A sampler of the script knows its length.
-    return list(islice(iter(dataset), _ROWS_READ))
-
-
-def _copied(value: Any) -> Any:
-    if type(value) is dict:
-        return {name: _copied(v) for name, v in value.items()}
-    if type(value) is list:
-        return [_copied(v) for v in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _has_label(row: Any) -> bool:
-    labels = row.get("labels") if isinstance(row, Mapping) else None
-    return not (isinstance(labels, (list, tuple)) and labels and all(label == IGNORED for label in labels))
-
-
-def _size_of(row: Any) -> int:
-    values = row.values() if isinstance(row, Mapping) else row if isinstance(row, (list, tuple)) else [row]
-    return sum(
-        int(v.numel()) if isinstance(v, torch.Tensor) else len(v) if hasattr(v, "__len__") else 1 for v in values
-    )
-
-
-def _collated(trainer: TrainerLike, loader: Any, rows: list[Any], cut: int) -> Sample:
-    whole, again = (loader.collate_fn(list(rows)) for _ in range(2))
-    parts = [part for part in (rows[:cut], rows[cut:]) if part]
-    if len(parts) < 2:
-        collated = [again]
-    elif _is_equal(whole, again):
-        collated = [loader.collate_fn(part) for part in parts]
-    else:
-        # A collator that draws would give the parts other masks than the whole.
-        collated = _cut(whole, [slice(0, cut), slice(cut, len(rows))])
-    prepared = [trainer._prepare_inputs(batch) for batch in (whole, *collated)]
-    return Sample(prepared[0], tuple(prepared[1:]))
-
-
-def _is_equal(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return first.shape == second.shape and torch.equal(first, second)
-    if isinstance(first, Mapping):
-        return all(_is_equal(first[name], second[name]) for name in first)
-    return True
-
-
-def _cut(whole: Any, parts: Sequence[slice]) -> list[Any]:
-    """The parts of a collated batch; empty where it is not made of rows."""
-    if not isinstance(whole, Mapping):
-        return []
-    rows = count_rows(whole)
-    if any(isinstance(v, torch.Tensor) and v.dim() and len(v) != rows for v in whole.values()):
-        return []
-    return [{n: v[part] if hasattr(v, "__getitem__") else v for n, v in whole.items()} for part in parts]
 
 
 class LossTrial:
@@ -207,13 +113,15 @@ class LossTrial:
     Args:
         trainer: A `transformers.Trainer` or subclass.
         compute_loss: Its bound `compute_loss`, without what this package puts around it.
+        is_own: It is of the script, and sees the number of processes of one process.
 
     Attributes:
         num_calls: How often the loss was called.
     """
 
-    def __init__(self, trainer: TrainerLike, compute_loss: Callable[..., Any]) -> None:
+    def __init__(self, trainer: TrainerLike, compute_loss: Callable[..., Any], *, is_own: bool = False) -> None:
         self._trainer = trainer
+        self._is_own = is_own
         self._compute_loss = compute_loss
         self._probes = _probes(trainer.model)
         self._has_gradient = bool(self._probes)
@@ -232,6 +140,10 @@ class LossTrial:
         """
         return self._measure(inputs, num_items, over_ranks=over_ranks, with_gradient=False).loss
 
+    def value_after(self, before: Sequence[Any], inputs: Any, num_items: int | None) -> float:
+        """The loss of a micro-batch behind calls with others, of which the state is kept; of all the same draws."""
+        return self._call(inputs, num_items, False, with_gradient=False, seed=0, before=before).loss
+
     def fit(
         self, samples: Sequence[Sample], num_items: int | None, weighing: str = "", *, with_gradient: bool = True
     ) -> Fit:
@@ -244,16 +156,51 @@ class LossTrial:
             with_gradient: Gradients are compared as well, which reveal a loss that is not a mean even where the parts
                 have nearly the same loss.
         """
+        problem = next((sample.problem for sample in samples if sample.problem), "")
+        if problem:
+            return Fit(weighing or ROWS, math.nan, math.nan, is_certain=True, problem=problem)
         samples = [sample for sample in samples if len(sample.parts) > 1]
         if not samples:
             return Fit(weighing or ROWS, math.nan, math.nan, problem="no batch could be compared with its parts")
         found = self._fit(samples, num_items, weighing, with_gradient)
-        if found.problem and self._is_random(samples[0].whole, num_items):
+        if not self._is_random(samples[0].whole, num_items):
+            return found
+        if found.problem:
             # A model that draws more than dropout: judged without what it does in training alone.
             self._is_training = False
             found = self._fit(samples, num_items, weighing, with_gradient)
             self._is_training = True
+        if not found.problem and self._joins_rows(samples, num_items, found):
+            return replace(found, value=math.nan, gradient=math.nan, is_certain=True, problem=_JOINED)
         return found
+
+    def _joins_rows(self, samples: Sequence[Sample], num_items: int | None, fit: Fit) -> bool:
+        """True where a random model lets rows meet in training, as mixup in a forward pass does.
+
+        With the same random numbers, labels of the first row and the order of the rows behind it change the loss. Where
+        rows do not meet, each change has the same effect with and without the other. Masks and noise of each row by
+        itself, and layers that are left out for all rows, pass.
+        """
+        whole = next((s.whole for s in samples if _can_be_arranged(s.whole)), None)
+        if whole is None:
+            return False
+        rows = count_rows(whole)
+        behind = [0] if rows == 2 else [*range(2, rows), 1]
+        orders = ([*range(rows)], [0, *behind])
+        others = next((i for i in range(1, rows) if not torch.equal(whole["labels"][i], whole["labels"][0])), 0)
+        for seed in range(_JOINING_SEEDS):
+            sums = []
+            for order in orders:
+                arranged = {n: v[order] if _is_column(v, rows) else v for n, v in whole.items()}
+                labels = arranged["labels"].clone()
+                labels[0] = whole["labels"][others]
+                for inputs in (arranged, {**arranged, "labels": labels}):
+                    weight = weight_of(inputs, fit.weighing, fit.class_weights)
+                    sums.append(weight * self._measure(inputs, num_items, with_gradient=False, seed=seed).loss)
+            together = abs(sums[0] - sums[1] - sums[2] + sums[3])
+            if together > 4 * self.bound.value * max(map(abs, sums)):
+                return True
+        return False
 
     def _fit(self, samples: Sequence[Sample], num_items: int | None, weighing: str, with_gradient: bool) -> Fit:
         def measured_of(inputs: Any) -> _Measured:
@@ -309,8 +256,9 @@ class LossTrial:
         return Fit(name, value, gradient, ratio, table if "class weights" in name else (), problem=problem)
 
     def _is_random(self, inputs: Any, num_items: int | None) -> bool:
-        first, second = (self._measure(inputs, num_items, with_gradient=False, seed=seed).loss for seed in (1, 2))
-        return first != second
+        losses = (self._measure(inputs, num_items, with_gradient=False, seed=s).loss for s in range(_RANDOM_SEEDS))
+        first = next(losses)
+        return any(loss != first for loss in losses)
 
     def _measure(
         self,
@@ -332,7 +280,14 @@ class LossTrial:
         return self._call(inputs, num_items, over_ranks, with_gradient=False, seed=seed)
 
     def _call(
-        self, inputs: Any, num_items: int | None, over_ranks: bool, *, with_gradient: bool, seed: int | None
+        self,
+        inputs: Any,
+        num_items: int | None,
+        over_ranks: bool,
+        *,
+        with_gradient: bool,
+        seed: int | None,
+        before: Sequence[Any] = (),
     ) -> _Measured:
         trainer, args = self._trainer, self._trainer.args
         self.num_calls += 1
@@ -344,13 +299,16 @@ class LossTrial:
             stack.enter_context(self._shifted())
             stack.enter_context(torch.set_grad_enabled(with_gradient))
             stack.callback(reshard, trainer.model)
-            if seed is not None:
-                torch.manual_seed(seed)
+            stack.enter_context(counted_as_one_process(trainer) if self._is_own else nullcontext())
             args.average_tokens_across_devices = over_ranks
             trainer.model.train(self._is_training)
             try:
                 with trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), observed:
-                    loss = self._compute_loss(trainer.model, dict(inputs), **count)
+                    for given in (*before, inputs):
+                        with seeded_draws(seed) if seed is not None else nullcontext():
+                            if seed is not None:
+                                torch.manual_seed(seed)  # Accelerators as well.
+                            loss = self._compute_loss(trainer.model, dict(given), **count)
             finally:
                 args.average_tokens_across_devices = counts_over_ranks
             loss = loss[0] if isinstance(loss, tuple) else loss
@@ -424,6 +382,15 @@ class _Measured:
     def is_zero(self) -> bool:
         """True if the loss is only rounding, as that of a student that begins as a copy of its teacher."""
         return abs(self.loss) < ZERO_LOSS
+
+
+def _can_be_arranged(inputs: Any) -> bool:
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    return isinstance(labels, torch.Tensor) and labels.dim() > 0 and len(labels) > 1
+
+
+def _is_column(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _common(lists: Iterable[list[str]]) -> list[str]:

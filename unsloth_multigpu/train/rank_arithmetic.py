@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _VARIABLE = "WORLD_SIZE"
 _ATTRIBUTES = {"world_size", "num_processes"}
@@ -49,8 +49,20 @@ def find_rank_arithmetic(source: str) -> Place | None:
 
 
 def _in_order(tree: ast.Module) -> list[ast.expr | ast.stmt]:
-    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.expr, ast.stmt))]
+    nodes, rest = [], list(tree.body)
+    while rest:
+        node: Any = rest.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_loss(node.name):
+            continue
+        if isinstance(node, (ast.expr, ast.stmt)):
+            nodes.append(node)
+        rest += ast.iter_child_nodes(node)
     return sorted(nodes, key=lambda node: (node.lineno, isinstance(node, (ast.BinOp, ast.AugAssign))))
+
+
+def _is_loss(name: str) -> bool:
+    """Of a script's own loss: it sees one process, see `counted_as_one_process`."""
+    return "loss" in name or name in ("forward", "training_step")
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -19,10 +19,10 @@ args = parser.parse_args()
 
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
-import torch  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+from transformers import (
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
