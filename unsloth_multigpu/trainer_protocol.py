@@ -87,6 +87,7 @@ class CallbackHandlerLike(Protocol):
     """`transformers.trainer_callback.CallbackHandler`."""
 
     callbacks: list[Any]
+    eval_dataloader: Any
     train_dataloader: Any
 
     def remove_callback(self, callback: Any) -> None: ...
