@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -114,15 +114,21 @@ def is_read_by_ranks(trainer: TrainerLike) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (_is_of_library(frame.f_globals) or frame.f_code.co_name in _BUILDERS):
         frame = frame.f_back
-    if frame is not None and _GATHERING & {*frame.f_code.co_names}:
+    if frame is not None and _GATHERING & _names_in(frame.f_code):
         return True
     for name in _EVALUATION_LOOPS:
         method = inspect.unwrap(getattr(type(trainer), name, is_read_by_ranks))
         if not _is_of_library(method.__globals__):
-            names = {*method.__code__.co_names}
+            names = _names_in(method.__code__)
             if "super" not in names and _GATHERING & names:
                 return True
     return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that a function reads, also in its comprehensions and inner functions."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*inner)
 
 
 def _is_of_library(names: dict[str, Any]) -> bool:
