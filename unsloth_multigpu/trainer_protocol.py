@@ -148,6 +148,7 @@ class TrainerLike(Protocol):
     current_flos: float
     current_gradient_accumulation_steps: int
     data_collator: Any
+    eval_dataset: Any
     gather_function: Callable[..., Any]
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
