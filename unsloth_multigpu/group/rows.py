@@ -132,6 +132,10 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, bytes, int, float, type(None)))
 
 
+def _begins_with_number(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (int, float))
+
+
 def _is_light(value: Any) -> bool:
     """False for a row with what may have been decoded: a large array, or an object such as an image."""
     if isinstance(value, (Mapping, list, tuple)):
@@ -140,6 +144,8 @@ def _is_light(value: Any) -> bool:
 
 
 def _num_values(value: Any) -> int:
+    if _begins_with_number(value):
+        return len(value)
     if isinstance(value, (Mapping, list, tuple)):
         return sum(map(_num_values, value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, (str, bytes)):
@@ -148,12 +154,12 @@ def _num_values(value: Any) -> int:
 
 
 def _compact(value: Any) -> Any:
-    """What `plain_values` finds, with lists of numbers and long texts as digests: their text would take long."""
+    """What `plain_values` finds, with lists of numbers and bytes as digests: their text would take long."""
     if isinstance(value, Mapping):
         return {str(k): _compact(v) for k, v in value.items()}
     if _is_array(value):
         value = plain_values(value)
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (int, float)):
+    if _begins_with_number(value):
         for kind in ("q", "d"):
             try:
                 return kind + digest_hex(array(kind, value).tobytes())
