@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.group.facts import facts_of_evaluation
@@ -54,7 +54,7 @@ def hf_transformed(rows):
 
 
 def tensors(rows):
-    return TensorDataset(torch.tensor([row["input_ids"] for row in rows]), torch.tensor([r["labels"] for r in rows]))
+    return [{name: torch.tensor(row[name]) for name in ("input_ids", "labels")} for row in rows]
 
 
 def subset(rows):

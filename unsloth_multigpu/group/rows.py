@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset
 
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.wire.digest import digest_hex, digest_of
@@ -116,7 +116,7 @@ def _num_affordable(data: Any, rows: Sequence[Any]) -> int:
     """
     while type(data) is Subset:
         data = data.dataset
-    if hasattr(data, "with_format") or isinstance(data, (list, tuple, TensorDataset)):
+    if hasattr(data, "with_format") or isinstance(data, (list, tuple)):
         most = _MOST_ROWS
     else:
         most = _MOST_OWN_ROWS if all(map(_is_light, rows)) else _FEW_ROWS
