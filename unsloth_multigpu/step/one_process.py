@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ _LOOP = "inner_training_loop"
 _BUILDERS = ("get_eval_dataloader", "get_test_dataloader")
 _EVALUATION_LOOPS = ("evaluation_loop", "prediction_loop")
 # Functions of these call what a script overrides, and wrap what it calls.
-_LIBRARIES = ("transformers", "trl", "unsloth", "Unsloth", "accelerate", "peft", "torch")
+_LIBRARIES = {"transformers", "trl", "unsloth", "unsloth_zoo", "unsloth_compiled_cache", "accelerate", "peft", "torch"}
 # A function with one of these names puts the rows of all ranks together by itself.
 _GATHERING = {"gather_for_metrics", "gather_function", "_nested_gather", "nested_gather"}
 
@@ -118,7 +118,7 @@ def is_read_by_ranks(trainer: TrainerLike) -> bool:
         return True
     for name in _EVALUATION_LOOPS:
         method = inspect.unwrap(getattr(type(trainer), name, is_read_by_ranks))
-        if not _is_of_library(method.__globals__):
+        if isinstance(method, FunctionType) and not _is_of_library(method.__globals__):
             names = _names_in(method.__code__)
             if "super" not in names and _GATHERING & names:
                 return True
@@ -126,11 +126,15 @@ def is_read_by_ranks(trainer: TrainerLike) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Names that a function reads, also in its comprehensions and inner functions."""
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names}.union(*inner)
+    """Names that a function reads, also in its comprehensions and inner functions; of a module not in its functions."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if not code.co_flags & inspect.CO_NEWLOCALS:
+        inner = [constant for constant in inner if constant.co_name.startswith("<")]
+    return {*code.co_names}.union(*map(_names_in, inner))
 
 
 def _is_of_library(names: dict[str, Any]) -> bool:
     """True for the global names of a function of a library, or of this package."""
-    return str(names.get("__name__")).startswith((*_LIBRARIES, "unsloth_multigpu"))
+    root = str(names.get("__name__")).partition(".")[0]
+    # Unsloth writes a module UnslothSFTTrainer.
+    return root in _LIBRARIES or root.startswith(("unsloth_multigpu", "Unsloth"))
