@@ -87,6 +87,7 @@ class CallbackHandlerLike(Protocol):
     """`transformers.trainer_callback.CallbackHandler`."""
 
     callbacks: list[Any]
+    eval_dataloader: Any
     train_dataloader: Any
 
     def remove_callback(self, callback: Any) -> None: ...
@@ -147,6 +148,7 @@ class TrainerLike(Protocol):
     current_flos: float
     current_gradient_accumulation_steps: int
     data_collator: Any
+    eval_dataset: Any
     gather_function: Callable[..., Any]
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool

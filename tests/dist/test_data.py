@@ -59,6 +59,7 @@ EVALUATED = {
     "eval_inputs_end_to_end": 3,
 }
 BY_BATCH = "eval_by_batch"
+BY_HAND = "read_by_hand"
 RESUMED = ["resumed", "stream_whole", "stream_resumed"]
 
 
@@ -75,7 +76,7 @@ def train(folder, num_ranks):
     out = folder / str(num_ranks)
     if not out.exists():
         out.mkdir()
-        names = [",".join([*ON_THREE, *RESUMED, *EVALUATED, BY_BATCH])] if num_ranks == 3 else []
+        names = [",".join([*ON_THREE, *RESUMED, *EVALUATED, BY_BATCH, BY_HAND])] if num_ranks == 3 else []
         run = run_python([SCRIPT, str(num_ranks), out, *names], folder, LIBRARIES)
         assert run.code == 0, run.err
         (out / "stderr.txt").write_text(run.err)
@@ -123,6 +124,24 @@ def test_loader_asked_for_in_a_training_has_the_batches_of_one_process(folder, n
     assert all(is_dict for is_dict, *_ in one["seen"])
     assert mine["seen"] == one["seen"]
     assert other["seen"] == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, THREE])
+def test_loader_of_an_evaluation_has_the_batches_of_one_process_for_a_script(folder, num_ranks):
+    one = ranks(folder, 1, BY_HAND)[0]
+    batches = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11]]
+    assert (one["length"], one["rows"]) == ([4, 3], [batches, [*batches[:2], [7, 8]]])
+    for found in ranks(folder, num_ranks, BY_HAND):
+        for name in ("length", "rows", "heard", "gathered", "own_gathering_loop"):
+            assert found[name] == one[name], name
+        for name in ("handed", "behind", "own", "own_loop"):
+            assert found[name] == pytest.approx(one[name], rel=1e-5), name
+        assert found["heard"] == [batches, batches]
+        assert len(found["own"]) == 3
+        # Transformers keeps these loaders and gives them out again.
+        for (loss, rows), (expected, _) in zip(found["kept"], one["kept"], strict=True):
+            assert loss == pytest.approx(expected, rel=1e-5)
+            assert rows == batches
 
 
 def test_evaluation_is_that_of_one_process_and_rank_0_decides(folder):

@@ -17,6 +17,7 @@ from unsloth_multigpu.row import Scope, rows
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Piece
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.one_process import is_read_by_ranks
 from unsloth_multigpu.step.step import MicroBatch, Step, StepShape, collate_step
 from unsloth_multigpu.step.stream import StepStream
 from unsloth_multigpu.train.loop import Loop
@@ -190,7 +191,9 @@ def test_loader_asked_for_behind_the_beginning_leaves_the_loops_as_it_is():
 @pytest.mark.parametrize("kept", ["keep", "scale"])
 def test_length_of_a_loader_is_that_of_one_process_where_the_training_is(kept):
     patches = trainer_patches(MultiGPUConfig(global_batch=kept), 2, "cpu", print, print)
-    assert any(p.target.endswith("get_train_dataloader") for p in patches) is (kept == "keep")
+    patched = {p.target.rpartition(".")[2] for p in patches if p.target.endswith("_dataloader")}
+    kinds = ("train", "eval", "test") if kept == "keep" else ()
+    assert patched == {f"get_{kind}_dataloader" for kind in kinds}
 
 
 @pytest.mark.parametrize("facts", [{"is_deepspeed_enabled": True}, {"generates": True}, {"num_processes": 1}])
@@ -200,6 +203,28 @@ def test_trainer_that_is_not_dealt_for_does_not_count_as_one_process(facts):
     trainer.is_deepspeed_enabled = "is_deepspeed_enabled" in facts
     trainer.accelerator.num_processes = facts.get("num_processes", 2)
     assert not counts_as_one_process(trainer, 2)
+
+
+@pytest.mark.parametrize(
+    ("script", "is_by_ranks"),
+    [
+        ("asked = [ask(trainer)]", False),
+        ("def gather(): return accelerator.gather_for_metrics(1)\nasked = [ask(trainer)]", False),
+        ("def by_hand(): return [logits.gather(-1, ids) for _ in [1]], ask(trainer)\nasked = [by_hand()[1]]", False),
+        ("asked = [ask(trainer)]\n[accelerator.gather_for_metrics(b) for b in ()]", True),
+        (
+            "def by_hand():\n  f = lambda b: t.gather_function(b)\n  return ask(trainer)\nasked = [by_hand()]",
+            True,
+        ),
+        ("def get_eval_dataloader(): return ask(trainer)\nasked = [get_eval_dataloader()]\nself._nested_gather", True),
+    ],
+)
+def test_function_that_gathers_rows_of_ranks_is_known_by_what_it_reads(script, is_by_ranks):
+    names = {"__name__": "__main__", "ask": is_read_by_ranks, "trainer": Losing(), "self": FakeTrainer()}
+    names |= {"logits": torch.ones(1, 1), "ids": torch.zeros(1, 1, dtype=torch.int64)}
+    names["self"]._nested_gather = None
+    exec(compile(script, "script.py", "exec"), names)
+    assert names["asked"] == [is_by_ranks]
 
 
 def steered(trainer, **options):

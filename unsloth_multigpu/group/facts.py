@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.rows import digests_of_rows, num_rows
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, installed_version
@@ -30,7 +27,7 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
     Returns:
         Name -> JSON value.
     """
-    args, data = trainer.args, trainer.train_dataset
+    args = trainer.args
     names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
     facts: dict[str, Any] = {name: getattr(args, name) for name in names}
     facts["gradient_accumulation_steps"] = num_accumulated
@@ -47,30 +44,26 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
     installed = ((name, installed_version(name)) for name in ("unsloth_multigpu", *SUPPORTED))
     facts |= {f"version of {name}": version and version.partition("+")[0] for name, version in installed}
     facts["version of python"] = ".".join(platform.python_version_tuple()[:2])
-    # An IterableDataset of torch has a __getitem__, which raises.
-    has_rows = hasattr(data, "__getitem__") and not isinstance(data, torch.utils.data.IterableDataset)
-    if hasattr(data, "__len__") and has_rows:
-        facts["samples"] = len(data)
-        places = sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}) if len(data) else []
-        with kept_random_state():
-            facts["sampled rows"] = {i: digest_of(plain_values(_stored_row(data, i))) for i in places}
+    return facts | _facts_of_data(trainer.train_dataset, "samples", "sampled rows")
+
+
+def facts_of_evaluation(trainer: TrainerLike) -> dict[str, Any]:
+    """Some rows of the data that a training evaluates, as `facts_of_run` has them of those that it trains.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass. Its data set may be a dict of several.
+
+    Returns:
+        Name -> JSON value.
+    """
+    data = trainer.eval_dataset
+    sets = {f" {name!r}": one for name, one in data.items()} if isinstance(data, Mapping) else {"": data}
+    facts: dict[str, Any] = {}
+    for name, one in sets.items():
+        facts |= _facts_of_data(one, f"evaluation samples{name}", f"sampled evaluation rows{name}")
     return facts
 
 
-def _stored_row(data: Any, index: int) -> Any:
-    """One row; of a Hugging Face data set as it is stored, before its transforms draw random numbers."""
-    return data.with_format("arrow")[index].to_pylist() if hasattr(data, "with_format") else data[index]
-
-
-def plain_values(value: Any) -> Any:
-    """The texts and numbers in a row. The text of other objects may differ between ranks, for example by an address.
-
-    Of a tensor or an array with 10,000 values or more, such as an image, only the shape.
-    """
-    if isinstance(value, Mapping):
-        return {str(k): plain_values(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_values(v) for v in value]
-    if hasattr(value, "tolist") and hasattr(value, "shape"):
-        return value.tolist() if math.prod(value.shape) < 10_000 else list(value.shape)
-    return value if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
+def _facts_of_data(data: Any, length: str, rows: str) -> dict[str, Any]:
+    num = num_rows(data)
+    return {} if num is None else {length: num, rows: digests_of_rows(data)}

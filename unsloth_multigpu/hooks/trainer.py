@@ -17,6 +17,7 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, 
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.step.one_process import EvaluationLoaders
 
 logger = get_logger(__name__)
 
@@ -48,10 +49,11 @@ def trainer_patches(
         run: Called with the trainer, its bound original `train` and the arguments that it will read, in place of
             `train`.
     """
+    get_loaders = functools.cache(_make_loaders)  # Behind the import of torch.
     evaluation = Patch(
         target="transformers.trainer:Trainer.evaluation_loop",
         supports=_SUPPORTS,
-        wrap=functools.partial(_evaluated_by_batch, get_manager),
+        wrap=functools.partial(_evaluated_by_batch, get_manager, get_loaders),
         reason="Losses and predictions of an evaluation are those of one process: each batch counts for itself.",
     )
     beginning = Patch(
@@ -73,6 +75,7 @@ def trainer_patches(
         wrap=functools.partial(_loader_of_one_process, world_size),
         reason="Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
     )
+    loaders = [loader, *_evaluation_loader_patches(world_size, get_loaders)]
     return [
         Patch(
             target="transformers.trainer:Trainer.train",
@@ -81,7 +84,7 @@ def trainer_patches(
             reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
         ),
         *([evaluation, beginning, search] if world_size > 1 else []),
-        *([loader] if world_size > 1 and config.keeps_global_batch else []),
+        *(loaders if world_size > 1 and config.keeps_global_batch else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -89,6 +92,26 @@ def trainer_patches(
             reason="Options of the one line that are arguments of the Trainer; batches that TRL checks at once.",
         ),
     ]
+
+
+def _evaluation_loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders]) -> list[Patch]:
+    built = [
+        Patch(
+            target=f"transformers.trainer:Trainer.{name}",
+            supports=_SUPPORTS,
+            wrap=functools.partial(_whole_for_readers, world_size, get_loaders),
+            reason="A script that reads it gets the batches of one process; the evaluation loop divides them.",
+        )
+        for name in ("get_eval_dataloader", "get_test_dataloader")
+    ]
+    older = Patch(
+        target="transformers.trainer:Trainer.prediction_loop",
+        supports=_SUPPORTS,
+        wrap=functools.partial(_divided_for_loop, get_loaders),
+        reason="The loop of use_legacy_prediction_loop takes a rank's share, as evaluation_loop does.",
+        optional=True,
+    )
+    return [*built, older]
 
 
 def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
@@ -184,6 +207,39 @@ def _loader_of_one_process(world_size: int, original: Callable[..., Any]) -> Cal
     return get_train_dataloader
 
 
+def _make_loaders() -> EvaluationLoaders:
+    from unsloth_multigpu.step.one_process import EvaluationLoaders
+
+    return EvaluationLoaders()
+
+
+def _whole_for_readers(
+    world_size: int, get_loaders: Callable[[], EvaluationLoaders], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_dataloader(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.step.one_process import is_read_by_ranks
+        from unsloth_multigpu.train.trainer import counts_as_one_process
+
+        if not counts_as_one_process(self, world_size):
+            return original(self, *args, **kwargs)
+        loaders = get_loaders()
+        with loaders.building(self):
+            loader = original(self, *args, **kwargs)
+        # Not before: transformers keeps the loader of persistent workers, for whoever asks next.
+        return loaders.divided(loader) if is_read_by_ranks(self) else loader
+
+    return get_dataloader
+
+
+def _divided_for_loop(get_loaders: Callable[[], EvaluationLoaders], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prediction_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, get_loaders().divided(dataloader), *args, **kwargs)
+
+    return prediction_loop
+
+
 def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def hyperparameter_search(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +252,11 @@ def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., A
     return hyperparameter_search
 
 
-def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluated_by_batch(
+    get_manager: Callable[[], DDPManager],
+    get_loaders: Callable[[], EvaluationLoaders],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
     has_warned = False
 
     @functools.wraps(original)
@@ -218,12 +278,15 @@ def _evaluated_by_batch(get_manager: Callable[[], DDPManager], original: Callabl
         if self.args.batch_eval_metrics and "inputs" in self.args.include_for_metrics and not has_warned:
             has_warned = True
             _warn_of_inputs(get_manager())
-        evaluation = evaluation_of(self, get_manager(), dataloader)
+        share = get_loaders().divided(dataloader)
+        evaluation = evaluation_of(self, get_manager(), share)
         with nullcontext() if evaluation is None else evaluation.on_trainer():
             try:
-                return original(self, dataloader, *args, **kwargs)
+                return original(self, share, *args, **kwargs)
             finally:
                 self.args.average_tokens_across_devices = counts
+                # What callbacks read, in on_evaluate too.
+                self.callback_handler.eval_dataloader = dataloader
 
     return evaluation_loop
 

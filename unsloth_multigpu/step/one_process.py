@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.utils.data import DataLoader
 
 from unsloth_multigpu.seam import Steered, instance_attribute, steered
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # The loop of transformers, and what Unsloth makes of it: `_fast_inner_training_loop`.
 _LOOP = "inner_training_loop"
+_BUILDERS = ("get_eval_dataloader", "get_test_dataloader")
+_EVALUATION_LOOPS = ("evaluation_loop", "prediction_loop")
+# Functions of these call what a script overrides, and wrap what it calls.
+_LIBRARIES = {"transformers", "trl", "unsloth", "unsloth_zoo", "unsloth_compiled_cache", "accelerate", "peft", "torch"}
+# A function with one of these names puts the rows of all ranks together by itself.
+_GATHERING = {"gather_for_metrics", "gather_function", "_nested_gather", "nested_gather"}
 
 
 def as_one_process(trainer: TrainerLike, loader: Any, *, is_placed: bool = False, is_seedable: bool = True) -> Any:
@@ -94,3 +106,63 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
             if vars(owner).get(name) is not None:
                 stack.enter_context(instance_attribute(owner, name, _Alone(vars(owner)[name])))
         yield
+
+
+class EvaluationLoaders:
+    """Loaders for evaluations: the batches of one process for who reads them, divided where an evaluation loop does."""
+
+    def __init__(self) -> None:
+        # Loader of one process -> what divides the same one as accelerate does, once.
+        self._divided: WeakKeyDictionary[DataLoader[Any], Callable[[], Any]] = WeakKeyDictionary()
+
+    @contextmanager
+    def building(self, trainer: TrainerLike) -> Iterator[None]:
+        """Loaders that the Trainer builds while the context is open have the batches of one process."""
+
+        def prepare(divide: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+            whole = as_one_process(trainer, loader, is_placed=True)
+            # Once: the workers of a loader may live as long as it does.
+            self._divided[whole] = functools.cache(functools.partial(divide, loader, *args, **kwargs))
+            return whole
+
+        with steered(trainer.accelerator, "prepare_data_loader", prepare):
+            yield
+
+    def divided(self, loader: Any) -> Any:
+        """The loader from which an evaluation loop takes this rank's batches; one that was not built here as it is."""
+        divide = self._divided.get(loader) if isinstance(loader, DataLoader) else None
+        return loader if divide is None else divide()
+
+
+def is_read_by_ranks(trainer: TrainerLike) -> bool:
+    """True where a script that asks for a loader, or its own evaluation loop, puts the rows of all ranks together.
+
+    Such a function was written for loaders that accelerate has divided.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_is_of_library(frame.f_globals) or frame.f_code.co_name in _BUILDERS):
+        frame = frame.f_back
+    if frame is not None and _GATHERING & _names_in(frame.f_code):
+        return True
+    for name in _EVALUATION_LOOPS:
+        method = inspect.unwrap(getattr(type(trainer), name, is_read_by_ranks))
+        if isinstance(method, FunctionType) and not _is_of_library(method.__globals__):
+            names = _names_in(method.__code__)
+            if "super" not in names and _GATHERING & names:
+                return True
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Names that a function reads, also in its comprehensions and inner functions; of a module not in its functions."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    if not code.co_flags & inspect.CO_NEWLOCALS:
+        inner = [constant for constant in inner if constant.co_name.startswith("<")]
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def _is_of_library(names: dict[str, Any]) -> bool:
+    """True for the global names of a function of a library, or of this package."""
+    root = str(names.get("__name__")).partition(".")[0]
+    # Unsloth writes a module UnslothSFTTrainer.
+    return root in _LIBRARIES or root.startswith(("unsloth_multigpu", "Unsloth"))

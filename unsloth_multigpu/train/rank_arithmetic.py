@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _VARIABLE = "WORLD_SIZE"
 _ATTRIBUTES = {"world_size", "num_processes"}
@@ -49,9 +49,10 @@ def find_rank_arithmetic(source: str) -> Place | None:
 
 
 def _in_order(tree: ast.Module) -> list[ast.expr | ast.stmt]:
-    nodes, rest = [], list(tree.body)
+    nodes: list[ast.expr | ast.stmt] = []
+    rest: list[ast.AST] = list(tree.body)
     while rest:
-        node: Any = rest.pop()
+        node = rest.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_loss(node.name):
             continue
         if isinstance(node, (ast.expr, ast.stmt)):

@@ -15,7 +15,7 @@ from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.exchange import GradientExchange
-from unsloth_multigpu.group.facts import facts_of_run
+from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.replicas import ReplicaProof
 from unsloth_multigpu.group.shards import has_shards
@@ -153,7 +153,8 @@ class DDPTrainer:
         verify_seams(self.trainer)
         self.manager.open_group()
         self._shard(engine)
-        self.manager.check_same(facts_of_run(self.trainer, self.config, self.steps.num_accumulated))
+        facts = facts_of_run(self.trainer, self.config, self.steps.num_accumulated)
+        self.manager.check_same(facts | facts_of_evaluation(self.trainer))
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
             if self.manager.identity.world_size > 1 and self.config.meets_every_step:

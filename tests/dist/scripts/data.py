@@ -29,6 +29,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import EvalLoopOutput
 
 from unsloth_multigpu.step import balance
 
@@ -152,6 +153,43 @@ def mean_of_outputs(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class EvaluatesByHand(Trainer):
+    """A user's trainer with an evaluation of its own, which a callback hears."""
+
+    def evaluate(self, *args, **kwargs):
+        losses = losses_by_hand(self, self.get_eval_dataloader())
+        self.log(metrics := {"eval_loss": sum(losses) / len(losses)})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control.should_training_stop = self.state.global_step == 3
+        return metrics
+
+
+class OwnLoop(Trainer):
+    """A user's trainer that reads the rows in a loop of its own, which the Trainer calls."""
+
+    def evaluation_loop(self, dataloader, description, **options):
+        losses = losses_by_hand(self, dataloader)
+        return EvalLoopOutput(None, None, {"eval_loss": sum(losses) / len(losses)}, len(dataloader.dataset))
+
+
+class OwnGatheringLoop(Trainer):
+    """The same for several ranks."""
+
+    def evaluation_loop(self, dataloader, description, **options):
+        rows = [n for batch in dataloader for n in self.accelerator.gather_for_metrics(batch["input_ids"][:, 0])]
+        return EvalLoopOutput(None, None, {"eval_rows": sorted(map(int, rows))}, len(dataloader.dataset))
+
+
+class HearsLoader(TrainerCallback):
+    """Reads the rows of an evaluation again when it is over."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
+        self.rows.append(rows_of(eval_dataloader))
+
+
 class Record(TrainerCallback):
     def __init__(self, trainer):
         self.steps = {}
@@ -188,6 +226,52 @@ class LooksOnRank0(TrainerCallback):
             batch = next(iter(loader))
             length = None if self.trainer.args.max_steps > 0 else len(loader)
             self.seen.append([isinstance(batch, dict), length, batch["input_ids"].tolist()])
+
+
+def rows_of(loader):
+    """First tokens of each batch, which number the rows."""
+    return [batch["input_ids"][:, 0].tolist() for batch in loader]
+
+
+@torch.no_grad()
+def losses_by_hand(trainer, loader):
+    return [float(trainer.model(**trainer._prepare_inputs(batch))["loss"]) for batch in loader]
+
+
+def gathered_by_hand(trainer):
+    """As a script for several ranks reads its rows."""
+    loader = trainer.get_eval_dataloader()
+    rows = [n for batch in loader for n in trainer.accelerator.gather_for_metrics(batch["input_ids"][:, 0])]
+    return sorted(map(int, rows))
+
+
+def read_by_hand(name):
+    """Loaders for evaluations that a script reads before, in and after a training, among evaluations of the Trainer."""
+    if not is_asked(name):
+        return
+    hears = HearsLoader()
+    trainer = build(name, eval_data=ROWS[:11], eval_strategy="steps", eval_steps=2, max_steps=4)
+    trainer.add_callback(hears)
+    loader, test_loader = trainer.get_eval_dataloader(), trainer.get_test_dataloader(ROWS[:8])
+    facts = {
+        "length": [len(loader), len(test_loader)],
+        "rows": [rows_of(loader), rows_of(test_loader)],
+        # The recipe of question answering: a loader is asked for and handed to the loop.
+        "handed": trainer.evaluation_loop(loader, "Evaluation").metrics["eval_loss"],
+        "gathered": gathered_by_hand(trainer),
+    }
+    trainer.train()
+    facts |= {"heard": hears.rows, "behind": losses_by_hand(trainer, trainer.get_eval_dataloader())}
+    own = build(name, EvaluatesByHand, eval_data=ROWS[:11], eval_strategy="steps", eval_steps=1, max_steps=4)
+    own.train()
+    facts["own"] = [h["eval_loss"] for h in own.state.log_history if "eval_loss" in h]
+    facts["own_loop"] = build(name, OwnLoop, eval_data=ROWS[:11]).evaluate()["eval_loss"]
+    facts["own_gathering_loop"] = build(name, OwnGatheringLoop, eval_data=ROWS[:11]).evaluate()["eval_rows"]
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    kept = build(name, eval_data=ROWS[:11], **workers)
+    for _ in range(2):
+        facts.setdefault("kept", []).append([kept.evaluate()["eval_loss"], rows_of(kept.get_eval_dataloader())])
+    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
 
 
 def looked_at(name, **options):
@@ -395,6 +479,7 @@ if is_asked("evaluated"):
         },
     )
 scheduled("scheduled")
+read_by_hand("read_by_hand")
 looked_at("looked_at")
 looked_at("looked_at_stream", data=Stream(), max_steps=6)
 train("hf_dataset", build("hf_dataset", data=datasets.Dataset.from_list(ROWS)))

@@ -35,9 +35,10 @@ class Model(torch.nn.Module):
         return {"loss": self.layer(x).square().mean()}
 
 
-def train(folder, *, seed=0, batch_size=4, dtype=torch.float32):
-    draw = random.Random(seed)
+def train(folder, *, noise=0, batch_size=4, dtype=torch.float32):
+    draw = random.Random(0)
     rows = [{"x": torch.full((64,), draw.random()), "labels": 0} for _ in range(24)]
+    rows[5]["labels"] += noise
     arguments = TrainingArguments(
         folder,
         per_device_train_batch_size=batch_size,
@@ -48,7 +49,8 @@ def train(folder, *, seed=0, batch_size=4, dtype=torch.float32):
         disable_tqdm=True,
         remove_unused_columns=False,
     )
-    Trainer(model=Model().to(dtype), args=arguments, train_dataset=rows, callbacks=[Fault()]).train()
+    data = {"train_dataset": rows, "eval_dataset": rows[4:9]}
+    Trainer(model=Model().to(dtype), args=arguments, callbacks=[Fault()], **data).train()
 
 
 if attempt < 2:
@@ -57,7 +59,7 @@ elif attempt == 2:
     train(sys.argv[1])
 else:
     try:
-        train("out", seed=rank, dtype=(torch.float32, torch.bfloat16)[rank])
+        train("out", noise=rank, dtype=(torch.float32, torch.bfloat16)[rank])
     except DivergenceError as error:
         sys.stderr.write(f"{error}\n[exit code {error.exit_code}]\n")
     train("out", batch_size=1)
