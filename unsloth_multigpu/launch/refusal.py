@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from unsloth_multigpu.errors import (
     ConfigError,
+    DistributedError,
     DivergenceError,
     MultiGPUError,
     NonFiniteGradientError,
@@ -53,6 +54,8 @@ def is_refusal(error: BaseException, num_steps: int) -> bool:
         error: What `train()` has raised.
         num_steps: Optimizer steps that this training has made.
     """
+    if isinstance(error, DistributedError) and error.is_of_rank_0:
+        return False  # Rank 0 knows whether one process would have met it.
     if isinstance(error, _OF_SEVERAL_RANKS):
         return True
     # A gradient that is no number is one in one process too. Later a script may know what a lost rank means.
