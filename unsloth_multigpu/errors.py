@@ -33,7 +33,8 @@ class MultiGPUError(Exception):
 
     def __str__(self) -> str:
         documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        return f"{super().__str__()}\nHint: {self.hint}\nMore: {page()}#{documented.__name__.lower()}"
+        # Not that of a builtin that it derives from as well: some make a text of their own from their fields.
+        return f"{BaseException.__str__(self)}\nHint: {self.hint}\nMore: {page()}#{documented.__name__.lower()}"
 
 
 @functools.cache
@@ -86,6 +87,8 @@ class DistributedError(MultiGPUError, RuntimeError):
     """The ranks do not form one run."""
 
     exit_code = 76
+    # True where rank 0 has met an error, and this one, of its class as well, tells the other ranks.
+    is_of_rank_0 = False
 
 
 class RankTimeoutError(DistributedError, TimeoutError):

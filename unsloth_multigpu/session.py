@@ -11,8 +11,9 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.errors import MultiGPUError, SetupError
 from unsloth_multigpu.launch.allocator import allocator_variables
+from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
@@ -31,6 +32,7 @@ from unsloth_multigpu.wire.identity import RankIdentity
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.train.trainer import DDPTrainer
 
 logger = get_logger(__name__)
 
@@ -64,9 +66,13 @@ class Session:
     num_running: int = 0
     # An error came out of the last training: the other ranks may still be in it.
     has_failed: bool = False
+    # The last training was refused, so far as the supervisor knows.
+    was_refused: bool = False
     # Counts the sessions of this process.
     index: int = field(default_factory=itertools.count().__next__)
     _manager: DDPManager | None = None
+    # What steers the training that runs now.
+    _steered: DDPTrainer | None = None
 
     def manager(self) -> DDPManager:
         """This rank's manager, made when it is first needed."""
@@ -110,12 +116,30 @@ class Session:
             with trial_set_up(trainer, arguments.get("trial")):
                 result = self._run_training(trainer, original_train, arguments)
             self.has_failed = False
+            self._tell_made_up_for()
             return result
-        except BaseException:
+        except BaseException as error:
             self.has_failed = True
+            self._tell_refused(error)
             raise
         finally:
             self.num_running -= 1
+            self._steered = None  # It holds the trainer.
+
+    def _tell_refused(self, error: BaseException) -> None:
+        """Tells the supervisor: the script may catch the error, and end as if it had trained."""
+        num_steps = 0 if self._steered is None else self._steered.progress.num_steps
+        if self.events is None or self.identity.world_size == 1 or not isinstance(error, MultiGPUError):
+            return
+        if is_refusal(error, num_steps):
+            text = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".: ")
+            self.events.write(REFUSED, error=text, exit_code=error.exit_code, num_steps=num_steps)
+            self.was_refused = True
+
+    def _tell_made_up_for(self) -> None:
+        if self.was_refused and self.events is not None:
+            self.events.write(MADE_UP_FOR)
+            self.was_refused = False
 
     def notice_training(self) -> None:
         """Called when a Trainer's loop begins, however it was reached.
@@ -155,6 +179,7 @@ class Session:
                 is_comparison=self.tool.is_comparison,
             )
             steered.steps.plans_one_process = self.tool.plans_one_process
+            self._steered = steered
         of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
         if steered is not None:
             steered.of_tool = of_tool

@@ -1,5 +1,6 @@
 """Side effects happen once: files, data sets, plots; and what every rank must have alike."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def ranks(tmp_path_factory):
         "reloaded",
         "merged_parameters",
         "plot_bytes",
+        "written_bytes",
+        "written_rows",
         "in_memory_lengths",
         "filtered",
         "own_folder_files",
@@ -40,6 +43,19 @@ def ranks(tmp_path_factory):
 def test_every_rank_reads_what_rank_0_wrote(ranks, fact):
     assert ranks[0][fact]
     assert ranks[1][fact] == ranks[0][fact]
+
+
+def test_data_set_is_written_by_rank_0_and_to_a_file_object_by_each(ranks):
+    csv, json_, parquet = (f"{kind}DatasetWriter" for kind in ("Csv", "Json", "Parquet"))
+    assert [r["writes"] for r in ranks] == [[json_, csv, parquet, json_, csv], [csv]]
+    for fact in (rank["buffer_bytes"] for rank in ranks):
+        assert fact[0] == fact[1] == ranks[0]["written_bytes"][1] > 0
+
+
+def test_save_and_upload_that_fail_on_rank_0_are_caught_alike_and_soon(ranks):
+    # An upload is refused offline, before anything is sent.
+    for rank in ranks:
+        assert rank["caught"] == [[errno.ENOTDIR, True], [errno.ENOTDIR, True], [None, True], [None, True]]
 
 
 def test_data_set_is_processed_on_one_rank(ranks):

@@ -5,7 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.step.generation import GenerationShape, divide_generation
+from unsloth_multigpu.step.generation import (
+    GenerationShape,
+    arguments_of_one_process,
+    divide_generation,
+    divided_arguments,
+)
 
 SMALL = st.integers(1, 12)
 
@@ -50,3 +55,16 @@ def test_refusal_names_numbers_that_work():
         divide_generation(GenerationShape(6, 1, 1), 4, num_generations=4)
     with pytest.raises(ConfigError, match="steps of 12 and generations of 6 completions cannot both be shared"):
         divide_generation(GenerationShape(3, 4, 2), 4)
+
+
+def test_arguments_read_as_they_were_given_and_what_was_changed_since_is_kept():
+    one = GenerationShape(2, 6, 6)
+    divided = divided_arguments(one, divide_generation(one, 4))
+    mine = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 3, "seed": 1}
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6, "steps_per_generation": 6, "seed": 1}
+    assert arguments_of_one_process(mine, divided) == given
+    assert arguments_of_one_process({**mine, "gradient_accumulation_steps": 5}, divided) == {
+        **given,
+        "gradient_accumulation_steps": 5,
+    }
+    assert arguments_of_one_process(mine, {}) == mine

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import io
+import json
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.errors import ConfigError, DistributedError, RankTimeoutError
 from unsloth_multigpu.hooks import saving
+from unsloth_multigpu.hooks.outcome import error_of
 from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
 from unsloth_multigpu.options import MultiGPUConfig
 
@@ -165,7 +170,7 @@ def test_path_is_the_same_in_every_spelling(ranks: Ranks, tmp_path: Path, monkey
     assert ranks.calls == [["save"], []]
 
 
-@pytest.mark.parametrize("name", ["save_directory", "output_dir", "fname", "dataset_path", "repo_id"])
+@pytest.mark.parametrize("name", ["save_directory", "output_dir", "fname", "dataset_path", "path_or_buf", "repo_id"])
 def test_path_may_be_a_keyword(ranks: Ranks, name: str) -> None:
     for rank in (0, 1):
         ranks.saver(rank)("model", **{name: "out"})
@@ -228,6 +233,86 @@ def test_failure_of_rank_0_reaches_the_others(ranks: Ranks) -> None:
     for rank in (0, 1):
         ranks.saver(rank)("model", "out")
     assert ranks.calls == [["save", "save"], []]
+
+
+class Refused(OSError):
+    """As of a library that uploads: it needs more than a text."""
+
+    def __init__(self, message: str, *, response: object) -> None:
+        super().__init__(message)
+        self.response = response
+
+
+class Strange(Exception):
+    """Cannot be made without its own arguments, by whatever class derives from it."""
+
+    def __new__(cls, code: int) -> Strange:
+        return super().__new__(cls, code)
+
+
+@pytest.mark.parametrize(
+    ("error", "kinds"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out"), OSError),
+        (FileNotFoundError(errno.ENOENT, "No such file"), FileNotFoundError),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), UnicodeDecodeError),
+        (KeyError("weight"), KeyError),
+        (Refused("401", response=None), Refused),
+        (json.JSONDecodeError("bad", "x", 0), ValueError),
+        (ConfigError("no", hint="None."), ConfigError),
+        (RankTimeoutError("late", hint="None."), RankTimeoutError),
+        (RuntimeError("no"), RuntimeError),
+        (Strange(3), Exception),
+        (type("Own", (ZeroDivisionError,), {})("of the script"), ZeroDivisionError),
+    ],
+)
+def test_failure_of_rank_0_is_of_its_class_on_the_others(ranks: Ranks, error: Exception, kinds: type) -> None:
+    with pytest.raises(kinds):
+        ranks.saver(0, result=error)("model", "out")
+    with pytest.raises(kinds, match="rank 0 failed in save") as raised:
+        ranks.saver(1)("model", "out")
+    told = raised.value
+    assert isinstance(told, DistributedError)
+    assert told.is_of_rank_0
+    assert type(told).__name__ == "DistributedError"  # In a report the cause is rank 0's.
+    assert getattr(told, "errno", None) == getattr(error, "errno", None)
+    again = pickle.loads(pickle.dumps(told))
+    assert str(again) == str(told)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("antigravity", "Error"),
+        ("os", "path.join"),
+        ("os", "environ"),
+        ("builtins", "SystemExit"),
+        ("builtins", "print"),
+        ("builtins", "dict"),
+        (__name__, "Ranks.renew"),
+        ("", ""),
+    ],
+)
+def test_name_of_a_class_imports_nothing_and_finds_exceptions_only(module: str, name: str) -> None:
+    told = error_of({"error": "x", "kinds": [[module, name]]}, "save")
+    assert type(told) is DistributedError
+    assert "antigravity" not in sys.modules
+
+
+def test_token_is_not_published(ranks: Ranks) -> None:
+    def init_hf_repo(trainer: object, token: str | None = None) -> None:
+        if ranks.calls[0]:
+            raise ConnectionError("offline")
+        ranks.calls[0].append("init")
+
+    for _ in range(2):
+        for gate in ranks.gates:
+            with contextlib.suppress(ConnectionError):
+                gate.learn_of_rank_0(init_hf_repo)("trainer", "hf_secret")
+    manager = ranks.managers[0]
+    assert manager is not None
+    assert "init_hf_repo" in str(vars(manager))
+    assert "hf_secret" not in str(vars(manager))
 
 
 def test_gate_is_open_again_after_a_failure_inside(ranks: Ranks) -> None:

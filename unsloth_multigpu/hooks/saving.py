@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError, SetupError
 from unsloth_multigpu.hooks.journal import Entry, Journal, real_path, take_inventory
+from unsloth_multigpu.hooks.outcome import error_of, failure
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
 from unsloth_multigpu.wire.wait import wait_until
@@ -32,6 +33,7 @@ _LEFT = "parts/left/{}"
 # An export that rank 0 has begun may take hours; if rank 0 dies meanwhile, the launcher ends the run.
 SAVE_LIMIT_S = 86_400.0
 _TRANSFORMERS = "transformers>=4.57,<6"
+_DATASETS = "datasets>=3.4.1,<6"
 _GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
 _RACE = "All ranks would write one folder at once, and read what another is just writing."
 _ONCE = "All ranks would upload the same files."
@@ -52,12 +54,15 @@ _SAVERS = {
     "unsloth_zoo.cpu.loader:save_pretrained_merged": "unsloth_zoo>=2026.10.7",
     "unsloth_zoo.cpu.loader:save_pretrained_gguf": "unsloth_zoo>=2026.10.7",
     "matplotlib.figure:Figure.savefig": "matplotlib>=3",
-    "datasets.arrow_dataset:Dataset.save_to_disk": "datasets>=3.4.1,<6",
+    "datasets.arrow_dataset:Dataset.save_to_disk": _DATASETS,
+    "datasets.arrow_dataset:Dataset.to_csv": _DATASETS,
+    "datasets.arrow_dataset:Dataset.to_json": _DATASETS,
+    "datasets.arrow_dataset:Dataset.to_parquet": _DATASETS,
 }
 _PUSHERS = {
     "transformers.utils.hub:PushToHubMixin.push_to_hub": _TRANSFORMERS,
     "unsloth_zoo.cpu.loader:push_to_hub_merged": "unsloth_zoo>=2026.10.7",
-    "datasets.arrow_dataset:Dataset.push_to_hub": "datasets>=3.4.1,<6",
+    "datasets.arrow_dataset:Dataset.push_to_hub": _DATASETS,
 }
 
 
@@ -76,6 +81,15 @@ def saving_patches(gate: SaveGate) -> list[Patch]:
             reason="The Trainer saves from rank 0 alone and lets the others read a folder that is not there yet.",
         )
     )
+    patches += [
+        Patch(
+            target=f"transformers.trainer:Trainer.{name}",
+            supports=_TRANSFORMERS,
+            wrap=gate.learn_of_rank_0,
+            reason="What fails where rank 0 alone uploads would leave the others waiting for its save.",
+        )
+        for name in ("push_to_hub", "init_hf_repo")
+    ]
     patches.append(
         Patch(
             target="unsloth.save:_bind_saving_method",
@@ -152,12 +166,16 @@ class SaveGate:
         """Wraps a function that all ranks must call but only rank 0 writes in: the others then wait for rank 0."""
         return self._gated(original, runs_everywhere=True)
 
+    def learn_of_rank_0(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """As `after_rank_0`, for a function whose first argument is no path."""
+        return self._gated(original, runs_everywhere=True, names_path=False)
+
     def _gated(
-        self, original: Callable[..., Any], *, runs_everywhere: bool, writes_files: bool = True
+        self, original: Callable[..., Any], *, runs_everywhere: bool, writes_files: bool = True, names_path: bool = True
     ) -> Callable[..., Any]:
         @functools.wraps(original)
         def gated(*args: Any, **kwargs: Any) -> Any:
-            path = _path_of(args, kwargs)
+            path = _path_of(args, kwargs) if names_path else ""
             if self._depth:
                 kwargs = self._given(args, kwargs)
             # A file object is the rank's own. Savers call each other; the outermost call counts for all of them.
@@ -168,7 +186,7 @@ class SaveGate:
             manager = self.find_manager()
             if manager is None:
                 return original(*args, **kwargs)
-            what = f"{getattr(original, '__qualname__', 'save')}({path!r})"
+            what = f"{getattr(original, '__qualname__', 'save')}({path!r})" if names_path else original.__qualname__
             self._num_saves += 1
             self._counts[what] += 1
             runs_here = runs_everywhere
@@ -297,7 +315,7 @@ class SaveGate:
         try:
             result = save()
         except BaseException as error:
-            self.journal.end(manager, number, error=f"{type(error).__name__}: {error}")
+            self.journal.end(manager, number, **failure(error))
             raise
         after = take_inventory(entry.path) if entry.path else {}
         files = {file: stat for file, stat in after.items() if before.get(file) != stat}
@@ -310,7 +328,7 @@ class SaveGate:
         try:
             result = remove()
         except BaseException as error:
-            self.journal.end(manager, number, error=f"{type(error).__name__}: {error}")
+            self.journal.end(manager, number, **failure(error))
             raise
         self.journal.end(manager, number)
         return result
@@ -397,7 +415,7 @@ class SaveGate:
         outcome = self.journal.wait(manager, place, timeout_s=SAVE_LIMIT_S)
         self.position = max(self.position, place)
         if "error" in outcome:
-            raise DistributedError(f"rank 0 failed in {what}: {outcome['error']}", hint="The cause is rank 0's error.")
+            raise error_of(outcome, what)
         self._check_there(manager, place)
         result = outcome["result"]
         return tuple(result) if isinstance(result, list) else result
@@ -442,7 +460,7 @@ def sharded_model(args: tuple[Any, ...]) -> Any:
 
 def _path_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What is written: the first argument after `self`, or the keyword that names it. None for file objects."""
-    names = ("save_directory", "output_dir", "fname", "dataset_path", "repo_id")
+    names = ("save_directory", "output_dir", "fname", "dataset_path", "path_or_buf", "repo_id")
     value = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), "")
     if isinstance(value, (str, os.PathLike)):
         # A repository's name is not a path, but making it absolute does no harm: it is only compared.

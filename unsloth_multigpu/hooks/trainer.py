@@ -12,7 +12,12 @@ from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import Patch
-from unsloth_multigpu.step.generation import GenerationShape, divide_generation
+from unsloth_multigpu.step.generation import (
+    GenerationShape,
+    arguments_of_one_process,
+    divide_generation,
+    divided_arguments,
+)
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, TrainerLike
 
 if TYPE_CHECKING:
@@ -23,6 +28,8 @@ logger = get_logger(__name__)
 
 _SUPPORTS = "transformers>=4.57,<6"
 _DEFAULT_DDP_TIMEOUT_S = 1800
+# Of arguments that were divided: what each was. Plain numbers, because they are pickled with a checkpoint.
+_DIVIDED = "_unsloth_multigpu_divided"
 # What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
 # when it is called.
 RunTraining = Callable[[TrainerLike, Callable[[], Any], dict[str, Any]], Any]
@@ -76,6 +83,12 @@ def trainer_patches(
         reason="Outside a training its length is that of one process: scripts count the steps of a schedule by it.",
     )
     loaders = [loader, *_evaluation_loader_patches(world_size, get_loaders)]
+    as_given = Patch(
+        target="transformers.training_args:TrainingArguments.to_dict",
+        supports=_SUPPORTS,
+        wrap=_given_arguments,
+        reason="Arguments that are built from those of GRPO or RLOO would be divided by the ranks a second time.",
+    )
     return [
         Patch(
             target="transformers.trainer:Trainer.train",
@@ -84,7 +97,7 @@ def trainer_patches(
             reason="DDPTrainer chooses the samples of each step and steers DDP around the original loop.",
         ),
         *([evaluation, beginning, search] if world_size > 1 else []),
-        *(loaders if world_size > 1 and config.keeps_global_batch else []),
+        *([*loaders, as_given] if world_size > 1 and config.keeps_global_batch else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -343,6 +356,14 @@ def _adjusted_arguments(
     return __post_init__
 
 
+def _given_arguments(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def to_dict(self: ArgumentsLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return arguments_of_one_process(original(self, *args, **kwargs), getattr(self, _DIVIDED, {}))
+
+    return to_dict
+
+
 def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manager: Callable[[], DDPManager]) -> None:
     """Keeps the global batch of trainers that generate their own samples (GRPO, RLOO): they deal it to ranks.
 
@@ -360,6 +381,7 @@ def _divide_generation_batch(args: OptionalArguments, world_size: int, get_manag
     mine = divide_generation(one, world_size, getattr(args, "num_generations", None) or 1)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = mine.batch, mine.accumulation
     args.steps_per_generation = None if asked is None else mine.generation_steps
+    setattr(args, _DIVIDED, divided_arguments(one, mine))
     if get_manager().identity.rank == 0:
         logger.info(
             "completions per step: %d = %d ranks x %d completions x %d accumulation",

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
 from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.words import gib
@@ -144,7 +145,7 @@ def find_early_exit(events: Sequence[Event], gone: Collection[int]) -> Event | N
         return None  # While the run stops, one rank may leave while another still saves; `grace_s` limits that.
     last: dict[int, Event] = {}
     for event in events:
-        if event.kind == HANG:
+        if event.kind in (HANG, REFUSED, MADE_UP_FOR):  # These say nothing of where a rank is.
             continue
         is_repeated = event.kind == "exiting" and event.rank in last and last[event.rank].kind in _ENDS
         if not is_repeated:

@@ -17,6 +17,7 @@ from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
 from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
+from unsloth_multigpu.launch.refusal import find_refusal
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
 from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.logs import get_logger, tell
@@ -52,7 +53,8 @@ class DDPLauncher:
         """Blocks until all ranks have ended.
 
         Returns:
-            The exit code of the rank that failed first, 128 + n where signal n ended it, 0 if all went well;
+            The exit code of the rank that failed first, 128 + n where signal n ended it, that of a refused training
+            which no later one made up for, 0 if all went well;
             -n where signal n was sent to this process, which should then end by it.
 
         Raises:
@@ -107,7 +109,7 @@ class _Supervisor:
         # A signal makes train() raise. A script may catch that and end with exit code 0.
         if self.stop.signal_number:
             self._tell_stop()
-        return 0
+        return self._tell_refusal()
 
     def _start(self) -> None:
         from unsloth_multigpu.launch.engine import run_elastic
@@ -134,6 +136,15 @@ class _Supervisor:
             _tell(self.watch.cause({}), self.log_dir, self.launcher.num_ranks)
         tell(f"\nunsloth_multigpu: {apart}\n")
         return apart.exit_code
+
+    def _tell_refusal(self) -> int:
+        """The exit code of a run of which all ranks ended with 0."""
+        self.watch.close()
+        refusal = find_refusal(self.watch.events())
+        if refusal is None:
+            return 0
+        tell(f"\nunsloth_multigpu: {refusal} (exit code {refusal.exit_code})\n")
+        return refusal.exit_code
 
     def _tell_failure(self, exit_codes: dict[int, int]) -> int:
         self.watch.close()

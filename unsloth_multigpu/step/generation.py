@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from math import gcd
+from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
 
@@ -21,6 +23,26 @@ class GenerationShape:
     batch: int
     accumulation: int
     generation_steps: int
+
+
+# The arguments that a rank has a part of, in the order of a shape's fields.
+_ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+
+
+def divided_arguments(one: GenerationShape, mine: GenerationShape) -> dict[str, tuple[int, int]]:
+    """What each argument is on a rank, and in one process: kept with arguments that were divided, as plain numbers."""
+    return {name: (m, o) for name, m, o in zip(_ARGUMENTS, astuple(mine), astuple(one), strict=True)}
+
+
+def arguments_of_one_process(arguments: Mapping[str, Any], divided: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The arguments as the script gave them, so that others built from them are divided once and not again.
+
+    Args:
+        arguments: Names and values.
+        divided: See `divided_arguments`. What has been given another value since is left alone.
+    """
+    given = {name: of_one for name, (mine, of_one) in divided.items() if arguments.get(name) == mine}
+    return {**arguments, **given}
 
 
 def divide_generation(one: GenerationShape, world_size: int, num_generations: int = 1) -> GenerationShape:

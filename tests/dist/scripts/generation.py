@@ -3,6 +3,7 @@
 Usage: generation.py RANKS MODEL OUT JOB...; 1 rank is TRL by itself. A job is trainer:batch x accumulation:loss type.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -52,6 +53,26 @@ class Rloo(PlainTorch, RLOOTrainer):
         return list(completions_of(prompt_ids))
 
 
+def shape_of(config):
+    names = (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "steps_per_generation",
+        "generation_batch_size",
+    )
+    return [getattr(config, name) for name in names]
+
+
+def rebuilt_from(config, batch, accumulation):
+    """A script may build its arguments from others. TRL takes one of two that are told together."""
+    for name in ("steps_per_generation", "generation_batch_size"):
+        given = {n: v for n, v in config.to_dict().items() if n != name and not n.endswith("_token")}
+        assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (batch, accumulation)
+        again = type(config)(**json.loads(json.dumps(given)))
+        assert shape_of(again) == shape_of(config)
+    return again
+
+
 def run(job):
     kind, shape, loss = job.split(":")
     batch, accumulation = map(int, shape.split("x"))
@@ -68,6 +89,8 @@ def run(job):
         **{**SGD, "learning_rate": 0.1},
         **({"loss_type": loss} if loss else {}),
     )
+    if loss != "bnpo":  # It is warned of where arguments are made.
+        config = rebuilt_from(config, batch, accumulation)
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         args=config,

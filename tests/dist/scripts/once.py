@@ -1,8 +1,10 @@
 """Saves, reads back, maps and plots on every rank, and writes what each rank saw. Usage: once.py MODEL OUT"""
 
+import io
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import unsloth_multigpu as ump
@@ -10,6 +12,9 @@ import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2)
 
 import datasets
+import datasets.io.csv
+import datasets.io.json
+import datasets.io.parquet
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
@@ -51,6 +56,28 @@ datasets.Dataset.from_dict({"text": ["b" * i for i in range(40)]}).save_to_disk(
 stored = datasets.load_from_disk("on_disk").map(slow_length)
 note("on_disk_calls", num_calls())
 note("filtered", len(stored.filter(lambda row: row["length"] % 2 == 0)))
+writes = []
+for writer in (
+    datasets.io.csv.CsvDatasetWriter,
+    datasets.io.json.JsonDatasetWriter,
+    datasets.io.parquet.ParquetDatasetWriter,
+):
+    own_write = writer.write
+    writer.write = lambda self, own_write=own_write: writes.append(type(self).__name__) or own_write(self)
+written = [
+    memory.to_json("rows.jsonl"),
+    memory.to_csv("rows.csv"),
+    memory.to_parquet("rows.parquet"),
+    memory.to_json(path_or_buf="rows2.jsonl", lines=False),
+]
+note("written_bytes", written)
+note(
+    "written_rows",
+    [len(Path("rows.jsonl").read_text().splitlines()), len(datasets.Dataset.from_parquet("rows.parquet"))],
+)
+buffer = io.BytesIO()
+note("buffer_bytes", [memory.to_csv(buffer), len(buffer.getvalue())])
+note("writes", writes)
 # A call that only rank 0 makes, and then one that all make.
 if rank == 0:
     memory.map(lambda row: {"only": 0})
@@ -98,6 +125,24 @@ import tempfile
 with tempfile.TemporaryDirectory() as own:
     tokenizer.save_pretrained(own)
     note("own_folder_files", sorted(os.listdir(own)))
+
+# What fails on rank 0 is caught on all ranks as on one GPU.
+Path("a_file").touch()
+caught = []
+for save in (
+    lambda: model.save_pretrained("a_file/x"),
+    lambda: tokenizer.save_pretrained("a_file/x"),
+    lambda: trainer.push_to_hub(),
+    lambda: model.push_to_hub("nobody/nothing"),
+):
+    begin = time.monotonic()
+    try:
+        save()
+    except OSError as error:
+        caught.append([error.errno, time.monotonic() - begin < 8])
+    except Exception as error:
+        caught.append(repr(error))
+note("caught", caught)
 
 import matplotlib.pyplot as plt
 

@@ -1,0 +1,76 @@
+"""A training that this package refused, and that the script went on without: pure decisions over errors and events.
+
+One GPU would have trained. A script that catches the refusal and saves its model would end with code 0, and the model
+would be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unsloth_multigpu.errors import (
+    ConfigError,
+    DistributedError,
+    DivergenceError,
+    MultiGPUError,
+    NonFiniteGradientError,
+    PatchError,
+    ResumeError,
+    SetupError,
+    VersionError,
+)
+from unsloth_multigpu.wire.event import Event
+
+# A call of train() was refused, and a later one ended well.
+REFUSED, MADE_UP_FOR = "refused", "made_up_for"
+# What one process would not have met, at any step.
+_OF_SEVERAL_RANKS = (ConfigError, SetupError, VersionError, PatchError, ResumeError, DivergenceError)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A training that this package refused, and that no later one of the script made up for.
+
+    Args:
+        exit_code: Of the error's class.
+        error: Its class and the first line of its message.
+        step: Steps of the training when it was refused.
+    """
+
+    exit_code: int
+    error: str
+    step: int
+
+    def __str__(self) -> str:
+        what = "train() was refused" if self.step < 1 else f"train() was ended after step {self.step}"
+        return f"{what}: {self.error}; the script went on without it"
+
+
+def is_refusal(error: BaseException, num_steps: int) -> bool:
+    """True for an error of this package that ends a training which one process would have made.
+
+    Args:
+        error: What `train()` has raised.
+        num_steps: Optimizer steps that this training has made.
+    """
+    if isinstance(error, DistributedError) and error.is_of_rank_0:
+        return False  # Rank 0 knows whether one process would have met it.
+    if isinstance(error, _OF_SEVERAL_RANKS):
+        return True
+    # A gradient that is no number is one in one process too. Later a script may know what a lost rank means.
+    return isinstance(error, MultiGPUError) and not isinstance(error, NonFiniteGradientError) and num_steps == 0
+
+
+def find_refusal(events: Sequence[Event]) -> Refusal | None:
+    """The refusal that a run, all ranks of which ended with code 0, must not hide.
+
+    Args:
+        events: All ranks' events of one attempt, oldest first.
+    """
+    last = {event.rank: event for event in events if event.kind in (REFUSED, MADE_UP_FOR)}
+    for event in sorted(last.values(), key=lambda event: event.rank):
+        if event.kind == REFUSED:
+            facts = event.facts
+            return Refusal(int(facts["exit_code"]), str(facts["error"]), int(facts["num_steps"]))
+    return None
