@@ -23,7 +23,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own_steps")
     for num_ranks in (1, 2):
         run = run_python([SCRIPT, "--num-gpus", str(num_ranks), "--out", str(folder / str(num_ranks))], folder, BARE)
-        assert run.code == 0, run.err
+        # The last training of two ranks is refused, which the script catches.
+        assert run.code == (0 if num_ranks == 1 else 69), run.err
     return folder
 
 
