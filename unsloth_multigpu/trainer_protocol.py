@@ -42,6 +42,8 @@ class ArgumentsLike(Protocol):
     process_index: int
     push_to_hub: bool
     save_on_each_node: bool
+    eval_strategy: str
+    eval_on_start: bool
     save_strategy: Any  # SaveStrategy, equal to its text
     save_total_limit: int | None
     seed: int

@@ -54,6 +54,20 @@ def test_other_hook_is_named_with_its_parameter(name, dtype):
     assert misfit_of_hooks(hooked(own, dtype)) == "note, a hook on the gradient of 1.weight, is not linear"
 
 
+def test_hook_that_needs_a_forward_pass_is_said_not_to_be_tried():
+    class Masked:
+        mask = None
+
+        def hook(self, gradient):
+            return gradient * self.mask
+
+    found = misfit_of_hooks(hooked(Masked().hook))
+    assert found.endswith(
+        "Masked.hook, a hook on the gradient of 1.weight, could not be tried (TypeError: "
+        "unsupported operand type(s) for *: 'Tensor' and 'NoneType')"
+    )
+
+
 def test_hook_of_16_bits_is_tried_within_its_range():
     assert misfit_of_hooks(hooked(lambda g: g * 0.5, torch.float16)) == ""
     assert "is not linear" in misfit_of_hooks(hooked(lambda g: g.clamp(-1, 1), torch.float16))

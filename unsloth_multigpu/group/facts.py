@@ -56,7 +56,9 @@ def facts_of_evaluation(trainer: TrainerLike) -> dict[str, Any]:
     Returns:
         Name -> JSON value.
     """
-    data = trainer.eval_dataset
+    args, data = trainer.args, trainer.eval_dataset
+    if args.eval_strategy == "no" and not args.eval_on_start:
+        return {}
     sets = {f" {name!r}": one for name, one in data.items()} if isinstance(data, Mapping) else {"": data}
     facts: dict[str, Any] = {}
     for name, one in sets.items():

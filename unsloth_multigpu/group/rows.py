@@ -15,7 +15,7 @@ from unsloth_multigpu.wire.digest import digest_hex, digest_of
 
 # Of a data set in memory or in files of Arrow; of one of the script whose rows are numbers and texts; of one whose rows
 # hold images or the like, which take their time to decode.
-_MOST_ROWS, _MOST_OWN_ROWS, _FEW_ROWS = 1_000, 256, 32
+_MOST_ROWS, _MOST_OWN_ROWS, _FEW_ROWS = 1_000, 64, 32
 # Numbers and bytes that are read at most, where a row is long.
 _MOST_VALUES = 16_000_000
 _NUM_PARTS = 8

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 
 from unsloth_multigpu.seam import Steered, instance_attribute, steered
+from unsloth_multigpu.step.effect import is_library
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 # The loop of transformers, and what Unsloth makes of it: `_fast_inner_training_loop`.
@@ -21,7 +22,6 @@ _LOOP = "inner_training_loop"
 _BUILDERS = ("get_eval_dataloader", "get_test_dataloader")
 _EVALUATION_LOOPS = ("evaluation_loop", "prediction_loop")
 # Functions of these call what a script overrides, and wrap what it calls.
-_LIBRARIES = {"transformers", "trl", "unsloth", "unsloth_zoo", "unsloth_compiled_cache", "accelerate", "peft", "torch"}
 # A function with one of these names puts the rows of all ranks together by itself.
 _GATHERING = {"gather_for_metrics", "gather_function", "_nested_gather", "nested_gather"}
 
@@ -89,6 +89,8 @@ class _Alone:
     num_processes = 1
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_state":  # Of a copy, which has none yet.
+            raise AttributeError(name)
         return getattr(self._state, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -163,6 +165,5 @@ def _names_in(code: CodeType) -> set[str]:
 
 def _is_of_library(names: dict[str, Any]) -> bool:
     """True for the global names of a function of a library, or of this package."""
-    root = str(names.get("__name__")).partition(".")[0]
-    # Unsloth writes a module UnslothSFTTrainer.
-    return root in _LIBRARIES or root.startswith(("unsloth_multigpu", "Unsloth"))
+    module = str(names.get("__name__"))
+    return module.startswith("unsloth_multigpu") or is_library(module)

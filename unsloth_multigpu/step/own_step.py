@@ -197,7 +197,7 @@ def _differs(value: torch.Tensor, expected: tuple[torch.Tensor, int] | None) -> 
 
 def _norms(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     gradients = [part_of(p.grad.detach()) for p in parameters if p.grad is not None]
-    return [g.float().norm() for g in gradients if not g.is_sparse]
+    return [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients if not g.is_sparse]
 
 
 def _stacked(norms: list[torch.Tensor]) -> torch.Tensor:

@@ -232,7 +232,7 @@ def _refuse_divided(loader: DataLoader[Any]) -> None:
     """A sampler for one of several ranks has a part of the rows: all that there is of them in rank 0's order."""
     batches = loader.batch_sampler
     for sampler in (batches, getattr(batches, "sampler", None)):
-        if (num_parts := getattr(sampler, "num_replicas", 1)) > 1:
+        if (num_parts := getattr(sampler, "num_replicas", None) or 1) > 1:
             raise SetupError(
                 f"The data loader has a {type(sampler).__name__} with num_replicas={num_parts}: it gives each rank a "
                 "part of the rows, and unsloth_multigpu would divide it again. Most rows would never be trained.",

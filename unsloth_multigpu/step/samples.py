@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.group.random_state import seeded_draws
-from unsloth_multigpu.step.snapshot import kept_data_state
+from unsloth_multigpu.step.snapshot import has_random_state, kept_data_state
 from unsloth_multigpu.step.weighing import IGNORED, count_rows
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
@@ -215,6 +217,8 @@ def spread_indices(length: int, skip: int) -> list[int]:
 def _copied(value: Any) -> Any:
     if type(value) is dict:
         return {name: _copied(v) for name, v in value.items()}
+    if isinstance(value, MutableMapping):
+        return copy.copy(value)
     if type(value) is list:
         return [_copied(v) for v in value]
     return value.clone() if isinstance(value, torch.Tensor) else value
@@ -242,11 +246,12 @@ def _collate_of(loader: Any, seed: int | None = None, *, generators: bool = True
     """
 
     def collate(rows: list[Any]) -> Any:
-        with kept_data_state(loader, generators=generators and seed is not None):
-            if seed is None:
-                return loader.collate_fn(rows)
-            with seeded_draws(seed):
-                return loader.collate_fn(rows)
+        with (
+            kept_data_state(loader, generators=generators and seed is not None),
+            nullcontext() if seed is None else seeded_draws(seed),
+        ):
+            # A collator may write into its rows, or take labels out of them.
+            return loader.collate_fn([_copied(row) for row in rows])
 
     return collate
 
@@ -260,8 +265,10 @@ def _remembers(loader: Any, before: list[Any], rows: list[Any]) -> bool:
     with kept_data_state(loader):
         for given in (before, rows):
             with seeded_draws(0):
-                after = loader.collate_fn(list(given))
-    return not _is_equal(fresh, after)
+                after = loader.collate_fn([_copied(row) for row in given])
+        # One that it has made in its first call goes on as well.
+        draws = any(has_random_state(value) for value in getattr(loader.collate_fn, "__dict__", {}).values())
+    return not draws and not _is_equal(fresh, after)
 
 
 def _mixes(loader: Any, labelled: Sequence[Any]) -> bool:

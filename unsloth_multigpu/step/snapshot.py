@@ -55,8 +55,8 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
         stack.enter_context(kept_random_state())
         stack.enter_context(_forked(trainer.args.device))
         stack.enter_context(_kept_tensors(modules))
-        # A loss may make anything in its own trainer, such as a module.
-        stack.callback(_keep(vars(trainer), takes_all_new=True))
+        # A model of a library stays: loading one, such as a teacher, takes too long to do it in each call.
+        stack.callback(_keep(vars(trainer)))
         for module in modules:
             stack.callback(_keep(vars(module), takes_all_new=_is_own(module)))
         for restore in _keep_reached([*_loss_functions(trainer), *owned], known, generators=True):
@@ -71,7 +71,7 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
 def kept_data_state(loader: Any, *, generators: bool = True) -> Iterator[None]:
     """Restores on leaving what reading rows and collating them may have changed in the collator and the data set.
 
-    Attributes of both and of what they wrap, as `kept_training_state` does; and random states.
+    Attributes of both and of what they wrap, as `kept_training_state` does.
 
     Args:
         loader: Of the training, as the Trainer built it.
@@ -309,7 +309,7 @@ def _copied(value: Any, *, generators: bool = True) -> tuple[Any, Any]:
 
 def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """Reads and writes the state of a random generator; None for anything else."""
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
@@ -319,6 +319,11 @@ def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] 
     if bits is not None:
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return (value.get_state, value.set_state) if hasattr(value, "set_state") else None
+
+
+def has_random_state(value: Any) -> bool:
+    """True for a generator of random numbers whose state can be restored."""
+    return _generator_of(value) is not None
 
 
 def _copy(value: Any) -> Any:

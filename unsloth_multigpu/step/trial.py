@@ -34,9 +34,6 @@ _FP16_SCALE = 2.0**10
 _SAME = 0.1
 # A loss below this is only rounding.
 ZERO_LOSS = 1e-6
-# A model may mix rows in half of its passes, and a row may meet itself.
-_RANDOM_SEEDS, _JOINING_SEEDS = 4, 6
-_JOINED = "in training mode the model lets rows of a micro-batch meet, as mixup or a batch norm does"
 _TINY = 1e-30
 
 
@@ -163,44 +160,12 @@ class LossTrial:
         if not samples:
             return Fit(weighing or ROWS, math.nan, math.nan, problem="no batch could be compared with its parts")
         found = self._fit(samples, num_items, weighing, with_gradient)
-        if not self._is_random(samples[0].whole, num_items):
-            return found
-        if found.problem:
+        if found.problem and self._is_random(samples[0].whole, num_items):
             # A model that draws more than dropout: judged without what it does in training alone.
             self._is_training = False
             found = self._fit(samples, num_items, weighing, with_gradient)
             self._is_training = True
-        if not found.problem and self._joins_rows(samples, num_items, found):
-            return replace(found, value=math.nan, gradient=math.nan, is_certain=True, problem=_JOINED)
         return found
-
-    def _joins_rows(self, samples: Sequence[Sample], num_items: int | None, fit: Fit) -> bool:
-        """True where a random model lets rows meet in training, as mixup in a forward pass does.
-
-        With the same random numbers, labels of the first row and the order of the rows behind it change the loss. Where
-        rows do not meet, each change has the same effect with and without the other. Masks and noise of each row by
-        itself, and layers that are left out for all rows, pass.
-        """
-        whole = next((s.whole for s in samples if _can_be_arranged(s.whole)), None)
-        if whole is None:
-            return False
-        rows = count_rows(whole)
-        behind = [0] if rows == 2 else [*range(2, rows), 1]
-        orders = ([*range(rows)], [0, *behind])
-        others = next((i for i in range(1, rows) if not torch.equal(whole["labels"][i], whole["labels"][0])), 0)
-        for seed in range(_JOINING_SEEDS):
-            sums = []
-            for order in orders:
-                arranged = {n: v[order] if _is_column(v, rows) else v for n, v in whole.items()}
-                labels = arranged["labels"].clone()
-                labels[0] = whole["labels"][others]
-                for inputs in (arranged, {**arranged, "labels": labels}):
-                    weight = weight_of(inputs, fit.weighing, fit.class_weights)
-                    sums.append(weight * self._measure(inputs, num_items, with_gradient=False, seed=seed).loss)
-            together = abs(sums[0] - sums[1] - sums[2] + sums[3])
-            if together > 4 * self.bound.value * max(map(abs, sums)):
-                return True
-        return False
 
     def _fit(self, samples: Sequence[Sample], num_items: int | None, weighing: str, with_gradient: bool) -> Fit:
         def measured_of(inputs: Any) -> _Measured:
@@ -256,9 +221,8 @@ class LossTrial:
         return Fit(name, value, gradient, ratio, table if "class weights" in name else (), problem=problem)
 
     def _is_random(self, inputs: Any, num_items: int | None) -> bool:
-        losses = (self._measure(inputs, num_items, with_gradient=False, seed=s).loss for s in range(_RANDOM_SEEDS))
-        first = next(losses)
-        return any(loss != first for loss in losses)
+        first, second = (self._measure(inputs, num_items, with_gradient=False, seed=seed).loss for seed in (1, 2))
+        return first != second
 
     def _measure(
         self,
@@ -382,15 +346,6 @@ class _Measured:
     def is_zero(self) -> bool:
         """True if the loss is only rounding, as that of a student that begins as a copy of its teacher."""
         return abs(self.loss) < ZERO_LOSS
-
-
-def _can_be_arranged(inputs: Any) -> bool:
-    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    return isinstance(labels, torch.Tensor) and labels.dim() > 0 and len(labels) > 1
-
-
-def _is_column(value: Any, rows: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def _common(lists: Iterable[list[str]]) -> list[str]:

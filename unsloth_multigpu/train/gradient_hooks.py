@@ -10,9 +10,8 @@ from torch import nn
 
 from unsloth_multigpu.group.random_state import kept_random_state
 from unsloth_multigpu.group.shards import is_sharded
+from unsloth_multigpu.step.effect import is_library
 
-# Their hooks are known: masks, projections, and the signals of their engines.
-_LIBRARIES = {"torch", "accelerate", "bitsandbytes", "peft", "transformers", "trl", "unsloth", "unsloth_zoo"}
 # Powers of two, by which a linear hook's result changes without rounding; fp16 holds the smaller one.
 _FACTOR, _FACTOR_FP16 = 2.0**20, 2.0**6
 
@@ -33,9 +32,16 @@ def misfit_of_hooks(model: nn.Module) -> str:
     for name, parameter, hook in _hooks_of(model):
         if hook is None:
             return f"a hook on {name} reads the accumulated gradient before the ranks' gradients meet"
-        with kept_random_state(), torch.no_grad():
-            if not _is_linear(hook, parameter):
-                return f"{_name_of(hook)}, a hook on the gradient of {name}, is not linear"
+        what = f"{_name_of(hook)}, a hook on the gradient of {name},"
+        devices = [] if parameter.device.type == "cpu" else [parameter.device]
+        kind = parameter.device.type if devices else "cuda"
+        with kept_random_state(), torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+            try:
+                is_linear = _is_linear(hook, parameter)
+            except Exception as error:  # It may read what a forward pass leaves.
+                return f"{what} could not be tried ({type(error).__name__}: {str(error)[:200]})"
+        if not is_linear:
+            return f"{what} is not linear"
     return ""
 
 
@@ -50,9 +56,10 @@ def _hooks_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[..
 
 
 def _is_scripts_own(hook: Any) -> bool:
+    # Those of libraries are known: masks, projections, signals of their engines, and trackers that only look.
     function = getattr(hook, "func", hook)  # Of a functools.partial.
     module = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0] not in _LIBRARIES
+    return not is_library(module)
 
 
 def _name_of(hook: Any) -> str:
@@ -63,7 +70,8 @@ def _is_linear(hook: Callable[..., Any], parameter: nn.Parameter) -> bool:
     # Seeded, so that all ranks find the same.
     generator = torch.Generator(parameter.device).manual_seed(0)
     first, second = (
-        torch.randn(parameter.shape, generator=generator, device=parameter.device).to(parameter.dtype) for _ in range(2)
+        torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
+        for _ in range(2)
     )
     factor = _FACTOR_FP16 if parameter.dtype == torch.float16 else _FACTOR
 

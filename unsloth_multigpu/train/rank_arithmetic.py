@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _VARIABLE = "WORLD_SIZE"
-_ATTRIBUTES = {"world_size", "num_processes"}
 _FUNCTION = "get_world_size"
+_PRINTING = {"print", "debug", "info", "warning", "error", "log"}
 _OPERATORS = (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 
 
@@ -55,10 +55,18 @@ def _in_order(tree: ast.Module) -> list[ast.expr | ast.stmt]:
         node = rest.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_loss(node.name):
             continue
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _name_of(node.func) in _PRINTING):
+            continue
         if isinstance(node, (ast.expr, ast.stmt)):
             nodes.append(node)
         rest += ast.iter_child_nodes(node)
     return sorted(nodes, key=lambda node: (node.lineno, isinstance(node, (ast.BinOp, ast.AugAssign))))
+
+
+def _name_of(node: ast.expr) -> str:
+    """The last name of `a.b.c` and of `a.b.c()`."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def _is_loss(name: str) -> bool:
@@ -98,7 +106,9 @@ def _is_number(node: ast.expr, names: set[str]) -> bool:
     if isinstance(node, ast.Name):
         return node.id in names
     if isinstance(node, ast.Attribute):
-        return node.attr in _ATTRIBUTES
+        owner = _name_of(node.value).lower()
+        is_state = "accelerator" in owner or "state" in owner
+        return node.attr == "world_size" or (node.attr == "num_processes" and is_state)
     if isinstance(node, ast.Subscript):
         return _is_variable(node.slice)
     if isinstance(node, ast.BoolOp):
@@ -109,7 +119,7 @@ def _is_number(node: ast.expr, names: set[str]) -> bool:
         return _is_number(node.body, names) or _is_number(node.orelse, names)
     if not isinstance(node, ast.Call):
         return False
-    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    name = _name_of(node.func)
     if name == _FUNCTION or any(map(_is_variable, node.args)):  # os.environ.get("WORLD_SIZE", 1), os.getenv
         return True
     return name in ("int", "float", "max", "min") and any(_is_number(argument, names) for argument in node.args)

@@ -45,6 +45,7 @@ def train(folder, *, noise=0, batch_size=4, dtype=torch.float32):
         num_train_epochs=1,
         save_strategy="steps" if attempt == 2 else "no",
         save_steps=1,
+        eval_strategy="epoch" if attempt > 2 else "no",
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
