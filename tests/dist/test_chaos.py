@@ -5,6 +5,8 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.run import BARE, orphans, run_python
 
 SCRIPT = Path(__file__).parent / "scripts" / "chaos_train.py"
@@ -34,6 +36,7 @@ def files_in(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in paths}
 
 
+@pytest.mark.thorough
 def test_killed_run_goes_on_to_the_same_weights_and_leaves_the_users_folder_alone(tmp_path):
     scratch, home = tmp_path / "scratch", tmp_path / "home"
     scratch.mkdir()

@@ -338,6 +338,8 @@ from flwr.clientapp import ClientApp
 from tests.helpers.federated import message_to, train
 from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, SlotDevice
 
+pytestmark = pytest.mark.thorough
+
 CALLS = 0
 app = ClientApp()
 

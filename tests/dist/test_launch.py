@@ -115,6 +115,7 @@ def test_other_number_of_ranks_than_asked_is_refused(tmp_path):
     assert "num_gpus=4, but slurm started 2 rank(s) here." in run.err
 
 
+@pytest.mark.thorough
 def test_work_before_the_line_is_named(tmp_path):
     script = tmp_path / "late.py"
     script.write_text("import transformers\nimport unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)\n")

@@ -33,6 +33,7 @@ def test_spawned_ranks_train_as_one_process(tmp_path):
     assert [(tmp_path / "two" / f"helper_{rank}").read_text() for rank in (0, 1)] == ["False", "False"]
 
 
+@pytest.mark.thorough
 def test_line_that_would_do_nothing_in_a_spawned_rank_is_refused(tmp_path):
     """Each rank would train by itself, and exit code 0 would say that all went well."""
     with begin(tmp_path / "top", "top") as top, begin(tmp_path / "early", "early") as early:

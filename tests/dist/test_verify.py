@@ -106,6 +106,7 @@ def test_fault_behind_the_gradient_is_named(tmp_path):
     assert sum(weight["counts"] for weight in found["weights"]) > 10
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_rank_with_other_weights_is_found_whatever_the_script_says(tmp_path):
     # Nor where it has gone before its line starts the ranks.
@@ -154,6 +155,7 @@ def test_dropout_and_larger_steps_are_named(tmp_path):
     assert "Remove what may differ without a fault" in run.out
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_error_of_the_script_is_passed_on(tmp_path):
     run = verify(tmp_path, "train.py", "--steps", 3, "--fault", "raise")

@@ -35,6 +35,7 @@ dist.all_reduce(is_equal)
 print(f"{is_equal:g} of {dist.get_world_size()} ranks have rank 0's weights")"""
 
 
+@pytest.mark.thorough
 def test_notebook_trains_fails_stops_and_goes_on_in_a_browser(tmp_path: Path) -> None:
     browser = find_browser()
     if browser is None:

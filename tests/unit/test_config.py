@@ -476,7 +476,7 @@ def test_wrong_legacy_argument_is_named_as_it_was_given(name: str, value: object
 @pytest.mark.parametrize("enable_ddp", [True, False])
 def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(enable_ddp: bool) -> None:
     config = MultiGPUConfig(num_gpus=1, enable_ddp=enable_ddp)
-    (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if "TrainingArguments" in p.target)
+    (patch,) = (p for p in trainer_patches(config, 1, "any", print, print) if p.target.endswith("__post_init__"))
     args = SimpleNamespace(ddp_timeout=1, n_gpu=4, _n_gpu=4)
     patch.wrap(lambda self: None)(args)
     assert args._n_gpu == 1
@@ -484,7 +484,7 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
 
 def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
     """TrainingArguments as the patch leaves them in a rank of two."""
-    (patch,) = (p for p in trainer_patches(config, 2, "cuda", print, print) if "TrainingArguments" in p.target)
+    (patch,) = (p for p in trainer_patches(config, 2, "cuda", print, print) if p.target.endswith("__post_init__"))
     args = SimpleNamespace(
         per_device_train_batch_size=8, ddp_backend=None, gradient_checkpointing=False, ddp_timeout=1800, use_cpu=False
     )

@@ -409,7 +409,10 @@ def test_powersgd_beside_a_scaler_is_refused(over: Any) -> None:
 def test_compression_is_refused_where_another_parallelism_trains(option: str | None) -> None:
     from unsloth_multigpu.train.trainer import DDPTrainer
 
-    trainer = SimpleNamespace(
+    class Steps(SimpleNamespace):
+        def training_step(self) -> None: ...
+
+    trainer = Steps(
         model=tiny(),
         args=SimpleNamespace(gradient_accumulation_steps=1, device="cpu"),
         accelerator=SimpleNamespace(parallelism_config=None),

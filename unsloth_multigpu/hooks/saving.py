@@ -83,12 +83,12 @@ def saving_patches(gate: SaveGate) -> list[Patch]:
     )
     patches += [
         Patch(
-            target=f"transformers.trainer:Trainer.{name}",
+            target=target,
             supports=_TRANSFORMERS,
             wrap=gate.learn_of_rank_0,
             reason="What fails where rank 0 alone uploads would leave the others waiting for its save.",
         )
-        for name in ("push_to_hub", "init_hf_repo")
+        for target in ("transformers.trainer:Trainer.push_to_hub", "transformers.trainer:Trainer.init_hf_repo")
     ]
     patches.append(
         Patch(

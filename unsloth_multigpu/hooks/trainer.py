@@ -110,12 +110,15 @@ def trainer_patches(
 def _evaluation_loader_patches(world_size: int, get_loaders: Callable[[], EvaluationLoaders]) -> list[Patch]:
     built = [
         Patch(
-            target=f"transformers.trainer:Trainer.{name}",
+            target=target,
             supports=_SUPPORTS,
             wrap=functools.partial(_whole_for_readers, world_size, get_loaders),
             reason="A script that reads it gets the batches of one process; the evaluation loop divides them.",
         )
-        for name in ("get_eval_dataloader", "get_test_dataloader")
+        for target in (
+            "transformers.trainer:Trainer.get_eval_dataloader",
+            "transformers.trainer:Trainer.get_test_dataloader",
+        )
     ]
     older = Patch(
         target="transformers.trainer:Trainer.prediction_loop",

@@ -29,7 +29,7 @@ _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
 _STOCK_MODELS = ("transformers.", "unsloth", "Unsloth")
 # Two counts that differ so much that any part of the loss which is not divided by them can be seen.
 _FEW_ITEMS, _MANY_ITEMS = 64, 2**24
-_LABELS_HINT = "Look at the first rows of the data: each needs a label that is not -100."
+_LABELS_HINT = "Look at the rows of the data: each needs a label that is not -100."
 # The losses of DPO whose pairs are independent of each other.
 _PAIRWISE_LOSSES = {"sigmoid", "hinge", "ipo", "robust", "sppo_hard", "apo_zero", "apo_down", "nca_pair"}
 # Losses that sort the rows of a micro-batch. While policy and reference are equal, a trial cannot see that.
@@ -74,7 +74,7 @@ COUNTS_CALLS = Misfit(
     "it depends on how often the loss was called before, which is less on a rank with gradient_accumulation_steps > 1",
     hint=_STATE_HINT,
 )
-UNSEEN = Misfit("none of the rows that come first has a label, so that it cannot be tried")
+UNSEEN = Misfit("none of the rows that were read has a label, so that it cannot be tried")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def find_loss_scale(
 
     Args:
         trainer: A transformers Trainer.
-        draw_samples: Gives the samples of the trial, see `trial.draw_samples`.
+        draw_samples: Gives the samples of the trial, see `samples.draw_samples`.
         compute_loss: The trainer's bound `compute_loss`, without what this package puts around it; None = as it is.
         with_gradient: Gradients are compared as well. Hooks on the model see such a trial as a pass of the training.
 
@@ -212,7 +212,7 @@ class LossWatch:
         trainer: A `transformers.Trainer` or subclass.
         compute_loss: See `find_loss_scale`.
         scale: What was found at the start.
-        draw_samples: Returns samples that begin after the given number of rows.
+        draw_samples: Returns samples of other rows for another number.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tu
             few, many, multiplied = _losses_by_count(trial, inputs)
     if not all(map(math.isfinite, (few, many, multiplied))):
         raise SetupError(
-            f"The loss of the first rows is {few:.4g}, so it cannot be seen how it is averaged.",
+            f"The loss of a few rows is {few:.4g}, so it cannot be seen how it is averaged.",
             hint=_LABELS_HINT,
         )
     num_ranks = trainer.accelerator.num_processes
@@ -322,7 +322,7 @@ def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tu
     is_multiplied = is_whole or (is_part and not is_same)
     if not is_multiplied and not is_same:
         raise SetupError(
-            f"The loss of the first rows is {few:.4g} where each rank counts its tokens, and {multiplied:.4g} where "
+            f"The loss of a few rows is {few:.4g} where each rank counts its tokens, and {multiplied:.4g} where "
             f"they are counted over {num_ranks} ranks: neither the same nor {num_ranks} times as much.",
             hint="Multiply it by accelerator.num_processes where args.average_tokens_across_devices is set, as "
             "Trainer.compute_loss does, or not at all.",

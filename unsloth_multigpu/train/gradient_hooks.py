@@ -38,7 +38,8 @@ def misfit_of_hooks(model: nn.Module) -> str:
         with kept_random_state(), torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
             try:
                 is_linear = _is_linear(hook, parameter)
-            except Exception as error:  # It may read what a forward pass leaves.
+            # It may read what a forward pass leaves.
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 return f"{what} could not be tried ({type(error).__name__}: {str(error)[:200]})"
         if not is_linear:
             return f"{what} is not linear"
