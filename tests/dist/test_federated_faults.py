@@ -30,6 +30,8 @@ from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, SlotDevice
 from unsloth_multigpu.wire.process import is_alive
 
+pytestmark = pytest.mark.thorough
+
 CPU = [SlotDevice("cpu", 0), SlotDevice("cpu", 1)]
 GONE = SlotDevice("cuda", 77)  # No machine shows so many.
 
@@ -337,8 +339,6 @@ import time
 from flwr.clientapp import ClientApp
 from tests.helpers.federated import message_to, train
 from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, SlotDevice
-
-pytestmark = pytest.mark.thorough
 
 CALLS = 0
 app = ClientApp()
