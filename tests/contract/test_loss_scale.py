@@ -186,12 +186,12 @@ class MeanOverAll(Trainer):
 
 
 def test_loss_that_cannot_be_tried_is_known_by_its_name_or_refused(tmp_path, monkeypatch):
-    """Whether a script's own loss is multiplied by the ranks can only be seen: a guess is off by their number."""
+    """Whether a script's own loss is divided by the count can only be seen: a guess is off by the tokens of a step."""
     config = LlamaConfig(num_key_value_heads=2, **SIZES)
     unlabelled = rows_with(lambda row: [-100] * len(row))
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     known = scale_of(tmp_path, LlamaForCausalLM(config), rows=unlabelled)
-    assert (known.is_token_normalised, known.is_multiplied, known.misfit) == (True, True, UNSEEN)
+    assert (known.is_token_normalised, known.misfit) == (True, UNSEEN)
     with pytest.raises(SetupError, match=r"how MeanOverAll\.compute_loss is averaged: none of the rows"):
         scale_of(tmp_path, LlamaForCausalLM(config), rows=unlabelled, trainer_class=MeanOverAll)
     monkeypatch.setattr(Accelerator, "num_processes", 1)

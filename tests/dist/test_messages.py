@@ -87,7 +87,7 @@ def test_stream_with_other_rows_on_each_rank_is_refused(trainings, name, step):
 def test_hook_that_is_not_linear_is_told_or_refused(trainings):
     folder, run = trainings
     what = (
-        "The ranks' gradients are not those of one process: Plant.after_backward, a hook on the gradient of "
+        "The ranks' gradients may not add up to that of one process: Plant.after_backward, a hook on the gradient of "
         "model.embed_tokens.weight, is not linear."
     )
     for facts in seen(folder, "clamped_refused")[0]:
@@ -97,9 +97,9 @@ def test_hook_that_is_not_linear_is_told_or_refused(trainings):
     assert run.err.count(what) == 1
 
 
-def test_script_that_reckons_with_the_number_of_ranks_is_told_once(trainings):
+def test_script_that_multiplies_by_the_number_of_ranks_is_told_once(trainings):
     _, run = trainings
-    told = re.findall(r"messages.py reckons with the number of ranks in line \d+: (.+?)\. Batches", run.err)
+    told = re.findall(r"messages.py:\d+ multiplies or divides by the number of ranks: (.+?)\. Batches", run.err)
     assert told == ["50 * num_ranks"]
 
 

@@ -17,7 +17,7 @@ from unsloth_multigpu.step.loss import LossScale
 
 SCRIPT = Path(__file__).parent / "scripts" / "serial.py"
 CPU = torch.device("cpu")
-TOKENS, ROWS = (LossScale(is_token_normalised=is_sum, is_multiplied=False) for is_sum in (True, False))
+TOKENS, ROWS = (LossScale(is_token_normalised=is_sum) for is_sum in (True, False))
 
 
 @pytest.fixture(scope="module")

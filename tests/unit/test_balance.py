@@ -22,9 +22,9 @@ from unsloth_multigpu.step.loss import ROUTER, LossScale
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]
-TOKEN_SUM = LossScale(is_token_normalised=True, is_multiplied=True)
-ROW_MEAN = LossScale(is_token_normalised=False, is_multiplied=False, rows_are_independent=True)
-OTHER_MEAN = LossScale(is_token_normalised=False, is_multiplied=False)
+TOKEN_SUM = LossScale(is_token_normalised=True)
+ROW_MEAN = LossScale(is_token_normalised=False, rows_are_independent=True)
+OTHER_MEAN = LossScale(is_token_normalised=False)
 
 
 class Exchange(DDPManager):

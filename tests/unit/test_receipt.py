@@ -439,7 +439,7 @@ def test_recorder_names_dropout_and_counts_no_filler(trainer, tmp_path):
     class Steps:
         """What deals the samples: the second step has none for this rank."""
 
-        inexact = ""
+        inexact = None
 
         @property
         def current(self):

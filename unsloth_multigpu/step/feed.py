@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,19 @@ from unsloth_multigpu.wire.beat import BeatPage
 logger = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class Inexact:
+    """Why ranks cannot share a step exactly.
+
+    Args:
+        cause: In words.
+        ways: What the user can do about it.
+    """
+
+    cause: str
+    ways: str
+
+
 class StepFeed(Part):
     """Chooses what the Trainer's loop sees: one loader item per optimizer step, with all its micro-batches.
 
@@ -54,7 +67,7 @@ class StepFeed(Part):
 
     Attributes:
         current: The micro-batch that is being computed.
-        inexact: Why ranks cannot share the loss of a micro-batch exactly; "" where they can, or need not.
+        inexact: Why the training is not exactly that of one process; None where it is.
         is_lockstep: Ranks meet in every micro-batch.
         is_placed_later: The model comes to its device, and is sharded, only when the loader is there. Then the loss is
             tried, and it is decided how samples are dealt, when the training begins.
@@ -73,7 +86,7 @@ class StepFeed(Part):
         self.num_accumulated = int(trainer.args.gradient_accumulation_steps)
         self.num_samples = 0
         self.num_micro_batches = 0
-        self._scale = LossScale(is_token_normalised=True, is_multiplied=True)
+        self._scale = LossScale(is_token_normalised=True)
         self._piece_factor = 1.0
         self._in_loss = self._must_count = False
         # The trainer's own `compute_loss`, and the watch that tries it again.
@@ -91,7 +104,7 @@ class StepFeed(Part):
         self.metrics = Metrics(trainer, manager)
         self.current: MicroBatch | None = None
         self._is_begun = self._has_loop = False
-        self.inexact = ""
+        self.inexact: Inexact | None = None
         self.is_lockstep = self.is_placed_later = self.plans_one_process = False
         # Makes the decisions that wait for the model.
         self._decide: Callable[[], None] | None = None
@@ -283,7 +296,7 @@ class StepFeed(Part):
 
     def _tell(self, cause: str, what: str, so: str, ways: str, *, can_go_on: bool = True) -> None:
         """Warns that this is not exactly the training of one process, or refuses it."""
-        self.inexact = cause
+        self.inexact = Inexact(cause, ways)
         if not can_go_on or self.manager.config.inexact == "raise":
             raise SetupError(what, hint=ways)
         if self.manager.identity.rank > 0:
@@ -374,7 +387,7 @@ class StepFeed(Part):
             with self.trainer.accelerator.no_sync(model):
                 left_over = self._computed(original, model, step.left_over, step.left_over_items, is_left_over=True)
             losses.append(left_over)
-        self._must_count = num_items is not None and (self._scale.is_token_normalised or self._scale.is_multiplied)
+        self._must_count = num_items is not None and self._scale.is_token_normalised
         # The Trainer divides by it, and losses that are means of micro-batches, and auxiliary losses.
         self.trainer.current_gradient_accumulation_steps = step.num_references
         if is_scripts_own(self.trainer, "training_step"):

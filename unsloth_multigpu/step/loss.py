@@ -84,8 +84,6 @@ class LossScale:
     Args:
         is_token_normalised: The loss is a sum divided by the step's `num_items_in_batch`, so a step's gradient does not
             depend on which micro-batch or rank a sample is in.
-        is_multiplied: `compute_loss` multiplies by the number of ranks, against DDP's averaging, where
-            `average_tokens_across_devices` is set. In a training of ours it is not, while the loss is called.
         weighing: What a loss that is not token-normalised averages over, see `weighing.candidates`; "sum": nothing.
         rows_are_independent: The loss is a mean over rows, in which the other rows do not change the weight of a row.
         class_weights: Of the classes, where the mean is weighted by them.
@@ -94,7 +92,6 @@ class LossScale:
     """
 
     is_token_normalised: bool
-    is_multiplied: bool
     weighing: str = ROWS
     rows_are_independent: bool = False
     class_weights: tuple[float, ...] = ()
@@ -138,34 +135,30 @@ def find_loss_scale(
         with_gradient: Gradients are compared as well. Hooks on the model see such a trial as a pass of the training.
 
     Raises:
-        SetupError: The loss takes the step's count, and cannot be seen with it or is multiplied by something else than
-            the number of ranks.
+        SetupError: The loss takes the step's count, and it cannot be seen whether it is divided by it.
     """
     compute_loss = compute_loss or trainer.compute_loss
-    counts_items = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+    counts_items = _takes_count(trainer)
     name = author_of(trainer, compute_loss)
     is_own = is_of_script(trainer, compute_loss)
     # The form of a preference loss may be visible only once the policy differs from its reference.
     may_change = is_own or name not in ("SFTTrainer", "Trainer")
     if counts_items and name == "SFTTrainer" and not is_own and trainer.label_smoother is None:
         return replace(_declared_scale(trainer), misfit=ROUTER if has_router_loss(trainer) else None)
-    plain = LossScale(is_token_normalised=False, is_multiplied=False)
+    plain = LossScale(is_token_normalised=False)
     with kept_random_state():
         samples = draw_samples()
     if not samples:
         if counts_items and is_own and trainer.accelerator.num_processes > 1:
-            # It may or may not multiply by the ranks, which would be off by their number even in whole micro-batches.
+            # Of a mean, and of a sum that is divided by the count, even whole micro-batches are weighed in two ways.
             raise SetupError(
                 f"It cannot be seen how {name_of(trainer, compute_loss)} is averaged: {UNSEEN}.", hint=_LABELS_HINT
             )
         return replace(_declared_scale(trainer) if counts_items else plain, misfit=UNSEEN)
     trial = LossTrial(trainer, compute_loss, is_own=is_own)
-    scale, misfit, count = plain, None, None
-    first = samples[0].whole
-    # Without labels there is nothing to count, and the Trainer hands no count on.
-    if counts_items and isinstance(first, Mapping) and isinstance(first.get("labels"), torch.Tensor):
-        scale, misfit = _scale_of_counted(trainer, trial, first)
-        count = _FEW_ITEMS
+    scale, misfit, count = plain, None, _count_of(trainer, samples)
+    if count is not None:
+        scale, misfit = _scale_of_counted(trial, samples[0].whole)
     if trainer._train_batch_size > 1 and misfit is None:
         weighing = SUM if scale.is_token_normalised else ""
         fit = trial.fit(samples, count, weighing, with_gradient=with_gradient)
@@ -222,6 +215,7 @@ class LossWatch:
         scale: LossScale,
         draw_samples: Callable[[int], list[Sample]],
     ) -> None:
+        self._trainer = trainer
         self._trial = LossTrial(trainer, compute_loss, is_own=is_of_script(trainer, compute_loss))
         self._scale = scale
         self._draw_samples = draw_samples
@@ -234,9 +228,8 @@ class LossWatch:
             return None
         with kept_random_state():
             samples = self._draw_samples(self._num_steps)
-        has_count = self._scale.is_multiplied or self._scale.is_token_normalised
         weighing = SUM if self._scale.is_token_normalised else self._scale.weighing
-        fit = self._trial.fit(samples, _FEW_ITEMS if has_count else None, weighing, with_gradient=False)
+        fit = self._trial.fit(samples, _count_of(self._trainer, samples), weighing, with_gradient=False)
         has_changed = fit.is_certain or (math.isfinite(fit.value) and fit.value > self._trial.bound.value)
         return Misfit(fit.problem, fit.value) if has_changed else None
 
@@ -297,39 +290,38 @@ def has_router_loss(trainer: TrainerLike) -> bool:
 def _declared_scale(trainer: TrainerLike) -> LossScale:
     loss_function = getattr(base_model(trainer.model), "loss_function", None)
     takes_count = loss_function is not None and "num_items_in_batch" in inspect.signature(loss_function).parameters
-    return LossScale(takes_count or trainer.compute_loss_func is not None, is_multiplied=True)
+    return LossScale(takes_count or trainer.compute_loss_func is not None)
 
 
 def _has_stock_model(trainer: TrainerLike) -> bool:
     return class_of(base_model(trainer.model)).__module__.startswith(_STOCK_MODELS)
 
 
-def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
-    """Finds whether a loss that gets the step's count is divided by it, and multiplied by the number of ranks."""
-    few, many, multiplied = _losses_by_count(trial, inputs)
-    if max(map(abs, (few, many, multiplied))) < ZERO_LOSS:
+def _takes_count(trainer: TrainerLike) -> bool:
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
+def _count_of(trainer: TrainerLike, samples: Sequence[Sample]) -> int | None:
+    """The count with which a loss is tried; None: without labels, the Trainer hands none on."""
+    first = samples[0].whole if samples else None
+    is_counted = isinstance(first, Mapping) and isinstance(first.get("labels"), torch.Tensor)
+    return _FEW_ITEMS if is_counted and _takes_count(trainer) else None
+
+
+def _scale_of_counted(trial: LossTrial, inputs: Any) -> tuple[LossScale, Misfit | None]:
+    """Finds whether a loss that gets the step's count is divided by it."""
+    few, many = (trial.value(inputs, n) for n in (_FEW_ITEMS, _MANY_ITEMS))
+    if max(abs(few), abs(many)) < ZERO_LOSS:
         with trial.moved_weights():
-            few, many, multiplied = _losses_by_count(trial, inputs)
-    if not all(map(math.isfinite, (few, many, multiplied))):
+            few, many = (trial.value(inputs, n) for n in (_FEW_ITEMS, _MANY_ITEMS))
+    if not (math.isfinite(few) and math.isfinite(many)):
         raise SetupError(
             f"The loss of a few rows is {few:.4g}, so it cannot be seen how it is averaged.",
             hint=_LABELS_HINT,
         )
-    num_ranks = trainer.accelerator.num_processes
-    # All of it, or the part that is divided by the count.
-    all_of_it, a_part = few * num_ranks, (few - many) * num_ranks + many
-    is_same, is_whole, is_part = (math.isclose(multiplied, x, rel_tol=0.01) for x in (few, all_of_it, a_part))
-    is_multiplied = is_whole or (is_part and not is_same)
-    if not is_multiplied and not is_same:
-        raise SetupError(
-            f"The loss of a few rows is {few:.4g} where each rank counts its tokens, and {multiplied:.4g} where "
-            f"they are counted over {num_ranks} ranks: neither the same nor {num_ranks} times as much.",
-            hint="Multiply it by accelerator.num_processes where args.average_tokens_across_devices is set, as "
-            "Trainer.compute_loss does, or not at all.",
-        )
     bound = max(trial.bound.value, 1e-3)
     is_sum, is_mean = (math.isclose(many, x, rel_tol=bound) for x in (few * _FEW_ITEMS / _MANY_ITEMS, few))
-    scale = LossScale(is_token_normalised=is_sum and not is_mean, is_multiplied=is_multiplied)
+    scale = LossScale(is_token_normalised=is_sum and not is_mean)
     if is_sum != is_mean:
         return scale, None
     problem = (
@@ -337,11 +329,6 @@ def _scale_of_counted(trainer: TrainerLike, trial: LossTrial, inputs: Any) -> tu
         "are: neither divided by them as a whole nor a mean"
     )
     return scale, Misfit(problem, may_be_shared=False)
-
-
-def _losses_by_count(trial: LossTrial, inputs: Any) -> tuple[float, float, float]:
-    few, many = (trial.value(inputs, n) for n in (_FEW_ITEMS, _MANY_ITEMS))
-    return few, many, trial.value(inputs, _FEW_ITEMS, over_ranks=True)
 
 
 def _loss_types(trainer: TrainerLike) -> set[str]:

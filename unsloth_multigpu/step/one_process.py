@@ -21,7 +21,6 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 _LOOP = "inner_training_loop"
 _BUILDERS = ("get_eval_dataloader", "get_test_dataloader")
 _EVALUATION_LOOPS = ("evaluation_loop", "prediction_loop")
-# Functions of these call what a script overrides, and wrap what it calls.
 # A function with one of these names puts the rows of all ranks together by itself.
 _GATHERING = {"gather_for_metrics", "gather_function", "_nested_gather", "nested_gather"}
 

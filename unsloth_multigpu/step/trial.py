@@ -14,6 +14,7 @@ from torch import nn
 from unsloth_multigpu.group.random_state import seeded_draws
 from unsloth_multigpu.group.shards import part_of, reshard, whole_of
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
 from unsloth_multigpu.step.one_process import counted_as_one_process
@@ -127,19 +128,18 @@ class LossTrial:
         self.bound = rounding_bound(trainer)
         self.num_calls = 0
 
-    def value(self, inputs: Any, num_items: int | None, *, over_ranks: bool = False) -> float:
+    def value(self, inputs: Any, num_items: int | None) -> float:
         """The loss of a micro-batch.
 
         Args:
             inputs: Collated, on the device.
             num_items: Labelled tokens that are said to be in the step; None = the loss is not told.
-            over_ranks: The trainer is told that these are counted over all ranks.
         """
-        return self._measure(inputs, num_items, over_ranks=over_ranks, with_gradient=False).loss
+        return self._measure(inputs, num_items, with_gradient=False).loss
 
     def value_after(self, before: Sequence[Any], inputs: Any, num_items: int | None) -> float:
         """The loss of a micro-batch behind calls with others, of which the state is kept; of all the same draws."""
-        return self._call(inputs, num_items, False, with_gradient=False, seed=0, before=before).loss
+        return self._call(inputs, num_items, with_gradient=False, seed=0, before=before).loss
 
     def fit(
         self, samples: Sequence[Sample], num_items: int | None, weighing: str = "", *, with_gradient: bool = True
@@ -229,25 +229,23 @@ class LossTrial:
         inputs: Any,
         num_items: int | None,
         *,
-        over_ranks: bool = False,
         with_gradient: bool = True,
         seed: int | None = None,
     ) -> _Measured:
         if with_gradient and self._has_gradient:
             try:
-                return self._call(inputs, num_items, over_ranks, with_gradient=True, seed=seed)
+                return self._call(inputs, num_items, with_gradient=True, seed=seed)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 logger.info("the loss is tried without its gradient, for which memory is short")
                 self._has_gradient = False
-        return self._call(inputs, num_items, over_ranks, with_gradient=False, seed=seed)
+        return self._call(inputs, num_items, with_gradient=False, seed=seed)
 
     def _call(
         self,
         inputs: Any,
         num_items: int | None,
-        over_ranks: bool,
         *,
         with_gradient: bool,
         seed: int | None,
@@ -256,7 +254,6 @@ class LossTrial:
         trainer, args = self._trainer, self._trainer.args
         self.num_calls += 1
         count = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items, device=args.device)}
-        counts_over_ranks = args.average_tokens_across_devices
         observed = LossObserver()
         with ExitStack() as stack:
             stack.enter_context(kept_training_state(trainer))
@@ -264,17 +261,15 @@ class LossTrial:
             stack.enter_context(torch.set_grad_enabled(with_gradient))
             stack.callback(reshard, trainer.model)
             stack.enter_context(counted_as_one_process(trainer) if self._is_own else nullcontext())
-            args.average_tokens_across_devices = over_ranks
             trainer.model.train(self._is_training)
-            try:
-                with trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), observed:
-                    for given in (*before, inputs):
-                        with seeded_draws(seed) if seed is not None else nullcontext():
-                            if seed is not None:
-                                torch.manual_seed(seed)  # Accelerators as well.
-                            loss = self._compute_loss(trainer.model, dict(given), **count)
-            finally:
-                args.average_tokens_across_devices = counts_over_ranks
+            # As in a step, see `StepFeed`.
+            is_of_one = instance_attribute(args, "average_tokens_across_devices", False)
+            with is_of_one, trainer.compute_loss_context_manager(), trainer.accelerator.autocast(), observed:
+                for given in (*before, inputs):
+                    with seeded_draws(seed) if seed is not None else nullcontext():
+                        if seed is not None:
+                            torch.manual_seed(seed)  # Accelerators as well.
+                        loss = self._compute_loss(trainer.model, dict(given), **count)
             loss = loss[0] if isinstance(loss, tuple) else loss
             gradient, is_linear = None, True
             if with_gradient and loss.requires_grad and bool(torch.isfinite(loss)):

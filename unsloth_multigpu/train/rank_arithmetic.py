@@ -1,4 +1,4 @@
-"""Does a script reckon with the number of ranks, as one that was written for torchrun does?"""
+"""Does a script multiply or divide by the number of ranks, as one that was written for torchrun does?"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.shard.calibration import Calibration
 from unsloth_multigpu.shard.engine import Engine, find_engine
 from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
-from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.feed import Inexact, StepFeed
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import attached
 from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
@@ -256,14 +256,14 @@ class DDPTrainer:
         """Warns of a script's hooks on gradients that do not sum up over ranks, or refuses them."""
         if self.trainer.model is None or not (misfit := misfit_of_hooks(self.trainer.model)):
             return
-        what = f"The ranks' gradients are not those of one process: {misfit}."
+        what = f"The ranks' gradients may not add up to that of one process: {misfit}."
         hint = (
             "A rank has a part of the step, times the number of ranks. Change the gradient in a callback's "
             "on_pre_optimizer_step, where it is whole, or use max_grad_norm."
         )
         if self.config.inexact == "raise":
             raise SetupError(what, hint=hint)
-        self.steps.inexact = misfit
+        self.steps.inexact = Inexact(misfit, hint)
         if self.manager.identity.rank == 0:
             logger.warning("%s %s", what, hint)
 
@@ -328,7 +328,7 @@ def _warn_of_rank_arithmetic(script: str | None) -> None:
         place = find_rank_arithmetic(file.read())
     if place is not None:
         logger.warning(
-            "%s reckons with the number of ranks in line %d: %s. Batches and steps are those of one GPU here: leave "
+            "%s:%d multiplies or divides by the number of ranks: %s. Batches and steps are those of one GPU here: leave "
             "that out, or set global_batch='scale', where each rank takes the script's batch",
             os.path.basename(script),
             place.line,

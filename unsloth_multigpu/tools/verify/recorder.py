@@ -156,8 +156,7 @@ class Recorder(FirstSteps):
         self._save_updates()
         if self._steps is not None and (inexact := self._steps.inexact):
             # Found before the first step, or in a later one.
-            advice = "set gradient_accumulation_steps to a multiple of the ranks"
-            self._facts["sources"].append(asdict(Reason("loss", inexact, advice)))
+            self._facts["sources"].append(asdict(Reason("loss", inexact.cause, inexact.ways.rstrip("."))))
         steps = [
             {
                 "step": step,
