@@ -328,8 +328,8 @@ def _warn_of_rank_arithmetic(script: str | None) -> None:
         place = find_rank_arithmetic(file.read())
     if place is not None:
         logger.warning(
-            "%s:%d multiplies or divides by the number of ranks: %s. Batches and steps are those of one GPU here: leave "
-            "that out, or set global_batch='scale', where each rank takes the script's batch",
+            "%s:%d multiplies or divides by the number of ranks: %s. Batches and steps are those of one GPU here: "
+            "leave that out, or set global_batch='scale', where each rank takes the script's batch",
             os.path.basename(script),
             place.line,
             place.expression,
