@@ -5,13 +5,14 @@ docs/memory.md has the formulas and what they leave out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.shard.activation import Activations, Weights, activations
 from unsloth_multigpu.shard.description import ITEM_BYTES, Decoder, Description, Tensors, Training
+from unsloth_multigpu.shard.moments import OUTER, largest_moment, part_bytes, part_of
 from unsloth_multigpu.shard.optimizer import optimizer_of
 from unsloth_multigpu.words import GIB
 
@@ -69,8 +70,6 @@ class MemoryForecast:
 
 _CONTEXT, _NCCL, _GATHERED, _UNDIVIDED = "context", "NCCL", "gathered layers", "whole gradients"
 _OUTSIDE = (_CONTEXT, _NCCL)
-# Units that are no layers.
-_OUTER = ("head", "embedding", "rest")
 
 
 @dataclass(frozen=True)
@@ -100,35 +99,44 @@ def forecast_memory(description: Description, way: Way, num_ranks: int) -> Memor
     """
     training = description.training.on_ranks(num_ranks)
     is_sharded = way == "sharded" and num_ranks > 1
-    divide: Callable[[Tensors], Tensors] = (lambda t: _part(t, training, num_ranks)) if is_sharded else (lambda t: t)
+    divide: Callable[[Tensors], Tensors] = (lambda t: part_of(t, training, num_ranks)) if is_sharded else (lambda t: t)
     moves = is_sharded and training.offload
     weights, whole_weights = _weights(description, training, num_ranks if is_sharded else 1)
     trained = [divide(t) for t in description.trained()]
     gradients = sum(t.count * t.numel * t.item_bytes for t in trained)
     optimizer = optimizer_of(training.optimizer, dict(training.optimizer_arguments))
     states = sum(t.count * optimizer.state_bytes(t.shape, t.item_bytes, embedding=t.embedding) for t in trained)
-    kept = activations(_decoder(description), training, _base(description))
-    # DDP's buckets hold gradients from the start; one process frees them before each forward.
-    are_held = training.accumulation > 1 or num_ranks > 1
+    decoder, base, autocast = _decoder(description), _base(description), training.autocast
+    if is_sharded and autocast:
+        # Whole layers are cast as they are gathered, so that no operation casts.
+        decoder = replace(decoder, adapter_dtype=autocast)
+        base = replace(base, item_bytes=min(base.item_bytes, ITEM_BYTES[autocast]))
+    kept = activations(decoder, replace(training, autocast="") if is_sharded else training, base)
     update = optimizer.copies * gradients
     outside = [(_CONTEXT, CONTEXT_BYTES), *([(_NCCL, NCCL_BYTES)] if num_ranks > 1 else [])]
-    gathered = [(_GATHERED, _gathered_bytes(description, training))] if is_sharded else []
-    if is_sharded and training.accumulation > 1:
-        # Gradients meet in the last micro-batch. Until then FSDP2 adds them up whole; they are divided as they meet.
-        undivided = sum(t.count * t.numel * max(t.item_bytes, _part_bytes(t, training)) for t in description.trained())
-        gathered.append((_UNDIVIDED, undivided if moves else max(0, undivided - gradients)))
+    named: list[tuple[str, int]] = []
+    if is_sharded:
+        parts = 0 if moves else gradients
+        most = largest_moment(description, training, kept, num_ranks, 0 if moves else update)
+        undivided = max(0, most.gradients - parts)
+        named = [(_GATHERED, most.gathered), *([(_UNDIVIDED, undivided)] if undivided else [])]
+        on_top = max(0, most.total - most.gathered - undivided - parts)
+    else:
+        # DDP's buckets hold gradients from the start; one process frees them before each forward.
+        are_held = training.accumulation > 1 or num_ranks > 1
+        on_top = _on_top(kept, gradients, 0 if are_held else _late_bytes(description), are_held=are_held)
+        on_top = max(on_top, update)
     is_packed = any(t.packing for t in description.tensors)
     whole = sum(t.count * t.weight_bytes() for t in description.tensors)
     states += optimizer.table_bytes() if trained else 0
-    on_top = _on_top(kept, gradients, 0 if are_held else _late_bytes(description), are_held=are_held)
     return MemoryForecast(
         way=way,
         num_ranks=num_ranks,
         weights=whole_weights if moves else weights + whole_weights,
         gradients=0 if moves else gradients,
         optimizer=0 if moves else states,
-        activations=on_top if moves else max(on_top, update),
-        overhead=tuple(gathered + outside),
+        activations=on_top,
+        overhead=tuple(named + outside),
         host=weights + gradients + states + update if moves else 0,
         # No engine loads packed weights in parts.
         loading=whole + CONTEXT_BYTES if is_sharded and is_packed else 0,
@@ -236,7 +244,7 @@ def _late_bytes(description: Description) -> int:
     These are its own, but for that of its last matrix, and those of the embedding.
     """
     decoder = _decoder(description)
-    layers = [t for t in description.trained() if t.unit not in _OUTER]
+    layers = [t for t in description.trained() if t.unit not in OUTER]
     of_layer = sum(t.count * t.numel * t.item_bytes for t in layers) // decoder.num_layers
     last = max((t.numel * t.item_bytes for t in layers), default=0)
     of_embedding = sum(t.count * t.numel * t.item_bytes for t in description.trained() if t.unit == "embedding")
@@ -267,51 +275,8 @@ def _weights(description: Description, training: Training, num_ranks: int) -> tu
             divided += tensors.count * tensors.packed_bytes(numel)
             whole += tensors.count * tensors.constant_bytes()
         else:
-            divided += tensors.count * numel * _part_bytes(tensors, training)
+            divided += tensors.count * numel * part_bytes(tensors, training)
     return divided, whole
-
-
-def _part(tensors: Tensors, training: Training, num_ranks: int) -> Tensors:
-    """The tensors of one rank under FSDP2; accelerate trains in fp32 where mixed precision is on."""
-    shape = tensors.shape
-    shape = (-(-shape[0] // num_ranks), *shape[1:]) if shape else shape
-    return replace(tensors, shape=shape, dtype="float32" if _is_cast(tensors, training) else tensors.dtype)
-
-
-def _part_bytes(tensors: Tensors, training: Training) -> int:
-    """Of one element of a rank's part."""
-    return ITEM_BYTES["float32"] if _is_cast(tensors, training) else tensors.item_bytes
-
-
-def _is_cast(tensors: Tensors, training: Training) -> bool:
-    return bool(training.autocast) and tensors.trainable
-
-
-def _gathered_bytes(description: Description, training: Training) -> int:
-    """Whole layers on a rank: the head stays, one layer computes while the next arrives; gradients until they leave."""
-    counts = dict(description.units)
-    groups = {name: list(_of_unit(description, name)) for name in counts}
-
-    def whole(name: str, *, trained_only: bool = False) -> int:
-        chosen = (t for t in groups.get(name, ()) if t.trainable or not trained_only)
-        return sum(t.count * _gathered_size(t, training) for t in chosen) // counts.get(name, 1)
-
-    layers = [name for name in counts if name not in _OUTER]
-    layer = max((2 * whole(name) + 2 * whole(name, trained_only=True) for name in layers), default=0)
-    always = whole("head") + whole("head", trained_only=True) + whole("rest") + whole("rest", trained_only=True)
-    embedding = whole("embedding") + 2 * whole("embedding", trained_only=True)
-    return always + max(layer, embedding)
-
-
-def _of_unit(description: Description, name: str) -> Iterator[Tensors]:
-    return (t for t in description.tensors if t.unit == name)
-
-
-def _gathered_size(tensors: Tensors, training: Training) -> int:
-    if tensors.packing:
-        return 0 if tensors.packing == "8bit" else tensors.packed_bytes(tensors.numel)
-    item_bytes = min(tensors.item_bytes, ITEM_BYTES[training.autocast]) if training.autocast else tensors.item_bytes
-    return tensors.numel * item_bytes
 
 
 def _decoder(description: Description) -> Decoder:
@@ -325,7 +290,7 @@ def _decoder(description: Description) -> Decoder:
 
 def _base(description: Description) -> Weights:
     """What the activations depend on in the weights, without adapters."""
-    layers = [t for t in description.parameters() if t.unit not in _OUTER]
+    layers = [t for t in description.parameters() if t.unit not in OUTER]
     matrices = [t for t in layers if len(t.shape) == 2 and not t.adapter]
     assert description.decoder is not None
     embeddings = [t for t in description.parameters() if t.embedding]
