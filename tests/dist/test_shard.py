@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 SAVED = ("full:32x8x1", "lora:30x2x4", "qlora:30x8x1")
 # The script itself asks for sharding.
-ASKED = ("native:32x8x1", "asked_full:30x8x1")
+ASKED = ("native:32x8x1", "asked_full:30x8x1", "asked_scaled:14x4x1")
 OF_UNSLOTH = ("unsloth_lora:15x8x1", "unsloth_full:15x8x1")
 OF_TRL = ("sft_full:15x4x2", "dpo_lora:14x2x2")
 # Steps whose samples three ranks share evenly, and such as they do not.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from unsloth_multigpu.train.gradient_hooks import misfit_of_hooks
+from unsloth_multigpu.step.gradient_hooks import misfit_of_hooks
 
 MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 PROJECTION = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))

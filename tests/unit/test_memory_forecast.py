@@ -292,6 +292,13 @@ def test_decision_and_its_line() -> None:
         decide(lora, 2, 4 * GIB)
 
 
+def test_optimizer_that_needs_whole_weights_is_no_way_out() -> None:
+    lora = llama("lora", **LLAMA_70B, optimizer="adamw_8bit", trains_parts=False)
+    with pytest.raises(SetupError, match="optim='adamw_8bit' does not train sharded weights"):
+        decide(lora, 8, 80 * GIB)
+    assert fewest_ranks(lora, "sharded", 80 * GIB) is None
+
+
 def test_nothing_fits_near_the_limit() -> None:
     wanted = forecast_memory(llama("lora", **LLAMA_8B), "ddp", 1)
 

@@ -19,6 +19,7 @@ from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
+from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.shard.sharding import check_is_offloaded, check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
 from unsloth_multigpu.wire.beat import BeatPage
@@ -251,8 +252,8 @@ def test_one_process_is_not_told_of_a_larger_step(caplog: pytest.LogCaptureFixtu
 def test_auto_counts_what_is_offloaded_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(total=64 * 2**30)
     monkeypatch.setattr("unsloth_multigpu.shard.choice.psutil.virtual_memory", lambda: memory)
-    # 8.8 GiB of 7.7 that can be planned for, and 6.8 where 1.9 of them are on the host.
-    with pytest.raises(SetupError, match=r"sharded over 8 ranks 8\.8") as refused:
+    # 8.3 GiB of 7.6 that can be planned for, and 6.4 where 1.9 of them are on the host.
+    with pytest.raises(SetupError, match=r"sharded over 8 ranks 8\.3") as refused:
         chosen(monkeypatch, 9)
     assert "and shard_offload=True" in refused.value.hint
     assert chosen(monkeypatch, 9, offload=True).shard == "on"
@@ -261,3 +262,22 @@ def test_auto_counts_what_is_offloaded_on_the_host(monkeypatch: pytest.MonkeyPat
         chosen(monkeypatch, 9, offload=True)
     assert MultiGPUConfig(shard="auto", shard_offload=True).with_shard("on").shard_offload
     assert not MultiGPUConfig(shard="auto", shard_offload=True).with_shard("off").shard_offload
+
+
+@pytest.mark.parametrize(
+    ("name", "by_accelerate", "by_unsloth"),
+    [
+        ("adamw_torch_fused", True, True),
+        ("sgd", True, True),
+        ("adamw_8bit", False, True),
+        ("paged_adamw_32bit", False, True),
+        ("lion_8bit", False, False),
+        ("rmsprop_bnb", False, False),
+        ("adafactor", False, False),
+    ],
+)
+def test_optimizer_that_cannot_train_parts_is_known_before_the_first_step(
+    name: str, by_accelerate: bool, by_unsloth: bool
+) -> None:
+    assert trains_parts(name, with_unsloth=False) is by_accelerate
+    assert trains_parts(name, with_unsloth=True) is by_unsloth

@@ -66,6 +66,17 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def named_as_before(model: nn.Module) -> None:
+    """Gives sharded modules' classes the names of before: libraries know a model and its layers by these.
+
+    For label smoothing the Trainer shifts labels where the name is that of a causal language model, and accelerate
+    looks for layers by their name.
+    """
+    for module in fsdp_modules(model):
+        own = class_of(module)
+        type(module).__name__, type(module).__qualname__ = own.__name__, own.__qualname__
+
+
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """The state dict of a sharded model with whole tensors, on rank 0's CPU; empty on other ranks. Collective.
 

@@ -24,7 +24,7 @@ from unsloth_multigpu.shard.description import (
     Training,
 )
 from unsloth_multigpu.shard.offload import asked_of_accelerate, asked_of_unsloth
-from unsloth_multigpu.shard.optimizer import is_paged
+from unsloth_multigpu.shard.optimizer import is_paged, trains_parts
 
 _NO_FORECAST = "Decide without a forecast: shard='on' or shard='off'."
 # Samples that are looked at for the longest one.
@@ -241,8 +241,12 @@ def _training(trainer: Any, model: nn.Module, tokens: int | None, keeps_batch: b
     rows = args.per_device_train_batch_size
     notes.append(f"micro-batches of {rows} x {longest} tokens ({source})")
     is_packed = bool(getattr(args, "packing", False) or getattr(args, "padding_free", False))
+    optimizer = _optimizer(trainer)
+    is_divisible = trains_parts(optimizer, with_unsloth=_has_unsloth())
+    if not is_divisible:
+        notes.append(f"optim={optimizer!r} does not train sharded weights; optim='adamw_torch_fused' does")
     training = Training(
-        optimizer=_optimizer(trainer),
+        optimizer=optimizer,
         optimizer_arguments=_arguments(args.optim_args),
         autocast=precision,
         checkpointing=_checkpointing(args, model),
@@ -252,6 +256,7 @@ def _training(trainer: Any, model: nn.Module, tokens: int | None, keeps_batch: b
         padded=rows > 1 and shortest < longest and not is_packed,
         loss=_loss(trainer),
         keeps_batch=keeps_batch,
+        trains_parts=is_divisible,
     )
     return training, notes
 

@@ -155,6 +155,7 @@ class Training:
         loss: How the loss comes from the hidden states.
         keeps_batch: Several ranks share the samples of one process's step; False = each takes as many.
         offload: Where the model is sharded, a rank's part lies in the host's memory.
+        trains_parts: The optimizer can train a sharded model.
     """
 
     optimizer: str
@@ -168,6 +169,7 @@ class Training:
     loss: Loss = "whole logits"
     keeps_batch: bool = True
     offload: bool = False
+    trains_parts: bool = True
 
     def on_ranks(self, num_ranks: int) -> Training:
         """The same for one of so many ranks."""

@@ -167,6 +167,8 @@ def fewest_ranks(description: Description, way: Way, device_bytes: int) -> int |
         device_bytes: Memory of the smallest device.
     """
     more = (64 * 2**power for power in range(1, (_MOST_RANKS // 64).bit_length()))
+    if way == "sharded" and not description.training.trains_parts:
+        return None
     candidates = (n for n in (*range(1, 65), *more) if has_samples(description, n))
     return next((n for n in candidates if fits(forecast_memory(description, way, n), device_bytes)), None)
 
@@ -192,6 +194,12 @@ def decide(description: Description, num_ranks: int, device_bytes: int) -> Decis
     of = in_gib(device_bytes)
     if fits(whole, device_bytes):
         return Decision("ddp", f"DDP needs {in_gib(whole.total)} GiB of {of}: not sharded")
+    if not description.training.trains_parts:
+        raise SetupError(
+            f"DDP needs {in_gib(whole.total)} GiB of {of}, and optim={description.training.optimizer!r} does not train "
+            "sharded weights.",
+            hint="Set optim='adamw_torch_fused', whose states each rank has a part of.",
+        )
     parts = forecast_memory(description, "sharded", num_ranks)
     needs = f"DDP needs {in_gib(whole.total)} GiB of {of}, sharded over {num_ranks} ranks {in_gib(parts.total)}"
     if num_ranks > 1 and fits(parts, device_bytes):

@@ -113,7 +113,7 @@ def largest_moment(
         # The head's are still being sent, or those of the layer behind.
         Moment(
             passing + stays + sent_first,
-            (0 if is_tied else of_head) + max(0, held - sent_first),
+            divided + max(0, held - sent_first),
             kept.saved + kept.layer,
         ),
         Moment(

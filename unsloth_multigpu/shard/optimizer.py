@@ -82,6 +82,8 @@ _KNOWN: Mapping[str, Optimizer] = {
     # The root of the mean square of each tensor is kept as well.
     "adafactor": Optimizer(0, factored=True, per_tensor_bytes=4),
 }
+# Those whose names do not say so.
+_OF_BITSANDBYTES = {"adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit"}
 _ONE_MORE_STATE = {"sgd": ("momentum",), "rmsprop": ("momentum", "centered")}
 
 
@@ -103,6 +105,20 @@ def optimizer_of(name: str, arguments: Mapping[str, str] | None = None) -> Optim
     given = arguments or {}
     more = sum(_is_set(given.get(argument, "")) for argument in _ONE_MORE_STATE.get(name, ()))
     return replace(_KNOWN[name], states=_KNOWN[name].states + more)
+
+
+def trains_parts(name: str, *, with_unsloth: bool) -> bool:
+    """True where the optimizer can train the parts of a model that FSDP2 has divided.
+
+    bitsandbytes' optimizers know plain tensors only; Unsloth's FSDP2 (2026.10.9) hands Adam and AdamW those.
+    transformers' Adafactor mixes the parts with whole rows and columns.
+
+    Args:
+        name: `TrainingArguments.optim`.
+        with_unsloth: Unsloth divides the model.
+    """
+    is_of_bitsandbytes = "bnb" in name or name.startswith("paged_") or name in _OF_BITSANDBYTES
+    return name != "adafactor" and (not is_of_bitsandbytes or (with_unsloth and "adam" in name))
 
 
 def is_paged(name: str) -> bool:

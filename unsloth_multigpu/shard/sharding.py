@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -13,14 +15,17 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.shards import class_of, has_shards, is_sharded, part_of, reshard
+from unsloth_multigpu.group.shards import class_of, has_shards, is_sharded, named_as_before, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
 from unsloth_multigpu.shard.groups import grouped, refusal_of
+from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.gradient_hooks import hooks_of
+from unsloth_multigpu.step.loss import Inexact
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -51,6 +56,9 @@ class Sharding(Part):
         # What the engine is told while it divides the model. Nothing that is raised later is about that.
         self._until_placed = ExitStack()
         self._is_placed = False
+        # Parameters of before they were divided.
+        self._whole: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        self._is_begun = False
         # Of an optimizer that has trained parts already.
         self._groups: list[list[nn.Parameter]] = []
 
@@ -62,6 +70,10 @@ class Sharding(Part):
             SetupError: Checkpoints are asked for that could not be resumed from.
         """
         model, args = self._trainer.model, self._trainer.args
+        if model is not None and has_shards(model):
+            # An evaluation may have left whole weights, and the Trainer asks for its class.
+            reshard(model)
+            named_as_before(model)
         if (
             self._engine is Engine.TRANSFORMERS
             and str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
@@ -71,6 +83,7 @@ class Sharding(Part):
                 "transformers has sharded by DistributedConfig.",
                 hint="Set save_strategy='no', or load the model without it and call enable_multi_gpu(shard='on').",
             )
+        self._check_named_optimizer()
         if self._engine is Engine.ACCELERATE:
             self._sum_in_32_bits()
             self._dtypes = {} if model is None else {n: p.dtype for n, p in model.named_parameters()}
@@ -78,6 +91,8 @@ class Sharding(Part):
             self._groups = [list(group["params"]) for group in self._trainer.optimizer.param_groups]
         if self._engine is Engine.ACCELERATE and model is not None and not has_shards(model):
             self._check_own_optimizer(model)
+            check_no_hooks(model)
+            self._whole = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
             # Frozen ones too, as DDP does: a rank may have made them by random numbers.
             self._manager.broadcast_tensors(model.parameters())
             with self._until_placed:
@@ -140,6 +155,11 @@ class Sharding(Part):
             group["params"] = parameters
         model = self._trainer.model
         check_is_sharded(model)
+        self._check_held()
+        named_as_before(model)
+        if _reshard_without_gradient not in model._forward_hooks.values():
+            # Also after the training: what is left whole is another tensor than the one that is saved.
+            model.register_forward_hook(_reshard_without_gradient)
         if self._manager.config.shard_offload:
             check_is_offloaded(model, self._engine)
         self._check_optimizer(model)
@@ -170,9 +190,54 @@ class Sharding(Part):
     def on_step_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         """A forward pass without a backward, of an evaluation say, leaves whole weights on some modules."""
         reshard(self._trainer.model)
+        is_begun, self._is_begun = self._is_begun, True
+        if not is_begun:
+            check_no_hooks(self._trainer.model)  # Of callbacks, at the begin of the training.
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         reshard(self._trainer.model)
+
+    def _check_held(self) -> None:
+        """A parameter that is still held was taken from the model before it was divided: it does not train.
+
+        Raises:
+            SetupError: There is one, and `inexact="raise"`.
+        """
+        refs, self._whole = self._whole, []
+        if all(ref() is None for _, ref in refs):
+            return
+        gc.collect()  # What only a circle holds.
+        now = {id(p) for p in self._trainer.model.parameters()}
+        held = [name for name, ref in refs if (p := ref()) is not None and id(p) not in now]
+        if not held:
+            return
+        what = (
+            f"{len(held)} parameter(s) of before the model was sharded are still held ({', '.join(held[:_NUM_NAMED])}, "
+            "say). They do not train, and what is done with them (a penalty, a moving average, freezing) has no effect."
+        )
+        hint = "Take parameters from the model when they are used: model.named_parameters(), in a callback or the loss."
+        if self._manager.config.inexact == "raise":
+            raise SetupError(what, hint=hint)
+        self._steps.inexact = Inexact(what, hint)
+        if self._manager.identity.rank == 0:
+            logger.warning("%s %s", what, hint)
+
+    def _check_named_optimizer(self) -> None:
+        """Refuses an optimizer that would fail in the first step, by an error of torch that does not name it.
+
+        Raises:
+            SetupError: It cannot train parts.
+        """
+        optimizer, named = self._trainer.optimizer, self._trainer.args.optim
+        name = str(getattr(named, "value", named))
+        is_own = optimizer is not None and type(optimizer).__module__.startswith("bitsandbytes.")
+        if not is_own and (optimizer is not None or trains_parts(name, with_unsloth=self._engine is Engine.UNSLOTH)):
+            return
+        what = f"The script's optimizer ({type(optimizer).__name__})" if is_own else f"optim={name!r}"
+        raise SetupError(
+            f"{what} does not train weights that FSDP2 of {self._engine.value} has sharded.",
+            hint="Set optim='adamw_torch_fused': each rank has only its part of the states.",
+        )
 
     def _check_own_optimizer(self, model: nn.Module) -> None:
         """An optimizer of the script gets parts in the place of the weights that it was made of; its state does not.
@@ -208,6 +273,27 @@ class Sharding(Part):
                 "was made of other tensors than the parts of the sharded model.",
                 hint="Let the Trainer make the optimizer, and freeze what is not to be trained.",
             )
+
+
+def _reshard_without_gradient(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Frees what a forward pass leaves whole for a backward pass, where there will be none."""
+    if not torch.is_grad_enabled():
+        reshard(model)
+
+
+def check_no_hooks(model: nn.Module) -> None:
+    """Refuses the script's hooks on gradients, which no engine calls: it adds gradients up without autograd.
+
+    Raises:
+        SetupError: A trainable parameter has one.
+    """
+    name = next((name for name, *_ in hooks_of(model)), None)
+    if name is None:
+        return
+    raise SetupError(
+        f"The script's hook on the gradient of {name} is never called where the model is sharded.",
+        hint="Change gradients in a callback's on_pre_optimizer_step, by model.named_parameters(), or leave shard out.",
+    )
 
 
 def check_options(config: MultiGPUConfig, engine: Engine, *, is_notebook: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.deal import check_divisible, equation
 from unsloth_multigpu.step.inputs import free_rows, on_device, prepare, prepared_before, take
 from unsloth_multigpu.step.loss import (
+    Inexact,
     LossScale,
     LossWatch,
     Misfit,
@@ -42,19 +43,6 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateL
 from unsloth_multigpu.wire.beat import BeatPage
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Inexact:
-    """Why ranks cannot share a step exactly.
-
-    Args:
-        cause: In words.
-        ways: What the user can do about it.
-    """
-
-    cause: str
-    ways: str
 
 
 class StepFeed(Part):

@@ -64,6 +64,19 @@ class Misfit:
         return f"{self.problem}: on a few rows the loss is off by {self.value:.2g} and {size}{norm}"
 
 
+@dataclass(frozen=True)
+class Inexact:
+    """Why ranks cannot share a step exactly.
+
+    Args:
+        cause: In words.
+        ways: What the user can do about it.
+    """
+
+    cause: str
+    ways: str
+
+
 ROUTER = Misfit("the router's loss counts once for each micro-batch, whatever is in it")
 SORTED = Misfit("its rows are sorted and compared with one another, so that the weight of a row depends on the others")
 _STATE_HINT = "Let it depend on args and self.state, such as self.state.global_step, which all ranks have in common."

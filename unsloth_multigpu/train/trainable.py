@@ -13,6 +13,7 @@ from unsloth_multigpu.errors import DivergenceError, RankTimeoutError, SetupErro
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import has_shards
+from unsloth_multigpu.group.shards import is_sharded as is_shard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
@@ -119,6 +120,13 @@ class TrainedParameters(Part):
         if self._seen is None or not ids - set(self._seen):
             return
         is_sharded = has_shards(self._trainer.model)
+        new = [p for p in all_parameters(self._trainer.model) if id(p) in ids - set(self._seen)]
+        if is_sharded and not any(map(is_shard, new)):
+            raise SetupError(
+                f"{self._names(ids - set(self._seen))} came whole out of step {self._step}: a part of the model was "
+                "called by itself (model.model(...), say). FSDP2 divides weights again behind the whole model only.",
+                hint="Call the model itself, in callbacks and in the loss.",
+            )
         exchanges = "FSDP shards" if is_sharded else "the script's own DDP exchanges"
         raise SetupError(
             f"{self._names(ids - set(self._seen))} became trainable after step {self._step}, but {exchanges} what was "

@@ -28,7 +28,9 @@ from unsloth_multigpu.seam import verify_seams
 from unsloth_multigpu.shard.calibration import Calibration
 from unsloth_multigpu.shard.engine import Engine, find_engine
 from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
-from unsloth_multigpu.step.feed import Inexact, StepFeed
+from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.gradient_hooks import misfit_of_hooks
+from unsloth_multigpu.step.loss import Inexact
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import attached
 from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
@@ -36,7 +38,6 @@ from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
 from unsloth_multigpu.train.figures import Meter, gather_reports
-from unsloth_multigpu.train.gradient_hooks import misfit_of_hooks
 from unsloth_multigpu.train.log_figures import log_figures
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.outlook import outlook_of
@@ -254,7 +255,7 @@ class DDPTrainer:
 
     def _check_gradient_hooks(self) -> None:
         """Warns of a script's hooks on gradients that do not sum up over ranks, or refuses them."""
-        if self.trainer.model is None or not (misfit := misfit_of_hooks(self.trainer.model)):
+        if self.trainer.model is None or self.is_sharded or not (misfit := misfit_of_hooks(self.trainer.model)):
             return
         what = f"The ranks' gradients may not add up to that of one process: {misfit}."
         hint = (

@@ -41,6 +41,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForLanguageModeling,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -51,7 +52,7 @@ from unsloth_multigpu.step.feed import StepFeed
 allow_cpu_ranks()
 rank = int(os.environ.get("RANK", "0"))
 tokenizer = AutoTokenizer.from_pretrained(args.model)
-BY_SGD = ("native", "asked_full", "unsloth_full", "sft_full")
+BY_SGD = ("asked_scaled", "native", "asked_full", "unsloth_full", "sft_full")
 # Before a kind: what its optimizer is told. Such a large epsilon hides the rounding of small gradients from Adam.
 TOLD = {
     "momentum_": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
@@ -67,6 +68,18 @@ def loaded(**options):
 
 def full():
     return loaded()
+
+
+def scaled():
+    """For label smoothing the Trainer asks for the model's class, and a callback changes weights."""
+    return loaded()
+
+
+class ScalesWeights(TrainerCallback):
+    def on_evaluate(self, _args, state, control, model, **kwargs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.98)
 
 
 def native():
@@ -174,12 +187,17 @@ def trainer_of(kind, texts, common, folder):
     rows = [tokenizer(text, truncation=True, max_length=64) for text in texts]
     if kind.startswith("asked_"):
         kind, common = kind.removeprefix("asked_"), {**common, "fsdp": args.num_gpus > 1}
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2} if kind == "full" else {}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2} if kind in ("full", "scaled") else {}
+    if kind == "scaled":
+        common = {**common, "label_smoothing_factor": 0.1}
     arguments = TrainingArguments(folder, **evaluation, **common)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    return Trainer(
+    trainer = Trainer(
         model=globals()[kind](), args=arguments, train_dataset=rows, eval_dataset=rows[:5], data_collator=collator
     )
+    if kind == "scaled":
+        trainer.add_callback(ScalesWeights())
+    return trainer
 
 
 def num_bytes(tensors):

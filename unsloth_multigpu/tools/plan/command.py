@@ -70,7 +70,7 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     with exit_on_sigterm():
         answer = ask(command_of(program), os.environ, tokens=options.tokens, limit_s=limit_s)
     device_bytes = given if given is not None else _smallest(answer.devices)
-    ways: tuple[Way, ...] = ("ddp", "sharded")
+    ways: tuple[Way, ...] = ("ddp", "sharded") if answer.description.training.trains_parts else ("ddp",)
     rows = [forecast_memory(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]
     screen = Screen()
     if options.json:

@@ -29,7 +29,9 @@ def misfit_of_hooks(model: nn.Module) -> str:
     Returns:
         What it is, in words; "" = there is none.
     """
-    for name, parameter, hook in _hooks_of(model):
+    for name, parameter, hook in hooks_of(model):
+        if is_sharded(parameter):
+            continue
         if hook is None:
             return f"a hook on {name} reads the accumulated gradient before the ranks' gradients meet"
         what = f"{_name_of(hook)}, a hook on the gradient of {name},"
@@ -46,10 +48,17 @@ def misfit_of_hooks(model: nn.Module) -> str:
     return ""
 
 
-def _hooks_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[..., Any] | None]]:
-    """The script's own; None stands for one that runs when a gradient is accumulated."""
+def hooks_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Callable[..., Any] | None]]:
+    """The script's own hooks on gradients, with the parameter and its name.
+
+    Args:
+        model: Sharded or not.
+
+    Returns:
+        None stands for a hook that runs when a gradient is accumulated.
+    """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not is_sharded(parameter):
+        if parameter.requires_grad:
             hooks: Any = parameter._backward_hooks or {}
             yield from ((name, parameter, hook) for hook in hooks.values() if _is_scripts_own(hook))
             later: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
