@@ -144,6 +144,11 @@ def test_files_are_those_of_one_process(alone, sharded, job, file):
         assert {path.name for path in two.iterdir()} ^ names <= ours | of_fsdp
 
 
+def test_model_inside_of_an_adapter_is_saved_with_all_its_weights(alone, sharded):
+    one, two = (out / "lora:30x2x4" / "inside" for out in (alone, sharded[0]))
+    assert largest_difference(one, two, "model.safetensors") <= WEIGHTS
+
+
 @pytest.mark.parametrize("job", SAVED[:2])
 def test_uploads_are_those_of_one_process_and_made_once(alone, sharded, job):
     def uploads(out, rank):

@@ -85,7 +85,7 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     import torch.distributed as dist
 
     reshard(model)
-    is_saved = _belongs_to_adapters(model) if hasattr(model, "peft_config") else lambda name, tensor: True
+    is_saved = _belongs_to_adapters(model) if _saves_adapters(model) else lambda name, tensor: True
     is_first = dist.get_rank() == 0
     state: dict[str, Any] = {}
     wholes: dict[int, torch.Tensor] = {}
@@ -123,6 +123,12 @@ def own_class(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.__class__ = engines
+
+
+def _saves_adapters(model: nn.Module) -> bool:
+    """A model inside of PEFT's has its configuration as well, and saves all weights."""
+    is_peft = "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+    return is_peft or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:

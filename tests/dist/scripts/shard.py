@@ -267,6 +267,8 @@ for job in args.jobs.split(","):
     if args.save_steps:
         trainer.save_model(str(folder / "save_model"))
         model.save_pretrained(str(folder / "save_pretrained"))
+        if kind == "lora":
+            model.base_model.model.save_pretrained(str(folder / "inside"))
         uploads = Uploads(folder)
         model.push_to_hub("user/model")
         trainer.push_to_hub(blocking=True)
