@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -101,10 +103,10 @@ def collate(rows):
     return {**batch, "labels": padded("labels", -100) if is_list else torch.tensor([r["labels"] for r in rows])}
 
 
-def scale_of(tmp_path, model, label_of=None, rows=None, trainer_class=Trainer):
+def scale_of(tmp_path, model, label_of=None, rows=None, trainer_class=Trainer, collator=collate):
     torch.manual_seed(0)
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
-    trainer = trainer_class(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collate)
+    trainer = trainer_class(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collator)
     return find_loss_scale(trainer, functools.partial(draw_samples, trainer, trainer.get_train_dataloader()))
 
 
@@ -158,6 +160,24 @@ def test_first_rows_of_equally_many_labels_do_not_hide_the_mean(tmp_path, over, 
     assert len(rows) == 8
     scale = scale_of(tmp_path, OwnMean(over), rows=rows)
     assert (scale.is_token_normalised, scale.weighing) == (False, over)
+
+
+def collate_pairs(rows):
+    """Questions are equally long, answers are padded: those of some parts are as wide as the whole, others are not."""
+    labels = [torch.tensor(r["labels"]) for r in rows]
+    ids = torch.tensor([r["input_ids"] for r in rows])
+    padded = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": padded}
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_answers_padded_to_another_width_than_their_questions_are_shared(tmp_path, width):
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes))
+    rows = [{"input_ids": [5 + i] * width, "labels": [6 + i] * (1 + i % width)} for i in range(9)]
+    scale = scale_of(tmp_path, model, rows=rows, collator=collate_pairs)
+    assert (scale.weighing, scale.misfit) == ("tokens", None)
 
 
 @pytest.mark.parametrize(("is_sum", "weighing"), [(True, "sum"), (False, "next tokens")])
