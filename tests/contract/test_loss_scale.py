@@ -26,6 +26,7 @@ from transformers import (
 from tests.helpers.log_probs import LogProbs
 from tests.helpers.tiny import build_tiny, preference_rows
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.step import trial
 from unsloth_multigpu.step.loss import UNSEEN, find_loss_scale
 from unsloth_multigpu.step.samples import draw_samples
 from unsloth_multigpu.step.trial import LossTrial
@@ -198,6 +199,23 @@ def test_undivided_part_is_refused_however_small(tmp_path, coefficient):
     scale = scale_of(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **router)), list)
     assert "neither divided by them as a whole nor a mean" in scale.misfit.problem
     assert not scale.misfit.may_be_shared
+
+
+class Picky(OwnMean):
+    """Cannot do with one row, as a batch norm cannot."""
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        if len(input_ids) < 2:
+            raise ValueError("one row")
+        return super().forward(input_ids, labels, attention_mask)
+
+
+def test_part_that_raises_is_refused_where_sharded_ranks_cannot_go_on(tmp_path, monkeypatch):
+    assert "(ValueError: one row)" in scale_of(tmp_path, Picky("rows"), list).misfit.problem
+    monkeypatch.setattr(trial, "can_pass_again", lambda model: False)
+    with pytest.raises(SetupError, match="by itself \\(ValueError: one row\\), and sharded ranks cannot go on") as info:
+        scale_of(tmp_path, Picky("rows"), list)
+    assert "leave shard out" in info.value.hint
 
 
 class MeanOverAll(Trainer):

@@ -11,13 +11,14 @@ from tests.helpers.run import BARE, run_python
 from unsloth_multigpu.errors import SetupError
 
 SCRIPT = Path(__file__).parent / "scripts" / "shard_kinds.py"
-KINDS = ("llama", "t5", "bert", "vit", "convnext", "llava", "own_optimizer")
+KINDS = ("llama", "t5", "bert", "vit", "convnext", "llava", "own_optimizer", "picky")
 REFUSED = {
     "used_optimizer": "The script's optimizer (Adagrad) has state already, of whole weights",
     "other_optimizer": "The script's optimizer (SGD) has 21 tensor(s) that are no weights of LlamaForCausalLM, the "
     "first of shape (40, 16)",
     "shared_layers": "Own: first.weight and second.weight are one weight, of which accelerate's FSDP2 would make two",
     "scalar": "accelerate's FSDP2 cannot shard Own: ValueError: fully_shard doesn't support scalar parameters",
+    "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
     "evaluated": "evaluate() comes before train(): accelerate's FSDP2 shards a model together with its optimizer",
 }
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]

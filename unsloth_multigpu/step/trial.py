@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import seeded_draws
-from unsloth_multigpu.group.shards import part_of, reshard, whole_of
+from unsloth_multigpu.group.shards import can_pass_again, part_of, tried_pass, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.memory import is_out_of_memory
@@ -36,6 +37,8 @@ _SAME = 0.1
 # A loss below this is only rounding.
 ZERO_LOSS = 1e-6
 _TINY = 1e-30
+_NO_SECOND_PASS = f"and sharded ranks cannot go on after a loss that raised with torch {torch.__version__}"
+_NEWER = "Use torch 2.13 or newer, or leave shard out, or let each row's loss be computed alone; a batch norm's is not."
 
 
 @dataclass(frozen=True)
@@ -183,8 +186,10 @@ class LossTrial:
             measured = [(w, [measured_of(part) for part in s.parts]) for s, w in zip(samples, wholes, strict=True)]
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
             # Batch norm of one row, a loss that wants pairs.
-            problem = f"a part of it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
-            return Fit(weighing or ROWS, math.nan, math.nan, problem=problem)
+            cannot = f"cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
+            if not can_pass_again(self._trainer.model):
+                raise SetupError(f"A part of a micro-batch {cannot}, {_NO_SECOND_PASS}.", hint=_NEWER) from error
+            return Fit(weighing or ROWS, math.nan, math.nan, problem=f"a part of it {cannot}")
         if all(whole.is_zero for whole, _ in measured) and not self._shift and self._probes:
             with self.moved_weights():
                 return self._fit(samples, num_items, weighing, with_gradient)
@@ -240,7 +245,7 @@ class LossTrial:
             try:
                 return self._call(inputs, num_items, with_gradient=True, seed=seed)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or not can_pass_again(self._trainer.model):
                     raise
                 logger.info("the loss is tried without its gradient, for which memory is short")
                 self._has_gradient = False
@@ -263,7 +268,7 @@ class LossTrial:
             stack.enter_context(kept_training_state(trainer))
             stack.enter_context(self._shifted())
             stack.enter_context(torch.set_grad_enabled(with_gradient))
-            stack.callback(reshard, trainer.model)
+            stack.enter_context(tried_pass(trainer.model))
             stack.enter_context(counted_as_one_process(trainer) if self._is_own else nullcontext())
             trainer.model.train(self._is_training)
             # As in a step, see `StepFeed`.
