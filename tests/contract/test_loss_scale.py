@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -24,6 +26,7 @@ from transformers import (
 from tests.helpers.log_probs import LogProbs
 from tests.helpers.tiny import build_tiny, preference_rows
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.step import trial
 from unsloth_multigpu.step.loss import UNSEEN, find_loss_scale
 from unsloth_multigpu.step.samples import draw_samples
 from unsloth_multigpu.step.trial import LossTrial
@@ -101,10 +104,10 @@ def collate(rows):
     return {**batch, "labels": padded("labels", -100) if is_list else torch.tensor([r["labels"] for r in rows])}
 
 
-def scale_of(tmp_path, model, label_of=None, rows=None, trainer_class=Trainer):
+def scale_of(tmp_path, model, label_of=None, rows=None, trainer_class=Trainer, collator=collate):
     torch.manual_seed(0)
     args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
-    trainer = trainer_class(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collate)
+    trainer = trainer_class(model=model, args=args, train_dataset=rows or rows_with(label_of), data_collator=collator)
     return find_loss_scale(trainer, functools.partial(draw_samples, trainer, trainer.get_train_dataloader()))
 
 
@@ -160,6 +163,24 @@ def test_first_rows_of_equally_many_labels_do_not_hide_the_mean(tmp_path, over, 
     assert (scale.is_token_normalised, scale.weighing) == (False, over)
 
 
+def collate_pairs(rows):
+    """Questions are equally long, answers are padded: those of some parts are as wide as the whole, others are not."""
+    labels = [torch.tensor(r["labels"]) for r in rows]
+    ids = torch.tensor([r["input_ids"] for r in rows])
+    padded = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": padded}
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_answers_padded_to_another_width_than_their_questions_are_shared(tmp_path, width):
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes))
+    rows = [{"input_ids": [5 + i] * width, "labels": [6 + i] * (1 + i % width)} for i in range(9)]
+    scale = scale_of(tmp_path, model, rows=rows, collator=collate_pairs)
+    assert (scale.weighing, scale.misfit) == ("tokens", None)
+
+
 @pytest.mark.parametrize(("is_sum", "weighing"), [(True, "sum"), (False, "next tokens")])
 def test_loss_of_a_script_is_tried_where_the_model_takes_no_count(tmp_path, is_sum, weighing):
     torch.manual_seed(1)
@@ -178,6 +199,23 @@ def test_undivided_part_is_refused_however_small(tmp_path, coefficient):
     scale = scale_of(tmp_path, MixtralForCausalLM(MixtralConfig(**SIZES, **experts, **router)), list)
     assert "neither divided by them as a whole nor a mean" in scale.misfit.problem
     assert not scale.misfit.may_be_shared
+
+
+class Picky(OwnMean):
+    """Cannot do with one row, as a batch norm cannot."""
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        if len(input_ids) < 2:
+            raise ValueError("one row")
+        return super().forward(input_ids, labels, attention_mask)
+
+
+def test_part_that_raises_is_refused_where_sharded_ranks_cannot_go_on(tmp_path, monkeypatch):
+    assert "(ValueError: one row)" in scale_of(tmp_path, Picky("rows"), list).misfit.problem
+    monkeypatch.setattr(trial, "can_pass_again", lambda model: False)
+    with pytest.raises(SetupError, match="by itself \\(ValueError: one row\\), and sharded ranks cannot go on") as info:
+        scale_of(tmp_path, Picky("rows"), list)
+    assert "leave shard out" in info.value.hint
 
 
 class MeanOverAll(Trainer):

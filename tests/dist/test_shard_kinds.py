@@ -11,7 +11,7 @@ from tests.helpers.run import BARE, run_python
 from unsloth_multigpu.errors import SetupError
 
 SCRIPT = Path(__file__).parent / "scripts" / "shard_kinds.py"
-KINDS = ("llama", "t5", "bert", "vit", "convnext", "llava", "own_optimizer", "held")
+KINDS = ("llama", "t5", "bert", "vit", "convnext", "llava", "own_optimizer", "held", "picky")
 REFUSED = {
     "used_optimizer": "The script's optimizer (Adagrad) has state already, of whole weights",
     "other_optimizer": "The script's optimizer (SGD) has 21 tensor(s) that are no weights of LlamaForCausalLM, the "
@@ -21,6 +21,7 @@ REFUSED = {
     "hooked": "The script's hook on the gradient of lm_head.weight is never called where the model is sharded",
     "adafactor": "optim='adafactor' does not train weights that FSDP2 of accelerate has sharded",
     "inner": "model.norm.weight, lm_head.weight came whole out of step 1: a part of the model was called by itself",
+    "by_hand": "ByHand.compute_loss calls a part of the model by itself, and a sharded model gathers its weights when",
     "evaluated": "evaluate() comes before train(): accelerate's FSDP2 shards a model together with its optimizer",
 }
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]

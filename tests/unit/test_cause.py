@@ -94,6 +94,14 @@ def test_error_without_a_text_has_no_stray_colon() -> None:
         (1, "RuntimeError: 0 active drivers ([]). There should only be one.", -1, "Hint: Triton needs a GPU. SFT"),
         (0, CONNECTION_ERRORS[1], -1, "Hint: A program that the script has started may have taken this rank's place"),
         (0, CONNECTION_ERRORS[1], 4, ""),
+        (
+            1,
+            "RuntimeError: aten.sub.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to ...",
+            4,
+            "Hint: Weights of a sharded model are DTensors",
+        ),
+        (0, "RuntimeError: FSDP requires a single root module but got (...)", 0, "Hint: Weights of a sharded model"),
+        (0, "SetupError: A part cannot be computed (RuntimeError: got mixed torch.Tensor and DTensor)", 0, ""),
     ],
 )
 def test_error_whose_text_does_not_help_has_a_hint(rank: int, error: str, step: int, hint: str) -> None:

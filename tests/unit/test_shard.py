@@ -14,7 +14,18 @@ import torch
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.group.shards import class_of, clip_parts, has_shards, is_sharded, part_of, reshard, whole_of
+from unsloth_multigpu.group.shards import (
+    can_pass_again,
+    class_of,
+    clip_parts,
+    has_shards,
+    is_entered_below,
+    is_sharded,
+    part_of,
+    reshard,
+    tried_pass,
+    whole_of,
+)
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
@@ -43,6 +54,77 @@ def test_plain_tensors_are_their_own_parts() -> None:
     assert not has_shards(model)
     assert class_of(model) is torch.nn.Linear
     reshard(model)
+
+
+class Fails(torch.nn.Module):
+    """Raises in the forward or in the backward pass, while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = ""
+        self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def raise_() -> None:
+            raise ValueError(f"{self.now} fails")
+
+        x = self.second(x)
+        if self.now == "forward":
+            raise_()
+        if self.now == "backward":
+            x.register_hook(lambda _: raise_())
+        return self.first(x)
+
+
+@pytest.mark.usefixtures("lone_group")
+@pytest.mark.parametrize("now", ["forward", "backward", "before"])
+def test_sharded_model_computes_as_before_after_a_pass_that_raised(now: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, x = Fails(), torch.ones(3, 2)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fully_shard(model.second, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.now = now
+    if not can_pass_again(model):
+        pytest.skip("needs reset_iter_state, which torch 2.13 has")
+
+    def try_it() -> None:
+        with tried_pass(model):
+            if now == "before":
+                raise ValueError("before fails")
+            model(x).sum().backward()
+
+    with pytest.raises(ValueError, match=f"{now} fails"):
+        try_it()
+    assert all(type(p.data).__name__ == "DTensor" for p in model.parameters())
+    model.now = ""
+    for _ in range(2):
+        with tried_pass(model):
+            model(x).sum().backward()
+        for p, gradient in zip(model.parameters(), expected, strict=True):
+            assert gradient is not None
+            torch.testing.assert_close(whole_of(cast("torch.Tensor", p.grad)), gradient)
+            p.grad = None
+
+
+@pytest.mark.usefixtures("lone_group")
+@pytest.mark.parametrize("is_together", [False, True])
+def test_module_that_is_called_without_its_sharded_model_is_known_by_the_error(is_together: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, x = Fails(), torch.ones(3, 2)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fully_shard([model.first, model.second] if is_together else model.second, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError) as info:
+        model(model.second(x))
+    assert is_entered_below(info.value)
+    assert not is_entered_below(RuntimeError("out of memory"))
 
 
 def test_gradients_are_clipped_as_torch_does() -> None:

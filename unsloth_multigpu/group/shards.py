@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,10 @@ from torch import nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
+
+
+# Of `FSDPState._lazy_init`, which has no class for it.
+_ENTERED_BELOW = re.compile(r"FSDP (requires a single root module|state has already been lazily initialized)")
 
 
 def is_sharded(tensor: Any) -> TypeIs[DTensor]:
@@ -75,6 +80,47 @@ def named_as_before(model: nn.Module) -> None:
     for module in fsdp_modules(model):
         own = class_of(module)
         type(module).__name__, type(module).__qualname__ = own.__name__, own.__qualname__
+
+
+@contextmanager
+def tried_pass(model: nn.Module) -> Iterator[None]:
+    """Around a forward and backward pass that may raise: the model is left as it was, its weights in parts.
+
+    FSDP2 of torch 2.13 and newer can be told that a pass has failed; see `can_pass_again`.
+    """
+    try:
+        yield
+    except Exception:
+        for root in _roots(model):
+            if hasattr(root, "reset_iter_state"):
+                # Of whole weights: FSDP2 uses them again, and would add the next gradient to theirs.
+                for parameter in root.parameters():
+                    parameter.grad = None
+                # torch reads there what a root gets in its first pass: one without a pass has nothing to reset.
+                with suppress(AttributeError):
+                    root.reset_iter_state()
+        raise
+    finally:
+        reshard(model)
+
+
+def can_pass_again(model: nn.Module) -> bool:
+    """False where FSDP2 stays in the middle of a pass that has raised, and the next one would raise as well."""
+    return all(hasattr(root, "reset_iter_state") for root in _roots(model))
+
+
+def is_entered_below(error: BaseException) -> bool:
+    """True for what FSDP2 raises where a module in a sharded model is called before, or without, the model itself."""
+    return isinstance(error, RuntimeError) and bool(_ENTERED_BELOW.search(str(error)))
+
+
+def _roots(module: nn.Module) -> Iterator[Any]:
+    """The outermost modules that `fully_shard` was called on."""
+    if next(fsdp_modules(module), None) is module:
+        yield module
+        return
+    for child in module.children():
+        yield from _roots(child)
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:

@@ -34,6 +34,11 @@ _MAX_CHARACTERS = 160
 _LONG_PATH = re.compile(r"(?<![^\s'\"(])/\S{24,}/([^/\s]+)")
 # The line of C++ that gloo and c10d put before what has happened; it is longer than that, and in one word.
 _OF_C = re.compile(r"\[[^\s\]]+\.(?:cc|cpp|h|hpp|cu):\d+\] ")
+# A script computes with weights of a sharded model as if they were whole.
+_OF_SHARDS = re.compile(
+    r"^\w*RuntimeError: .*(mixed torch\.Tensor and DTensor"
+    r"|FSDP (requires a single root module|state has already been lazily initialized))"
+)
 # A hang is reported by the supervisor, not by the rank.
 HANG = "hang"
 
@@ -235,6 +240,13 @@ def _hint(event: Event) -> str:
         )
     if error.startswith("EOFError: EOF when reading a line"):
         return "Hint: Rank 0 has no terminal or no more input; pass the value as an argument.\n"
+    if _OF_SHARDS.search(error):
+        return (
+            "Hint: Weights of a sharded model are DTensors, of which each rank has a part. Compute with "
+            "p.full_tensor() or, on the part, p.to_local(); make other tensors DTensors with "
+            "torch.distributed.tensor.distribute_tensor(t, p.device_mesh, p.placements); call the model itself, not "
+            "its layers. Or train without shard, as with a loss over weights, which is exact there.\n"
+        )
     if event.step < 0 and re.search("connectFullMesh|Connection refused", error):
         return (
             "Hint: A program that the script has started may have taken this rank's place. Start it on rank 0 alone, "

@@ -15,7 +15,7 @@ import torch
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.model import base_model, text_config
 from unsloth_multigpu.group.random_state import kept_random_state
-from unsloth_multigpu.group.shards import class_of
+from unsloth_multigpu.group.shards import class_of, is_entered_below
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.step.one_process import counted_as_one_process
 from unsloth_multigpu.step.samples import COLLATOR_REMEMBERS, Sample
@@ -168,7 +168,7 @@ def find_loss_scale(
                 f"It cannot be seen how {name_of(trainer, compute_loss)} is averaged: {UNSEEN}.", hint=_LABELS_HINT
             )
         return replace(_declared_scale(trainer) if counts_items else plain, misfit=UNSEEN)
-    trial = LossTrial(trainer, compute_loss, is_own=is_own)
+    trial = LossTrial(trainer, _through_the_model(trainer, compute_loss), is_own=is_own)
     scale, misfit, count = plain, None, _count_of(trainer, samples)
     if count is not None:
         scale, misfit = _scale_of_counted(trial, samples[0].whole)
@@ -191,6 +191,25 @@ def find_loss_scale(
         text = "loss: %s was called %d times on a few rows before the first step, to find how it is averaged"
         logger.info(text, name_of(trainer, compute_loss), trial.num_calls)
     return replace(scale, misfit=misfit, is_watched=may_change and misfit is None and trainer._train_batch_size > 1)
+
+
+def _through_the_model(trainer: TrainerLike, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss, refused where it calls parts of a sharded model by themselves: only the whole one gathers weights."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compute_loss(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_entered_below(error):
+                raise
+            raise SetupError(
+                f"{name_of(trainer, compute_loss)} calls a part of the model by itself, and a sharded model gathers "
+                "its weights when the model itself is called.",
+                hint="Call the model that the loss is given, model(**inputs), and take what is needed from its output "
+                "(output_hidden_states=True gives the states before the head); or leave shard out.",
+            ) from error
+
+    return called
 
 
 def _misfit_of_state(
@@ -229,7 +248,8 @@ class LossWatch:
         draw_samples: Callable[[int], list[Sample]],
     ) -> None:
         self._trainer = trainer
-        self._trial = LossTrial(trainer, compute_loss, is_own=is_of_script(trainer, compute_loss))
+        called = _through_the_model(trainer, compute_loss)
+        self._trial = LossTrial(trainer, called, is_own=is_of_script(trainer, compute_loss))
         self._scale = scale
         self._draw_samples = draw_samples
         self._num_steps = 0

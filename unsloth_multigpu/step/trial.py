@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.random_state import seeded_draws
-from unsloth_multigpu.group.shards import part_of, reshard, whole_of
+from unsloth_multigpu.group.shards import can_pass_again, part_of, tried_pass, whole_of
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.memory import is_out_of_memory
@@ -20,7 +21,7 @@ from unsloth_multigpu.step.observe import LossObserver, is_linear_in_means
 from unsloth_multigpu.step.one_process import counted_as_one_process
 from unsloth_multigpu.step.samples import Sample
 from unsloth_multigpu.step.snapshot import kept_training_state
-from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, candidates, count_rows, weight_of
+from unsloth_multigpu.step.weighing import IGNORED, ROWS, SUM, TOKENS, candidates, count_rows, obstacle, weight_of
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 logger = get_logger(__name__)
@@ -36,6 +37,8 @@ _SAME = 0.1
 # A loss below this is only rounding.
 ZERO_LOSS = 1e-6
 _TINY = 1e-30
+_NO_SECOND_PASS = f"and sharded ranks cannot go on after a loss that raised with torch {torch.__version__}"
+_NEWER = "Use torch 2.13 or newer, or leave shard out, or let each row's loss be computed alone; a batch norm's is not."
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,10 @@ class LossTrial:
         samples = [sample for sample in samples if len(sample.parts) > 1]
         if not samples:
             return Fit(weighing or ROWS, math.nan, math.nan, problem="no batch could be compared with its parts")
+        why = next((why for s in samples for part in s.parts if (why := obstacle(part, weighing or ROWS))), "")
+        if why:
+            problem = f'it counts by "{weighing}", which cannot be computed for a part of it: {why}'
+            return Fit(weighing, math.nan, math.nan, is_certain=True, problem=problem)
         found = self._fit(samples, num_items, weighing, with_gradient)
         if found.problem and self._is_random(samples[0].whole, num_items):
             # A model that draws more than dropout: judged without what it does in training alone.
@@ -179,14 +186,16 @@ class LossTrial:
             measured = [(w, [measured_of(part) for part in s.parts]) for s, w in zip(samples, wholes, strict=True)]
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
             # Batch norm of one row, a loss that wants pairs.
-            problem = f"a part of it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
-            return Fit(weighing or ROWS, math.nan, math.nan, problem=problem)
+            cannot = f"cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
+            if not can_pass_again(self._trainer.model):
+                raise SetupError(f"A part of a micro-batch {cannot}, {_NO_SECOND_PASS}.", hint=_NEWER) from error
+            return Fit(weighing or ROWS, math.nan, math.nan, problem=f"a part of it {cannot}")
         if all(whole.is_zero for whole, _ in measured) and not self._shift and self._probes:
             with self.moved_weights():
                 return self._fit(samples, num_items, weighing, with_gradient)
         tables = {whole.class_weights for whole, _ in measured}
         table = tables.pop() if len(tables) == 1 else ()
-        names = [weighing] if weighing else _common([*candidates(s.whole, len(table))] for s in samples)
+        names = [weighing] if weighing else _offered(samples, len(table))
         fits = [self._judged(name, samples, measured, table) for name in names]
         misfits = [max(fit.value / self.bound.value, fit.gradient / self.bound.gradient) for fit in fits]
         # Of several that fit within rounding take the likeliest. If none fits, do not take an odd one by chance.
@@ -236,7 +245,7 @@ class LossTrial:
             try:
                 return self._call(inputs, num_items, with_gradient=True, seed=seed)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or not can_pass_again(self._trainer.model):
                     raise
                 logger.info("the loss is tried without its gradient, for which memory is short")
                 self._has_gradient = False
@@ -259,7 +268,7 @@ class LossTrial:
             stack.enter_context(kept_training_state(trainer))
             stack.enter_context(self._shifted())
             stack.enter_context(torch.set_grad_enabled(with_gradient))
-            stack.callback(reshard, trainer.model)
+            stack.enter_context(tried_pass(trainer.model))
             stack.enter_context(counted_as_one_process(trainer) if self._is_own else nullcontext())
             trainer.model.train(self._is_training)
             # As in a step, see `StepFeed`.
@@ -343,9 +352,12 @@ class _Measured:
         return abs(self.loss) < ZERO_LOSS
 
 
-def _common(lists: Iterable[list[str]]) -> list[str]:
-    first, *others = lists
-    return [name for name in first if all(name in other for other in others)]
+def _offered(samples: Sequence[Sample], num_classes: int) -> list[str]:
+    """The candidates of all samples that can be computed for each part: padding gives parts widths of their own."""
+    first, *others = ([*candidates(s.whole, num_classes)] for s in samples)
+    parts = [part for s in samples for part in s.parts]
+    common = [name for name in first if all(name in other for other in others)]
+    return [name for name in common if not any(obstacle(part, name) for part in parts)]
 
 
 def _misfit(whole: _Measured, made: Sequence[tuple[float, _Measured]]) -> tuple[float, float, float]:
@@ -384,10 +396,12 @@ def _told_apart(sample: Sample) -> Sample:
     parts = sample.parts
     if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
         return sample
-    last = parts[-1]["labels"]
-    if labels.shape[1] != last.shape[1]:
+    last = parts[-1].get("labels")
+    if not isinstance(last, torch.Tensor) or last.dim() != labels.dim() or labels.shape[1] != last.shape[1]:
         return sample
-    if len({weight_of(part, "tokens") / len(part["labels"]) for part in parts}) > 1:
+    if any(obstacle(part, TOKENS) or part["labels"].dim() != labels.dim() for part in parts[:-1]):
+        return sample
+    if len({weight_of(part, TOKENS) / len(part["labels"]) for part in parts}) > 1:
         return sample
     labels = torch.cat([labels[: -len(last)], _without_half(labels[-len(last) :])])
     changed = {**parts[-1], "labels": _without_half(last)}

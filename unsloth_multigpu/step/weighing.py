@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 
+from unsloth_multigpu.errors import SetupError
+
 IGNORED = -100
 ROWS, SUM = "rows", "sum"
 # Labels that are predicted from the token before lose the first of each row.
-_NEXT, _TOKENS = "next tokens", "tokens"
+_NEXT, TOKENS = "next tokens", "tokens"
 _LABELLED_ROWS, _NEXT_LABELLED_ROWS = "labelled rows", "rows with a next token"
 _CLASSES, _NEXT_CLASSES = "class weights", "class weights of next tokens"
 _OF = " of "
+# The dimensions that labels need for it.
+_OF_LABELS = {_NEXT: 1, TOKENS: 1, _LABELLED_ROWS: 2, _NEXT_LABELLED_ROWS: 2, _CLASSES: 1, _NEXT_CLASSES: 2}
 # Sums of one of the inputs, such as weights of rows or tokens: of all its values, of those with a label, and the same
 # where labels are those of the next token.
 _ALL, _LABELLED, _AFTER_FIRST, _NEXT_LABELLED = "sum", "labelled sum", "sum after first", "next labelled sum"
@@ -29,13 +33,23 @@ def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[
 
     Returns:
         Rows, labels, or a sum of weights; 1 where losses of parts add up ("sum").
+
+    Raises:
+        SetupError: These inputs do not have what the weighing adds up, see `obstacle`.
     """
     if weighing == SUM:
         return 1.0
-    labels: Any = inputs.get("labels")
-    if weighing == ROWS or (not isinstance(labels, torch.Tensor) and _OF not in weighing):
+    if weighing == ROWS:
         return float(count_rows(inputs))
-    if weighing in (_NEXT, _TOKENS):
+    if why := obstacle(inputs, weighing):
+        raise SetupError(
+            f'The loss of a part of a micro-batch counts by "{weighing}", as it did on the rows on which it was tried, '
+            f"and that cannot be computed here: {why}.",
+            hint="Let the collator give every micro-batch these columns, in the same form. Or let the loss be a sum "
+            "divided by num_items_in_batch, or use global_batch='scale'.",
+        )
+    labels: Any = inputs.get("labels")
+    if weighing in (_NEXT, TOKENS):
         if labels.dim() < 2 and (weighing == _NEXT or labels.is_floating_point()):
             return float(len(labels))
         return float(_shifted(labels, weighing == _NEXT).ne(IGNORED).sum())
@@ -50,6 +64,42 @@ def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[
     if kind in (_LABELLED, _NEXT_LABELLED):
         values = values * _shifted(labels, kind == _NEXT_LABELLED).ne(IGNORED)
     return float(values.sum())
+
+
+def obstacle(inputs: Mapping[str, Any], weighing: str) -> str:
+    """Why a weighing cannot be computed for these inputs; "" = it can.
+
+    A part of a micro-batch, or a later one, may be of other shapes than that for which it was a candidate: padded to a
+    width of its own, without a column, or with lists where the lengths of rows differ. Shapes that torch would
+    broadcast are no less wrong.
+
+    Args:
+        inputs: A collated micro-batch, or a part of one.
+        weighing: One of `candidates` of other inputs.
+    """
+    if weighing in (ROWS, SUM):
+        return ""
+    labels: Any = inputs.get("labels")
+    num_dims = labels.dim() if isinstance(labels, torch.Tensor) else 0
+    if weighing in _OF_LABELS:
+        has_dims = num_dims >= _OF_LABELS[weighing]
+        has_type = has_dims and not (weighing in (_CLASSES, _NEXT_CLASSES) and labels.is_floating_point())
+        return "" if has_type else f"labels are {_form(labels)}"
+    kind, _, name = weighing.partition(_OF)
+    values = inputs.get(name)
+    is_next = kind in (_AFTER_FIRST, _NEXT_LABELLED)
+    if not isinstance(values, torch.Tensor) or values.dim() < (2 if is_next else 1) or values.is_complex():
+        return f"{name} is {_form(values)}"
+    if kind in (_LABELLED, _NEXT_LABELLED) and (not num_dims or labels.shape != values.shape):
+        return f"labels are {_form(labels)} and {name} is {_form(values)}"
+    return ""
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        size = " x ".join(map(str, value.shape)) or "one number"
+        return f"{size} of {str(value.dtype).removeprefix('torch.')}"
+    return "missing" if value is None else f"of type {type(value).__name__}"
 
 
 def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]:
@@ -73,10 +123,10 @@ def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]
     # Of rows with one label each, models average the labels.
     if has_tokens:
         yield _NEXT
-        yield _TOKENS
+        yield TOKENS
     yield ROWS
     if has_classes and not has_tokens:
-        yield _TOKENS
+        yield TOKENS
     yield SUM
     if has_tokens and labels.dim() == 2:
         yield _LABELLED_ROWS

@@ -185,6 +185,37 @@ def evaluated():
     return model, rows, {"eval_dataset": rows[:4]}
 
 
+class Picky(torch.nn.Module):
+    """Cannot do with one row, as a batch norm cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, x, labels):
+        states = self.first(x)
+        if len(x) < 2:
+            raise ValueError("one row")
+        return {"loss": ((self.second(torch.tanh(states)) - labels) ** 2).mean()}
+
+
+def picky():
+    return Picky(), numbers()[:8], {}
+
+
+class ByHand(Trainer):
+    """Its loss goes through the layers, and then through the head."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        scores = model.lm_head(model.model(inputs["input_ids"]).last_hidden_state)
+        return torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+def by_hand():
+    model, rows, _ = llama()
+    return model, rows, {"trainer_class": ByHand}
+
+
 args.out.mkdir(parents=True, exist_ok=True)
 for kind in args.kinds.split(","):
     torch.manual_seed(0)
@@ -208,7 +239,8 @@ for kind in args.kinds.split(","):
     )
     facts = {"refused": ""}
     try:
-        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
+        trainer_class = options.pop("trainer_class", Trainer)
+        trainer = trainer_class(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
         if kind == "evaluated":
             trainer.evaluate()
         trainer.train()
