@@ -181,6 +181,10 @@ class Session:
             steered.steps.plans_one_process = self.tool.plans_one_process
             self._steered = steered
         of_tool = self.tool.part(trainer, self, None if steered is None else steered.steps)
+        if steered is None:
+            from unsloth_multigpu.checkpoint.way import refuse_sharded
+
+            refuse_sharded(trainer, arguments)
         if steered is not None:
             steered.of_tool = of_tool
             result = steered.run(original_train, self.program.note_training)
