@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,17 @@ def test_training_does_not_resume_the_other_way(folder, alone, sharded, num_gpus
     assert hint in text
     assert (", on two GPUs or more" in text) == (num_gpus == 1)
     assert not facts(out, SAVED[0])
+
+
+@pytest.mark.thorough
+def test_auto_goes_on_as_the_checkpoint_was_written(folder, sharded):
+    job, name = SAVED[0], "auto"
+    shutil.copytree(sharded[0] / job / "checkpoints", folder / f"{name}_2" / job / "checkpoints")
+    options = {"UNSLOTH_MULTIGPU_SHARD": "auto", "UNSLOTH_MULTIGPU_RESUME": "auto"}
+    _, text = train(folder, 2, [job], name=name, **options)
+    # Such a model fits whole.
+    assert re.search(r"shard=auto: as .*/checkpoint-8, sharded over 2 ranks needs .*: sharded\n", text), text
+    assert re.search(r"the training resumes from .*/checkpoint-8\n", text)
 
 
 @pytest.mark.thorough
