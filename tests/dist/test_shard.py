@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from examples.tiny_model import build_tiny
 from tests.helpers.injector import faults_in, records
 from tests.helpers.need import UNSLOTH
 from tests.helpers.run import ROOT, light, run_python
-from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.errors import DistributedError, SetupError
 from unsloth_multigpu.tools.chaos.fault import Fault
 
 SCRIPT = Path(__file__).parent / "scripts" / "shard.py"
@@ -169,6 +170,30 @@ def test_training_resumes_on_another_number_of_ranks(folder, sharded):
         before, after = facts(sharded[0], job)[0]["norms"], facts(out, job)[0]["norms"]
         assert max(abs(a - b) / a for a, b in zip(before[3:], after, strict=True)) <= NORM
         assert largest_difference(sharded[0] / job, out / job) <= WEIGHTS
+
+
+@pytest.mark.parametrize(("num_gpus", "now"), [(2, "on"), (2, "off"), (1, "off")])
+def test_training_does_not_resume_the_other_way(folder, alone, sharded, num_gpus, now):
+    # Of one process there is no manifest: its files tell it.
+    earlier, hint = (alone, "(shard='off')") if now == "on" else (sharded[0], "(shard='on')")
+    options = {"RESUME": str(earlier), "UNSLOTH_MULTIGPU_SHARD": now}
+    code = SetupError.exit_code if num_gpus > 1 else 1  # One process has no supervisor.
+    out, text = train(folder, num_gpus, SAVED[:1], name=f"other_way_{now}", code=code, **options)
+    assert f"SetupError: {earlier / SAVED[0]}/checkpoints/checkpoint-3 was written by ranks that each held" in text
+    assert hint in text
+    assert (", on two GPUs or more" in text) == (num_gpus == 1)
+    assert not facts(out, SAVED[0])
+
+
+@pytest.mark.thorough
+def test_auto_goes_on_as_the_checkpoint_was_written(folder, sharded):
+    job, name = SAVED[0], "auto"
+    shutil.copytree(sharded[0] / job / "checkpoints", folder / f"{name}_2" / job / "checkpoints")
+    options = {"UNSLOTH_MULTIGPU_SHARD": "auto", "UNSLOTH_MULTIGPU_RESUME": "auto"}
+    _, text = train(folder, 2, [job], name=name, **options)
+    # Such a model fits whole.
+    assert re.search(r"shard=auto: as .*/checkpoint-8, sharded over 2 ranks needs .*: sharded\n", text), text
+    assert re.search(r"the training resumes from .*/checkpoint-8\n", text)
 
 
 @pytest.mark.thorough

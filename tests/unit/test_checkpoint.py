@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.step import InOrder, Reference
 from tests.helpers.trainer import FakeTrainer
-from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
+from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest, find_way
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
@@ -37,7 +37,8 @@ from unsloth_multigpu.checkpoint.manifest import (
 )
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
-from unsloth_multigpu.errors import DistributedError, ResumeError
+from unsloth_multigpu.checkpoint.way import refuse_sharded, was_sharded
+from unsloth_multigpu.errors import DistributedError, ResumeError, SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute
@@ -384,6 +385,97 @@ def test_restart_goes_on_from_what_the_run_itself_has_saved(
     ours.choose(str(tmp_path), arguments, FACTS)
     found = None if step is None else str(tmp_path / f"checkpoint-{step}")
     assert arguments.get("resume_from_checkpoint") == found
+
+
+def test_checkpoint_says_whether_its_training_was_sharded(tmp_path: Path) -> None:
+    ours = checkpoints(trainer := Saving(tmp_path, *NEEDED), Rank())
+    ours._resume.is_sharded = True
+    ours._save(trainer.save, None)
+    stored = read_manifest(tmp_path / "checkpoint-3")
+    # What an engine writes that leaves the files of one process.
+    assert was_sharded(tmp_path / "checkpoint-3", stored) is True
+    assert was_sharded(tmp_path / "checkpoint-3", None) is False
+
+
+@pytest.mark.parametrize(
+    ("names", "was"),
+    [
+        (["optimizer.pt", "model.safetensors"], False),
+        (["optimizer.bin", "pytorch_model_fsdp.bin", "model.safetensors"], True),
+        (["optimizer_0/.metadata", "pytorch_model_fsdp_0/.metadata"], True),
+        (["optimizer_dcp/.metadata", "model.safetensors"], True),
+        (["model.safetensors"], None),
+    ],
+)
+def test_files_tell_what_an_earlier_manifest_does_not(tmp_path: Path, names: list[str], was: bool | None) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    seal(tmp_path, manifest())
+    stored = read_manifest(tmp_path)
+    body = json.loads((tmp_path / MANIFEST).read_text())["manifest"]
+    assert stored == Manifest(**{**vars(stored), "is_sharded": body.pop("is_sharded")})
+    assert was_sharded(tmp_path, stored) is was
+
+
+@pytest.mark.parametrize("how", ["auto", "newest", "named"])
+@pytest.mark.parametrize("was", [True, False])
+def test_training_does_not_resume_the_other_way(tmp_path: Path, was: bool, how: str) -> None:
+    make(tmp_path, 2, is_sharded=not was)
+    folder = make(tmp_path, 3, is_sharded=was)
+    arguments = {"auto": {}, "newest": {"resume_from_checkpoint": True}, "named": {"resume_from_checkpoint": folder}}
+    ours, _ = resume_of(resume="auto" if how == "auto" else "off")
+    ours.is_sharded = not was
+    # Not passed over for an older one, either.
+    with pytest.raises(SetupError, match=r"checkpoint-3 was written by .*\(sharded\).*") as refused:
+        ours.choose(str(tmp_path), dict(arguments[how]), FACTS)
+    assert f"shard='{'on' if was else 'off'}'" in refused.value.hint
+    assert "load the model from that folder" in refused.value.hint
+    ours.is_sharded = was
+    chosen = dict(arguments[how])
+    ours.choose(str(tmp_path), chosen, FACTS)
+    assert str(chosen["resume_from_checkpoint"]) == str(folder)
+
+
+def test_way_is_that_of_the_checkpoint_that_would_be_resumed_from(tmp_path: Path) -> None:
+    assert find_way(tmp_path / "none", FACTS) is None
+    make(tmp_path, 1, is_sharded=True, world_size=8)
+    make(tmp_path, 2, facts={"max_steps": 9}, is_sharded=False)
+    make(tmp_path, 3, is_resumable=False, is_sharded=False)
+    (make(tmp_path, 4, is_sharded=False) / "optimizer.pt").write_bytes(b"cut")
+    flip(make(tmp_path, 5, is_sharded=False) / MANIFEST)
+    (tmp_path / "checkpoint-6").mkdir()
+    assert find_way(tmp_path, FACTS) == (tmp_path / "checkpoint-1", True)
+    # An earlier version's, without the field.
+    newest = make(tmp_path, 7)
+    assert find_way(tmp_path, FACTS) == (newest, False)
+    (make(tmp_path, 8) / "optimizer.pt").rename(tmp_path / "checkpoint-8" / "optimizer.bin")
+    seal(tmp_path / "checkpoint-8", manifest(8))
+    assert find_way(tmp_path, FACTS) == (tmp_path / "checkpoint-8", True)
+
+
+def test_checkpoint_of_an_engine_that_writes_as_one_process_does_is_not_guessed(tmp_path: Path) -> None:
+    folder = make(tmp_path, 3)
+    ours, _ = resume_of()
+    ours.is_sharded, ours.files_tell = True, False
+    ours.choose(str(tmp_path), {"resume_from_checkpoint": folder}, FACTS)
+    ours.files_tell = True
+    with pytest.raises(SetupError, match="not sharded"):
+        ours.choose(str(tmp_path), {"resume_from_checkpoint": folder}, FACTS)
+
+
+@pytest.mark.parametrize("asked", [True, "checkpoint-3"])
+def test_one_process_that_is_not_steered_refuses_parts_as_well(tmp_path: Path, asked: Any) -> None:
+    trainer: Any = FakeTrainer()
+    trainer.args.output_dir = str(tmp_path)
+    arguments = {"resume_from_checkpoint": asked if asked is True else str(tmp_path / asked)}
+    refuse_sharded(trainer, {"resume_from_checkpoint": None})
+    refuse_sharded(trainer, arguments)  # What is not there, the Trainer names.
+    make(tmp_path, 2, is_sharded=False)
+    make(tmp_path, 3, is_sharded=True)
+    with pytest.raises(SetupError, match="checkpoint-3 was written by") as refused:
+        refuse_sharded(trainer, arguments)
+    assert "on two GPUs or more" in refused.value.hint
 
 
 @pytest.mark.parametrize(("per_rank", "num_different"), [(True, 2), (False, 1)])

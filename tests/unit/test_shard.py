@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,18 +271,27 @@ def test_4bit_weights_are_packed_in_a_type_that_can_be_sharded(
     assert config.bnb_4bit_quant_storage == stored
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, device_gib: float, *, offload: bool = False, **options: Any) -> Any:
+def chosen(
+    monkeypatch: pytest.MonkeyPatch,
+    device_gib: float,
+    *,
+    offload: bool = False,
+    was_sharded: bool | None = None,
+    num_ranks: int = 8,
+    **options: Any,
+) -> Any:
     """What `shard="auto"` becomes for the 8B Llama with LoRA, which needs 19 GiB with DDP and 7 on 8 ranks."""
     from tests.unit.test_memory_forecast import LLAMA_8B, llama
     from unsloth_multigpu.shard import choice
-    from unsloth_multigpu.shard.probe import Answer, Device
+    from unsloth_multigpu.shard.probe import Answer, Device, Earlier
 
     device = Device("card", int(device_gib * 2**30), int(device_gib * 2**30))
     description = llama("lora", **LLAMA_8B)
     description = replace(description, training=replace(description.training, offload=offload))
-    answer = Answer(description, (device,) * 8)
+    earlier = None if was_sharded is None else Earlier("out/checkpoint-3", was_sharded)
+    answer = Answer(description, (device,) * num_ranks, earlier)
     monkeypatch.setattr(choice, "ask", lambda command, environment: answer)
-    return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), 8)
+    return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), num_ranks)
 
 
 def test_auto_shards_where_the_model_does_not_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +302,17 @@ def test_auto_shards_where_the_model_does_not_fit_whole(monkeypatch: pytest.Monk
     assert small.allocated_bytes < 16 * 2**30
     with pytest.raises(SetupError, match=r"of 4\.0"):
         chosen(monkeypatch, 4)
+
+
+def test_auto_keeps_the_way_of_the_checkpoint_that_is_resumed_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = chosen(monkeypatch, 80, was_sharded=True)
+    assert (parts.shard, chosen(monkeypatch, 80, was_sharded=False).shard) == ("on", "off")
+    assert re.fullmatch(r"as out/checkpoint-3, sharded over 8 ranks needs .* GiB of 80: sharded", parts.reason)
+    assert parts.allocated_bytes == chosen(monkeypatch, 16).allocated_bytes
+    for device_gib, num_ranks, was_sharded in ((16, 8, False), (80, 1, True)):
+        with pytest.raises(SetupError, match=r"keeps the way of .*: as out/checkpoint-3, .* needs") as refused:
+            chosen(monkeypatch, device_gib, was_sharded=was_sharded, num_ranks=num_ranks)
+        assert f"shard='{'off' if was_sharded else 'on'}', resume='off'" in refused.value.hint
 
 
 def test_auto_is_not_decided_on_each_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.checkpoint.manifest import MANIFEST, Manifest, check, checkpoints_in, read_manifest
+from unsloth_multigpu.checkpoint.way import was_sharded
 from unsloth_multigpu.errors import ResumeError
 
 _NO_OPTIMIZER = "it holds no optimizer (save_only_model=True)"
@@ -96,6 +97,30 @@ def find_newest(output_dir: Path, wanted: Wanted, at_most: int | None = None) ->
             return Found(step, tuple(lines))
         lines.append(f"{folder} is passed over: {problem}")
     return Found(None, tuple(lines))
+
+
+def find_way(output_dir: Path, facts: Mapping[str, Any]) -> tuple[Path, bool] | None:
+    """The checkpoint that resume="auto" would take, and whether its training was sharded. None = there is none.
+
+    Contents are not read, which may take minutes: one that turns out torn has most likely an older one of its way.
+
+    Args:
+        output_dir: Where the Trainer puts its checkpoints.
+        facts: What the training must be, see `checkpoint.resume.training_facts`.
+    """
+    for _, folder in checkpoints_in(output_dir):
+        try:
+            manifest = read_manifest(folder)
+        except ValueError:
+            continue
+        if manifest is None:
+            continue
+        # Whether the number of ranks will do is not asked here, and refused where it is known.
+        wanted = Wanted(manifest.world_size, grows_with_ranks=False, facts=facts)
+        if wanted.objection(manifest, folder) is None and check(folder, reads_files=False) is None:
+            way = was_sharded(folder, manifest)
+            return None if way is None else (folder, way)
+    return None
 
 
 def check_asked(folder: Path, wanted: Wanted) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ class Manifest:
         cursor: "epoch" and how many "steps" and "samples" of it were seen, where they are counted.
         planner: What the planner had measured.
         files: Path in the folder -> its size in bytes and the CRC-32 of its content.
+        is_sharded: Each rank held a part of the weights. None = an earlier version wrote it, see `checkpoint.way`.
     """
 
     run_id: str
@@ -53,6 +54,7 @@ class Manifest:
     cursor: dict[str, int]
     planner: dict[str, Any]
     files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    is_sharded: bool | None = None
 
 
 def seal(folder: Path, manifest: Manifest) -> None:

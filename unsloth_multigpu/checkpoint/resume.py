@@ -14,6 +14,7 @@ from typing import Any
 
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, checkpoints_in, clear_parts, read_manifest
+from unsloth_multigpu.checkpoint.way import refuse_other_way
 from unsloth_multigpu.errors import ResumeError, SetupError
 from unsloth_multigpu.group.facts import facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
@@ -46,6 +47,8 @@ class Resume(Part):
     Attributes:
         facts: What the training is, see `training_facts`.
         writers: Ranks that look after a folder of checkpoints, one for each disk.
+        is_sharded: Each rank holds a part of the weights.
+        files_tell: The files of a checkpoint tell whether it was so when they were written.
     """
 
     place = "resume"
@@ -67,6 +70,7 @@ class Resume(Part):
         self.context = context
         self.facts: dict[str, Any] = {}
         self.writers: list[int] = [0]
+        self.is_sharded, self.files_tell = False, True
         self._manifest: Manifest | None = None
         self._folder: Path | None = None
 
@@ -76,6 +80,7 @@ class Resume(Part):
 
         Raises:
             ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
+            SetupError: It was written by a sharded training and this one is not, or the other way round.
         """
         trainer = self._trainer
         # A name that contains the time or a random number differs between ranks.
@@ -130,6 +135,7 @@ class Resume(Part):
 
         Raises:
             ResumeError: The checkpoint that is asked for is not whole, or of another number of ranks.
+            SetupError: It was written by a sharded training and this one is not, or the other way round.
         """
         asked, folder = arguments.get("resume_from_checkpoint") or None, Path(run_dir)
         config, world_size = self._manager.config, self._manager.identity.world_size
@@ -158,9 +164,18 @@ class Resume(Part):
             self._answers(lambda: Found(0, check_asked(named, any_training)))
         if step is not None:
             arguments["resume_from_checkpoint"] = asked = os.path.join(run_dir, f"checkpoint-{step}")
-            logger.info("the training resumes from %s", asked)
         if isinstance(asked, (str, os.PathLike)):
             self._folder, self._manifest = Path(asked), read_manifest(Path(asked))
+            # Only now: a newer checkpoint that is torn, or of another training, does not matter.
+            refuse_other_way(
+                self._folder,
+                self._manifest,
+                is_sharded=self.is_sharded,
+                world_size=world_size,
+                files_tell=self.files_tell,
+            )
+        if step is not None:
+            logger.info("the training resumes from %s", asked)
         if self._manifest is not None:
             self._steps.balancer.resumed = self._manifest.planner
 

@@ -170,6 +170,7 @@ class Checkpoints(Part):
             facts=self._resume.facts,
             cursor=self._cursor(loader),
             planner=self._steps.balancer.state_dict(),
+            is_sharded=self._resume.is_sharded,
         )
         seal(part, manifest)
         put_in_place(part, final)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -9,7 +10,7 @@ import psutil
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
-from unsloth_multigpu.shard.memory import decide, forecast_memory, in_gib
+from unsloth_multigpu.shard.memory import decide, decide_as_before, forecast_memory, in_gib
 from unsloth_multigpu.shard.probe import ask
 from unsloth_multigpu.wire.context import ShardChoice
 
@@ -23,6 +24,8 @@ def choose(
 ) -> ShardChoice:
     """Runs the script up to its first `train()` without weights, and chooses DDP where it fits, else sharding.
 
+    A checkpoint that resume="auto" goes on from decides instead, by the way in which it was written.
+
     Args:
         command: What a rank executes.
         environment: All of its variables.
@@ -30,7 +33,8 @@ def choose(
         num_ranks: Ranks of this machine.
 
     Raises:
-        SetupError: Neither fits, nothing is known of the model's activations, or several nodes would each choose.
+        SetupError: Neither fits, or not that of the checkpoint, nothing is known of the model's activations, or several
+            nodes would each choose.
         RankTimeoutError: The script does not come to `train()`.
     """
     if num_nodes(config.nnodes) != (1, 1):
@@ -46,7 +50,10 @@ def choose(
         device_bytes = min(device.total_bytes for device in answer.devices)
     else:  # CPU ranks share the memory of the machine.
         device_bytes = psutil.virtual_memory().total // num_ranks
-    decision = decide(description, num_ranks, device_bytes)
+    if answer.earlier is None:
+        decision = decide(description, num_ranks, device_bytes)
+    else:
+        decision = decide_as_before(description, num_ranks, device_bytes, **dataclasses.asdict(answer.earlier))
     logger.info("shard=auto: %s", decision.text)
     wanted = forecast_memory(description, decision.way, num_ranks)
     host_bytes = psutil.virtual_memory().total

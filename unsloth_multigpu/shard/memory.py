@@ -246,6 +246,37 @@ def in_gib(num_bytes: int) -> str:
     return f"{size:.0f}" if size >= 10 else f"{size:.1f}" if size >= 0.1 else f"{size:.3f}"
 
 
+def decide_as_before(
+    description: Description, num_ranks: int, device_bytes: int, *, folder: str, is_sharded: bool
+) -> Decision:
+    """Chooses the way in which a checkpoint was written: a training cannot resume from it the other way.
+
+    Args:
+        description: Model and training.
+        num_ranks: Ranks of the run.
+        device_bytes: Memory of the smallest device.
+        folder: The checkpoint.
+        is_sharded: Its ranks each held a part of the weights.
+
+    Raises:
+        SetupError: It does not fit in that way.
+    """
+    way: Way = "sharded" if is_sharded else "ddp"
+    wanted = forecast_memory(description, way, num_ranks)
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    name = f"sharded over {ranks}" if is_sharded else "DDP"
+    needs = f"as {folder}, {name} needs {in_gib(wanted.total)} GiB of {in_gib(device_bytes)}"
+    if fits(wanted, device_bytes) and not (is_sharded and num_ranks == 1):
+        return Decision(way, f"{needs}: {'' if is_sharded else 'not '}sharded")
+    other = "off" if is_sharded else "on"
+    raise SetupError(
+        f"shard='auto' keeps the way of the checkpoint that resume='auto' goes on from: {needs}, of which "
+        f"{in_gib(usable_bytes(device_bytes))} can be planned for.",
+        hint=f"Train on as many GPUs of such a size as before, or begin a new training: shard='{other}', resume='off' "
+        "and the model loaded from that folder.",
+    )
+
+
 def _late_bytes(description: Description) -> int:
     """Gradients that are not there yet when the first layer, the last one to go backward, needs most.
 

@@ -51,16 +51,31 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """The checkpoint that resume="auto" would take.
+
+    Args:
+        folder: Where it is.
+        is_sharded: Its ranks each held a part of the weights.
+    """
+
+    folder: str
+    is_sharded: bool
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a script says of its training.
 
     Args:
         description: Model and training.
         devices: What the child saw of this machine; empty without a card.
+        earlier: What it would resume from; None = nothing, or the script's own choice.
     """
 
     description: Description
     devices: tuple[Device, ...]
+    earlier: Earlier | None = None
 
 
 def ask(
@@ -108,7 +123,8 @@ def _answer(values: Mapping[str, Any]) -> Answer:
     if "error" in values:
         raise SetupError(values["error"], hint=values["hint"])
     devices = tuple(Device(**device) for device in values["devices"])
-    return Answer(Description.from_values(values["description"]), devices)
+    earlier = None if values["earlier"] is None else Earlier(**values["earlier"])
+    return Answer(Description.from_values(values["description"]), devices, earlier)
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
@@ -137,10 +153,12 @@ class Probe(Tool):
         self._tokens = tokens
         self._keeps_batch = True
         self._is_offloaded = False
+        self._resumes = False
         self._is_entered = False
 
     def adjusted(self, config: Any) -> Any:
         self._keeps_batch = config.global_batch == "keep" and config.batch_size_per_gpu is None
+        self._resumes = config.resume == "auto"
         if not self._is_entered:
             self._enter()
         alone: dict[str, Any] = {
@@ -177,7 +195,9 @@ class Probe(Tool):
             description = describe(
                 trainer, tokens=self._tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
             )
-            values = {"description": description.plain_values(), "devices": _devices()}
+            found = session.find_way(trainer) if self._resumes else None
+            earlier = None if found is None else {"folder": str(found[0]), "is_sharded": found[1]}
+            values = {"description": description.plain_values(), "devices": _devices(), "earlier": earlier}
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
         self._write(values)

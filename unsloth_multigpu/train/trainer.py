@@ -103,6 +103,7 @@ class DDPTrainer:
         run_dir, is_one_of_several = context.run_dir, manager.identity.world_size > 1
         self.steps = StepFeed(trainer, manager, beat)
         self.exchange: GradientExchange | None = None
+        self._resume: Resume | None = None
         if is_one_of_several and not isinstance(self.config.sync, DDP):
             self.exchange = attached(_EXCHANGE)(trainer, manager)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
@@ -134,8 +135,8 @@ class DDPTrainer:
         if context.shard_choice is not None:
             self.parts.append(Calibration(context.shard_choice))
         if not is_comparison:
-            resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
-            self.parts += [resume, Checkpoints(trainer, manager, self.steps, self.exchange, resume)]
+            self._resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
+            self.parts += [self._resume, Checkpoints(trainer, manager, self.steps, self.exchange, self._resume)]
 
     def run(self, original_train: Callable[[], Any], on_agreed: Callable[[Loop], None] = lambda _: None) -> Any:
         """Runs `original_train` with this rank's share of every step, and returns what it returns.
@@ -229,6 +230,8 @@ class DDPTrainer:
         check_options(self.config, engine, is_notebook=self.manager.identity.launcher == "notebook")
         self.is_sharded = self.steps.is_lockstep = self.meter.is_sharded = True
         self.steps.is_placed_later = engine is Engine.ACCELERATE
+        if self._resume is not None:
+            self._resume.is_sharded, self._resume.files_tell = True, engine is not Engine.UNSLOTH
         sharding = Sharding(self.trainer, self.manager, engine, self.steps)
         self.parts = [sharding if isinstance(part, DDPWrapping) else part for part in self.parts]
 
