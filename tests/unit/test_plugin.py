@@ -158,7 +158,7 @@ def test_training_in_one_process_is_the_original(stub: Callable[[], dict[str, An
     ump.enable_multi_gpu(num_gpus=1)
     assert {row.state for row in ump.get_multi_gpu_status().patches} == {"landed"}
     trainer = sys.modules["stub_trainer"].Trainer()
-    trainer.args = SimpleNamespace(device=SimpleNamespace(type="cpu"), n_gpu=0)
+    trainer.args, trainer.is_fsdp_enabled = SimpleNamespace(device=SimpleNamespace(type="cpu"), n_gpu=0), False
     assert trainer.train("checkpoint") == ("original", "checkpoint")
     assert ump.get_multi_gpu_status().report is None
 
