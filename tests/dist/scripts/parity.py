@@ -72,6 +72,8 @@ COMMON = {
     "bf16": False,
     "fp16": False,
     "optim": "adamw_torch",
+    # Else one weight whose gradient is rounding alone differs by more than all others together.
+    "adam_epsilon": 1e-6,
 }
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 folder = str(Path(args.out) / "checkpoints")
