@@ -60,6 +60,7 @@ class DDPLauncher:
         Raises:
             LaunchError: The log folder cannot be written.
         """
+        _load_engine()
         with ExitStack() as stack:
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
@@ -162,6 +163,13 @@ class _Supervisor:
         text = describe_stop(self.stop, self.watch.events(), step, config.grace_s, config.resume)
         tell(f"\nunsloth_multigpu: {text}\n")
         return -self.stop.signal_number
+
+
+def _load_engine() -> None:
+    """Imports torch's engine before a signal has a handler: within this import, the handler could not use it."""
+    import unsloth_multigpu.launch.engine
+    import unsloth_multigpu.launch.membership
+    import unsloth_multigpu.launch.rendezvous  # noqa: F401
 
 
 def _end_engine(signal_number: signal.Signals) -> NoReturn:
