@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import getpass
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,22 +119,17 @@ def test_end_of_the_input_is_one_on_all_ranks(tmp_path: Path, typed: list[Any]) 
 def test_rank_that_waits_says_that_it_is_in_the_script(tmp_path: Path, typed: list[Any]) -> None:
     beat, seen = BeatPage(None, 1), []
     beat.mark(Phase.UPDATE)
-    answers = FolderAnswers(str(tmp_path), identity(1))
-
-    def type_later() -> None:
-        seen.append(beat.phase)
-        (tmp_path / waiting[0]).write_text('{"answer": "late"}')
-
-    waiting: list[str] = []
-    original = answers.get
+    answers, rank_0 = FolderAnswers(str(tmp_path), identity(1)), FolderAnswers(str(tmp_path), identity(0))
 
     def get(key: str) -> str | None:
-        if not waiting:
-            waiting.append(answers._path(key, 1).name)
-            threading.Timer(0.05, type_later).start()
+        if not seen:
+            assert original(key) is None
+            seen.append(beat.phase)
+            rank_0.put(key, '{"answer": "late"}')
+            return None
         return original(key)
 
-    answers.get = get  # type: ignore[method-assign]
+    original, answers.get = answers.get, get  # type: ignore[method-assign]
     with questions_shared(identity(1), 0, answers, beat):
         assert input("? ") == "late"
     assert (seen, beat.phase) == ([Phase.SCRIPT], Phase.UPDATE)
