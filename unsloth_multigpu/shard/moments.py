@@ -46,7 +46,7 @@ class _Group:
         weights: Whole, in the dtype in which they are computed.
         gradients: Whole, of what is trained, in the same dtype.
         sent: The same in the dtype in which ranks add them up.
-        part: Of the gradients, on the rank that has most.
+        part: Of the gradients, on the device that has most.
     """
 
     weights: int = 0
@@ -63,6 +63,32 @@ class _Group:
         )
 
 
+@dataclass(frozen=True)
+class _Groups:
+    """The groups of a model.
+
+    Args:
+        layer: The largest, which stands for all.
+        head: With the last norm.
+        embedding: Empty where it is the head's weight (tied).
+        num_layers: Their number.
+        of_layers: Parts of the gradients of all layers.
+        is_tied: One group, which is gathered first and freed last.
+    """
+
+    layer: _Group
+    head: _Group
+    embedding: _Group
+    num_layers: int
+    of_layers: int
+    is_tied: bool
+
+    @property
+    def parts(self) -> int:
+        """Of the gradients of all groups."""
+        return self.of_layers + self.head.part + self.embedding.part
+
+
 def largest_moment(
     description: Description, training: Training, kept: Activations, num_ranks: int, update_bytes: int
 ) -> Moment:
@@ -75,58 +101,83 @@ def largest_moment(
         num_ranks: Among which the weights are divided.
         update_bytes: What the optimizer needs on the device while it updates.
     """
-    units = dict(description.units)
-    layers = [name for name in units if name not in OUTER]
-    groups = {name: _group(description, training, name, num_ranks) for name in units}
-    none = _Group()
-    # The largest layer stands for all; their parts add up.
-    layer = max((groups[name] for name in layers), key=lambda group: group.weights + group.gradients, default=none)
-    all_layers = sum(groups[name].part * units[name] for name in layers)
-    head, embedding = groups.get("head", none) + groups.get("rest", none), groups.get("embedding", none)
-    # One group, which is gathered first and freed last.
-    is_tied = any(t.unit == "head" and t.embedding for t in description.tensors)
-    first, twice = (head, 1) if is_tied else (embedding, 2)
-    stays = head.weights + head.gradients if is_tied else 0
+    groups = _groups(description, training, num_ranks)
     # While a step has several micro-batches, their gradients add up whole, and are divided in the last one.
     held = _whole_gradients(description, training)
-    parts = 0 if training.offload else 1
-    of_head, of_layers = parts * head.part, parts * all_layers
-    everything = of_head + of_layers + parts * embedding.part
     item_bytes = ITEM_BYTES[training.autocast] if training.autocast else _stream_bytes(description)
-    num_logits = kept.loss // _LOSS_BACKWARD
-    forward = num_logits * (_LOSS_FORWARD + (item_bytes if item_bytes != _FP32 else 0))
-    passing = 2 * layer.weights + layer.gradients
-    sent_first, divided = (0, 0) if is_tied else (head.sent, of_head)
-    last = parts * (all_layers // max(sum(units[name] for name in layers), 1))
     moments = [
+        *_forward(groups, kept, held, item_bytes),
+        *_backward(groups, kept, held, item_bytes),
+        Moment(0, groups.parts, update_bytes),
+    ]
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _forward(groups: _Groups, kept: Activations, held: int, item_bytes: int) -> list[Moment]:
+    """Up to the loss. `held`: whole gradients of earlier micro-batches. `item_bytes`: of a logit."""
+    layer, head = groups.layer, groups.head
+    first, num_copies = (head, 1) if groups.is_tied else (groups.embedding, 2)
+    of_a_logit = _LOSS_FORWARD + (item_bytes if item_bytes != _FP32 else 0)
+    return [
         # What was received is freed when the next group arrives, or the forward pass has ended.
         Moment(2 * first.weights, held, 0),
-        Moment(twice * head.weights + layer.weights, held, kept.saved),
-        Moment(twice * head.weights, held, kept.saved + forward),
+        Moment(num_copies * head.weights + layer.weights, held, kept.saved),
+        Moment(num_copies * head.weights, held, kept.saved + _num_logits(kept) * of_a_logit),
+    ]
+
+
+def _backward(groups: _Groups, kept: Activations, held: int, item_bytes: int) -> list[Moment]:
+    """From the loss down to the embedding. The arguments are those of `_forward`."""
+    layer, head, embedding = groups.layer, groups.head, groups.embedding
+    # A tied weight stays whole with its gradient until the embedding is done; else the head's are sent at once.
+    stays = head.weights + head.gradients if groups.is_tied else 0
+    sent, divided = (0, 0) if groups.is_tied else (head.sent, head.part)
+    before_last = groups.parts - embedding.part - groups.of_layers // max(groups.num_layers, 1)
+    moments = [
         Moment(head.weights, held, kept.saved + kept.loss),
         # A group's gradients are copied to be sent; meanwhile the next one is gathered.
         Moment(
             head.gradients + max(head.weights, head.sent) + 2 * layer.weights,
             held,
-            kept.saved + num_logits * item_bytes,
+            kept.saved + _num_logits(kept) * item_bytes,
         ),
         # The head's are still being sent, or those of the layer behind.
         Moment(
-            passing + stays + sent_first,
-            divided + max(0, held - sent_first),
+            2 * layer.weights + layer.gradients + stays + sent,
+            divided + max(0, held - sent),
             kept.saved + kept.layer,
         ),
+        # The first layer's gradients are being sent, and the embedding is gathered.
         Moment(
             layer.weights + max(layer.weights, embedding.weights) + layer.gradients + layer.sent + stays,
-            everything - parts * embedding.part - last,
+            before_last,
             kept.layer,
         ),
-        Moment(0, everything, update_bytes),
     ]
-    if first.gradients:
-        whole = 3 * first.gradients + first.weights + layer.sent if is_tied else first.gradients + first.sent
-        moments.append(Moment(whole, of_layers if is_tied else everything, 0))
-    return max(moments, key=lambda moment: moment.total)
+    if groups.is_tied and head.gradients:
+        # Those of the head and of the embedding are added up to a third.
+        moments.append(Moment(3 * head.gradients + head.weights + layer.sent, groups.of_layers, 0))
+    elif embedding.gradients:
+        moments.append(Moment(embedding.gradients + embedding.sent, groups.parts, 0))
+    return moments
+
+
+def _num_logits(kept: Activations) -> int:
+    return kept.loss // _LOSS_BACKWARD
+
+
+def _groups(description: Description, training: Training, num_ranks: int) -> _Groups:
+    units, none = dict(description.units), _Group()
+    groups = {name: _group(description, training, name, num_ranks) for name in units}
+    layers = [name for name in units if name not in OUTER]
+    return _Groups(
+        layer=max((groups[name] for name in layers), key=lambda group: group.weights + group.gradients, default=none),
+        head=groups.get("head", none) + groups.get("rest", none),
+        embedding=groups.get("embedding", none),
+        num_layers=sum(units[name] for name in layers),
+        of_layers=sum(groups[name].part * units[name] for name in layers),
+        is_tied=any(t.unit == "head" and t.embedding for t in description.tensors),
+    )
 
 
 def _whole_gradients(description: Description, training: Training) -> int:
@@ -168,7 +219,8 @@ def _group(description: Description, training: Training, name: str, num_ranks: i
         weights=sum(t.count * _gathered_size(t, training) for t in found) // num,
         gradients=sum(t.count * _gathered_size(t, training) for t in trained) // num,
         sent=sum(t.count * t.numel * part_bytes(t, training) for t in trained) // num,
-        part=sum(t.count * t.numel * t.item_bytes for t in parts) // num,
+        # Offloaded parts lie in the host's memory.
+        part=0 if training.offload else sum(t.count * t.numel * t.item_bytes for t in parts) // num,
     )
 
 
