@@ -1,6 +1,8 @@
-"""Figures in words: durations, sizes, and the lines of a log as a terminal shows them."""
+"""Figures in words: durations, sizes, exit codes, and the lines of a log as a terminal shows them."""
 
 from __future__ import annotations
+
+import signal
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 GIB = 2**30
@@ -25,6 +27,23 @@ def duration(seconds: float) -> str:
 def gib(num_bytes: float, digits: int = 2) -> str:
     """A size in GiB: "14.70 GiB"."""
     return f"{num_bytes / GIB:.{digits}f} GiB"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL"; a real-time signal has a number only: "signal 40"."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def how_ended(code: int) -> str:
+    """How a process ended: "ended with exit code 3", or "was ended by SIGKILL, ...".
+
+    Args:
+        code: As `subprocess` returns it: negative = the number of the signal.
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    likely = ", as the system does when the machine has no memory left" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal_name(-code)}{likely}"
 
 
 def shown_lines(text: str) -> list[str]:

@@ -75,8 +75,9 @@ def test_quantised_layers_are_counted_and_nothing_is_said_to_fit_that_does_not(t
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("reads", ["plan_me.py line 30, `print(float(model.lm_head.weight.sum()))`", "shard='on'"]),
+        ("reads", ["plan_me.py line 34, `print(float(model.lm_head.weight.sum()))`", "shard='on'"]),
         ("no_training", ["ended with exit code 0 before a train()"]),
+        ("killed", ["was ended by SIGKILL, as the system does", "lies in this machine's memory"]),
     ],
 )
 def test_script_that_cannot_be_asked_is_refused(what: str, facts: list[str], tmp_path: Path) -> None:

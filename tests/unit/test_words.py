@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unsloth_multigpu.words import duration, gib, shown_lines
+from unsloth_multigpu.words import duration, gib, how_ended, shown_lines
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,20 @@ def test_duration_is_told_in_two_units_at_most(seconds: float, text: str) -> Non
 
 def test_size_is_in_gib() -> None:
     assert (gib(3 * 2**29), gib(15783677952, 1)) == ("1.50 GiB", "14.7 GiB")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-9, "was ended by SIGKILL, as the system does when the machine has no memory left"),
+        (-11, "was ended by SIGSEGV"),
+        (-40, "was ended by signal 40"),
+    ],
+)
+def test_end_of_a_process_names_its_signal(code: int, text: str) -> None:
+    assert how_ended(code) == text
 
 
 def test_lines_are_those_of_a_terminal() -> None:

@@ -12,7 +12,7 @@ from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
 from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
-from unsloth_multigpu.words import gib
+from unsloth_multigpu.words import gib, signal_name
 
 # Errors of gloo, NCCL and the store that say that *another* rank went away: a consequence, never the cause.
 _COMMUNICATION_ERROR = re.compile(
@@ -269,8 +269,6 @@ def _from_exit_codes(
 
 
 def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
-    # Real-time signals have numbers only.
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     held = f"it held {gib(memory.held_bytes[rank], 1)}" if memory.held_bytes.get(rank) else ""
     likely = ""
     if code == -signal.SIGKILL and memory.num_kills > 0:
@@ -279,7 +277,7 @@ def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
         likely = "; the usual cause is that the machine ran out of memory (see dmesg" + (held and f"; {held}") + ")"
     elif code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
         likely = "; a native library crashed, its stack is in the rank's log"
-    return f"rank {rank} was killed by {name}{where(step)}{likely}"
+    return f"rank {rank} was killed by {signal_name(-code)}{where(step)}{likely}"
 
 
 def where(step: int) -> str:

@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import run_to_end
+from unsloth_multigpu.words import how_ended
 
 DEFAULT_LIMIT_S = 600.0
 _TERMINATE_LIMIT_S = 10.0
@@ -130,10 +132,16 @@ def _answer(values: Mapping[str, Any]) -> Answer:
 def _no_answer(code: int, log: Path) -> SetupError:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     shown = "".join(f"\n  | {line}" for line in lines[-_LOG_LINES:])
+    hint = "enable_multi_gpu() must come before transformers is imported."
+    if code == -signal.SIGKILL:
+        hint = (
+            "from_pretrained loads no weights in a forecast; what the script builds in another way lies in this "
+            "machine's memory."
+        )
     return SetupError(
-        f"The script ended with exit code {code} before a train() of a transformers Trainer; its memory cannot be "
+        f"The script {how_ended(code)} before a train() of a transformers Trainer; its memory cannot be "
         f"forecast.{shown}",
-        hint=f"enable_multi_gpu() must come before transformers is imported. {_WITHOUT}",
+        hint=f"{hint} {_WITHOUT}",
     )
 
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.options import ENV_PROBE
 from unsloth_multigpu.wire.process import end_command
+from unsloth_multigpu.words import how_ended
 
 _TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15
@@ -59,7 +60,7 @@ class Probe:
             return self._failure(f"no result within {self._limit_s:g} s")
         # A crash after the result is a fault, too.
         if self._process.returncode != 0 or not self._outcome.exists():
-            return self._failure(f"ended with exit code {self._process.returncode}")
+            return self._failure(how_ended(self._process.returncode))
         outcome: dict[str, Any] = json.loads(self._outcome.read_text(encoding="utf-8"))
         return outcome
 

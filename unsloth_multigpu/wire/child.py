@@ -14,6 +14,7 @@ from pathlib import Path
 
 from unsloth_multigpu.wire.folder import make_log
 from unsloth_multigpu.wire.process import KILL_LIMIT_S, kill_rank
+from unsloth_multigpu.words import how_ended
 
 _TAIL_LINES = 25
 # It becomes the program. A debugger that is attached to this process goes into each Python that it sees being started,
@@ -101,15 +102,9 @@ class Child:
 
     def describe_end(self) -> str:
         """How it ended, in one line without a full stop."""
-        code = self.exit_code
-        how = f"has ended with exit code {code}"
+        how = "has not ended" if self.exit_code is None else how_ended(self.exit_code)
         if self._killed_because:
             how = f"was killed, because {self._killed_because}"
-        elif code is not None and code < 0:
-            name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-            how = f"was ended by {name}"
-            if code == -signal.SIGKILL:
-                how += ", as the system does when the machine has no memory left"
         return f"{self.name} (pid {self.pid}) {how}"
 
     def shown_log(self) -> Path:

@@ -1,8 +1,10 @@
 """A user's script with the line, whose model has a configuration and no weights. The argument chooses what it does.
 
-Usage: plan_me.py MODEL lora|qlora|reads|own|no_training
+Usage: plan_me.py MODEL lora|qlora|reads|own|killed|no_training
 """
 
+import os
+import signal
 import sys
 
 import unsloth_multigpu as ump
@@ -26,6 +28,8 @@ if what == "own":
     model = LlamaForCausalLM(LlamaForCausalLM.config_class.from_pretrained(path))
 else:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options).to("cpu")
+if what == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
 if what == "reads":
     print(float(model.lm_head.weight.sum()))
 if "lora" in what:

@@ -19,6 +19,7 @@ from unsloth_multigpu.tools.bench.arm import Arm, arm_command, arm_environment, 
 from unsloth_multigpu.tools.bench.option import BenchOptions
 from unsloth_multigpu.tools.bench.result import RankRecord
 from unsloth_multigpu.wire.process import run_to_end
+from unsloth_multigpu.words import how_ended
 
 _LOG_LINES = 30
 # torchrun waits up to 30 s for ranks that it has told to end.
@@ -229,4 +230,4 @@ def _wait(
         )
     if code is None:
         return f"did not end within {limit_s:g} s"
-    return f"ended with exit code {code}" if code else ""
+    return how_ended(code) if code else ""
