@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-GRACE_S = 1.0  # What is ending by itself may take this long.
+GRACE_S = 10.0  # What is ending by itself may take this long.
 
 # What importing unsloth, torch, the Hugging Face libraries, bitsandbytes and Flower sets once for the process.
 SET_BY_LIBRARIES = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -84,9 +86,11 @@ def run_python(
 
 
 def free_port() -> int:
-    """Of this machine; nothing keeps others from taking it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """Of this machine. It is below those that Linux gives to connections, so that only a test's choice can take it."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def orphans(marker: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Fixtures of several unit tests."""
+"""Fixtures of several unit tests, and how hypothesis runs them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The same examples in each run, as long as they take.
+settings.register_profile("unit", deadline=None, max_examples=150, derandomize=True)
+settings.load_profile("unit")
 
 
 @pytest.fixture

@@ -30,17 +30,18 @@ class FakeData:
 class Ranks:
     """The patched `map` of each rank, with one store between them."""
 
-    def __init__(self, num_ranks: int, per_node: int, run_dir: Path | None = None) -> None:
+    def __init__(self, num_ranks: int, per_node: int, run_dir: Path | None = None, limit_s: float = LIMIT_S) -> None:
         self.store: dict[str, str] = {}
         self.calls: list[tuple[int, str, dict[str, Any]]] = []
         self.has_left = False
         self.is_apart = False
+        self.limit_s = limit_s
         self.maps = [self._map(rank, num_ranks, per_node, run_dir) for rank in range(num_ranks)]
 
     def _map(self, rank: int, num_ranks: int, per_node: int, run_dir: Path | None) -> Callable[..., Any]:
         manager = SimpleNamespace(
             identity=RankIdentity(rank, rank % per_node, num_ranks, per_node, "torchrun"),
-            config=SimpleNamespace(timeout_s=LIMIT_S),
+            config=SimpleNamespace(timeout_s=self.limit_s),
             publish=lambda key, value="": self.store.__setitem__(key, value),
             is_published=self.store.__contains__,
             wait_for=lambda key, what, *, timeout_s: self.store[key],
@@ -82,7 +83,7 @@ def unhashable() -> None:
 
 
 def test_first_rank_of_the_node_maps_before_the_others() -> None:
-    ranks = Ranks(3, per_node=3)
+    ranks = Ranks(3, per_node=3, limit_s=20.0)
     threads = [threading.Thread(target=ranks.maps[rank], args=(FakeData("a"), work)) for rank in (1, 2)]
     for thread in threads:
         thread.start()

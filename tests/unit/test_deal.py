@@ -6,14 +6,11 @@ import math
 from itertools import accumulate
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.step.deal import Piece, check_divisible, deal_step, equation
-
-settings.register_profile("unit", deadline=None, max_examples=150, derandomize=True)
-settings.load_profile("unit")
 
 # Micro-batches of one process: full ones, and now and then ragged or short ones.
 SIZES = st.one_of(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.launch import failure
 from unsloth_multigpu.launch.failure import await_others, shown_error
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.beat import BeatPage, Phase
@@ -72,7 +73,8 @@ def test_debug_keeps_all_frames() -> None:
         logger.setLevel(before)
 
 
-def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path) -> None:
+def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_OTHERS_LIMIT_S", 60.0)
     writers = [EventWriter(tmp_path, rank, 0, BeatPage(tmp_path, rank)) for rank in range(2)]
     writers[0].write("exception")
     timer = threading.Timer(0.1, lambda: writers[1].write("exception"))
@@ -81,11 +83,11 @@ def test_rank_that_fails_waits_for_one_that_fails_too(tmp_path: Path) -> None:
     await_others(str(tmp_path), 0, 2, ("exception",))
     seen = {event.rank for event in read_events(tmp_path, 0)}
     timer.join()
-    assert (seen, time.monotonic() - begin_s < 0.9) == ({0, 1}, True)
+    assert (seen, time.monotonic() - begin_s < 30) == ({0, 1}, True)
 
 
 def test_rank_that_fails_alone_does_not_wait_long(tmp_path: Path) -> None:
     EventWriter(tmp_path, 0, 0, BeatPage(tmp_path, 0)).write("exception")
     begin_s = time.monotonic()
     await_others(str(tmp_path), 0, 2, ("exception",))
-    assert time.monotonic() - begin_s < 3.0
+    assert time.monotonic() - begin_s < 20

@@ -42,7 +42,7 @@ def test_rank_0_stays_until_the_others_have_left(caplog: pytest.LogCaptureFixtur
     others[0].leave(30.0)
     assert not has_left.wait(0.1)
     others[1].leave(30.0)
-    thread.join(5.0)
+    thread.join(20.0)
     assert has_left.is_set()
     assert caplog.records == []
 
@@ -52,7 +52,7 @@ def test_dead_process_of_this_machine_is_not_waited_for() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     store.set("farewell/process/1", json.dumps([platform.node(), child.pid]))
-    assert seconds_to_leave(Farewell(store, 0, 2), 30.0) < 1.0
+    assert seconds_to_leave(Farewell(store, 0, 2), 60.0) < 30.0
     # The same number on another machine says nothing.
     store.set("farewell/process/1", json.dumps(["elsewhere", child.pid]))
     assert seconds_to_leave(Farewell(store, 0, 2), 0.2) >= 0.2
@@ -64,7 +64,7 @@ def test_stay_has_a_limit_and_says_for_whom(monkeypatch: pytest.MonkeyPatch, cap
     store.set("farewell/process/1", json.dumps([platform.node(), os.getpid()]))
     # Rank 2 has not come yet.
     with caplog.at_level(logging.INFO):
-        assert 0.2 <= seconds_to_leave(Farewell(store, 0, 3), 0.2) < 2.0
+        assert 0.2 <= seconds_to_leave(Farewell(store, 0, 3), 0.2) < 20.0
     stays, leaves = (record.getMessage() for record in caplog.records)
     assert "stays until rank(s) 1, 2 have left, at most 0.2 s (timeout_s)" in stays
     assert "rank(s) 1, 2 have not left within 0.2 s" in leaves
@@ -90,11 +90,11 @@ def test_only_a_store_that_goes_with_rank_0_is_left(
     if agent is not None:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     manager = DDPManager(RankIdentity(0, 0, world_size, world_size, launcher), MultiGPUConfig())
-    manager.leave_store(0.0)  # Nobody has met there.
+    left: list[float] = []
+    monkeypatch.setattr(Farewell, "leave", lambda _, limit_s: left.append(limit_s))
+    manager.leave_store(1.0)  # Nobody has met there.
+    assert left == []
     manager.publish("key")
-    begin_s = time.monotonic()
-    manager.leave_store(0.1)
-    assert (time.monotonic() - begin_s >= 0.1) == stays
-    begin_s = time.monotonic()
-    manager.leave_store(0.1)  # Once.
-    assert time.monotonic() - begin_s < 0.1
+    for limit_s in (2.0, 3.0):  # Once.
+        manager.leave_store(limit_s)
+    assert left == ([2.0] if stays else [])

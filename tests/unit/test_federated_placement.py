@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.federated.placement import Client, Device, can_start, deal, round_robin, slots_that_fit
-
-settings.register_profile("unit", deadline=None, max_examples=150, derandomize=True)
-settings.load_profile("unit")
 
 GIB = 2**30
 COSTS = st.lists(st.integers(0, 50), max_size=7)

@@ -309,11 +309,10 @@ def test_nodes_that_leave_end_the_training_and_the_wait_is_logged(
 
 
 def test_grid_that_a_strategy_keeps_is_limited_while_it_draws_alone() -> None:
-    with (
-        drawing(LocalGrid(), "seed", "who", 0.0) as limited,
-        pytest.raises(FederatedError, match="who still waits for nodes after 0 s; 4 are connected"),
-    ):
-        limited.get_node_ids()
+    with drawing(LocalGrid(), "seed", "who", 0.0) as limited:
+        assert limited.get_node_ids() == [1, 2, 3, 4]  # It may have come to the first look too late.
+        with pytest.raises(FederatedError, match="who still waits for nodes after 0 s; 4 are connected"):
+            limited.get_node_ids()
     assert limited.get_node_ids() == [1, 2, 3, 4]
     assert limited.send_and_receive([]) == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -648,7 +647,7 @@ def test_import_check_catches_a_planted_violation(tmp_path: Path, source: str, f
 
 LEAKS = {
     "a variable": "import os; os.environ['RANK'] = '7'",
-    "a thread": "import threading, time; threading.Thread(target=time.sleep, args=(2,)).start()",
+    "a thread": "import threading, time; threading.Thread(target=time.sleep, args=(5,)).start()",
     "a process": "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])",
     "a process group": "import torch.distributed as d; d.init_process_group('gloo', rank=0, world_size=1, "
     "store=d.HashStore())",
@@ -656,7 +655,9 @@ LEAKS = {
 
 
 def test_leaks_fail_the_test_that_leaves_them(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    conftest, grace = (ROOT / "tests" / "conftest.py").read_text(), "GRACE_S = 10.0 "
+    assert grace in conftest
+    (tmp_path / "conftest.py").write_text(conftest.replace(grace, "GRACE_S = 1.0 "))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     bodies = [*LEAKS.values(), "pass"]
     code = "".join(f"def test_{number}():\n    {body}\n" for number, body in enumerate(bodies))

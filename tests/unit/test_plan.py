@@ -8,15 +8,12 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step, deal_step
 from unsloth_multigpu.step.plan import plan_step, slowest_time
-
-settings.register_profile("plan", deadline=None, max_examples=150, derandomize=True)
-settings.load_profile("plan")
 
 SPEEDS = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.25]), min_size=1, max_size=8).map(tuple)
 COSTS = st.builds(

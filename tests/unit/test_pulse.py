@@ -27,7 +27,7 @@ from unsloth_multigpu.wire.process import (
     read_held_bytes,
     read_state,
 )
-from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
+from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
 
 RANK = """
 import sys, threading, time
@@ -51,11 +51,12 @@ def test_rank_that_loops_beats_and_shows_where(tmp_path: Path) -> None:
         try:
             while not (tmp_path / "ready").exists():
                 assert rank.poll() is None
-            begin_s = time.monotonic()
+            begin_s, path = time.monotonic(), stack_path(tmp_path, 3)
             rank.send_signal(signal.SIGUSR2)
-            while read_beats(tmp_path)[3].alive_s <= begin_s:
-                assert time.monotonic() - begin_s < 10.0
-            path = stack_path(tmp_path, 3)
+            wait_until(lambda: read_beats(tmp_path)[3].alive_s > begin_s, 20.0, "a beat")
+            wait_until(
+                lambda: "<module>" in (main_frames(path.read_text()) or [""])[-1], 20.0, "the main thread's stack"
+            )
             frames = main_frames(path.read_text())
             held_bytes = read_held_bytes(rank.pid)
         finally:
@@ -102,6 +103,12 @@ def test_innermost_line_of_the_users_own_is_named() -> None:
     assert place_of(frames) == 'my "model".py:41 in forward'
     assert place_of(frames[:4]) == ""
     assert (main_frames(""), main_frames("Segmentation fault\n")) == ([], [])
+
+
+def test_stacks_are_written_once_the_main_thread_is_there() -> None:
+    lines = TEXT.splitlines()
+    whole = lines.index('  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed') + 1
+    assert [is_written("\n".join(lines[:number])) for number in (0, 3, whole - 1, whole)] == [False, False, False, True]
 
 
 def test_end_of_the_pulse_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,13 @@ LIMIT_S = 0.3
 class Ranks:
     """Two ranks in this process, with one store between them."""
 
-    def __init__(self, per_node: int = 2) -> None:
+    def __init__(self, per_node: int = 2, limit_s: float = LIMIT_S) -> None:
         self.store: dict[str, str] = {}
-        managers = [self._manager(rank, per_node) for rank in (0, 1)]
+        managers = [self._manager(rank, per_node, limit_s) for rank in (0, 1)]
         self.gates = [SaveGate(rank, functools.partial(managers.__getitem__, rank)) for rank in (0, 1)]
         self.guards = [RemovalGuard(gate) for gate in self.gates]
 
-    def _manager(self, rank: int, per_node: int) -> Any:
+    def _manager(self, rank: int, per_node: int, limit_s: float) -> Any:
         # What torch's store is sent arrives later, but before the answer to what it is asked next.
         sent: dict[str, str] = {}
 
@@ -43,7 +43,7 @@ class Ranks:
 
         return SimpleNamespace(
             identity=RankIdentity(rank, rank % per_node, 2, per_node, "torchrun"),
-            config=SimpleNamespace(timeout_s=LIMIT_S),
+            config=SimpleNamespace(timeout_s=limit_s),
             publish=lambda key, value="": sent.__setitem__(key, value),
             is_published=is_published,
             wait_for=lambda key, what, *, timeout_s: self.store[key],
@@ -77,7 +77,7 @@ def test_late_removal_is_left_out(tmp_path: Path) -> None:
 
 
 def test_removal_of_both_is_rank_0s(tmp_path: Path) -> None:
-    ranks, final = Ranks(), tmp_path / "final"
+    ranks, final = Ranks(limit_s=20.0), tmp_path / "final"
     for rank in (0, 1):
         ranks.save(rank, final)
     waiting = threading.Thread(target=ranks.remove, args=(1, final))
@@ -86,7 +86,7 @@ def test_removal_of_both_is_rank_0s(tmp_path: Path) -> None:
     assert waiting.is_alive()
     assert final.exists()
     ranks.remove(0, final)
-    waiting.join(timeout=5)
+    waiting.join(timeout=20)
     assert not waiting.is_alive()
     # And again, in the other order.
     for rank in (0, 1):

@@ -149,6 +149,7 @@ def test_other_rank_waits_until_the_file_is_there(ranks: Ranks, tmp_path: Path, 
     seen: list[bool] = []
 
     def write(model: object, _path: object) -> None:
+        thread.start()
         time.sleep(1.5 * LIMIT_S)  # An export may take longer than a rank that does not come at all.
         path.touch()
 
@@ -157,7 +158,6 @@ def test_other_rank_waits_until_the_file_is_there(ranks: Ranks, tmp_path: Path, 
         seen.append(path.exists())
 
     thread = threading.Thread(target=other)
-    thread.start()
     ranks.saver(0, everywhere=everywhere, result=write)("model", path)
     thread.join(timeout=10)
     assert seen == [True]

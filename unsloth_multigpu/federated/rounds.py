@@ -334,13 +334,16 @@ class _LimitedGrid:
         self.timeout_s = timeout_s
         self._begin_s = time.monotonic()
         self._next_line_s = _FIRST_LINE_S
+        self._has_looked = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grid, name)
 
     def get_node_ids(self) -> list[int]:
         node_ids, waited_s = list(self._grid.get_node_ids()), time.monotonic() - self._begin_s
-        if waited_s > self.timeout_s:
+        has_looked, self._has_looked = self._has_looked, True
+        # The first look may be late by itself, and find all.
+        if has_looked and waited_s > self.timeout_s:
             raise FederatedError(
                 f"{self._what} still waits for nodes after {self.timeout_s:g} s; {len(node_ids)} are connected.",
                 hint="Start more SuperNodes, or lower the strategy's min_train_nodes, min_evaluate_nodes and "

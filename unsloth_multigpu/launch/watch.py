@@ -29,7 +29,7 @@ from unsloth_multigpu.wire.process import (
     send_to_main_thread,
     wait_for_exit,
 )
-from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
+from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
 
 logger = get_logger(__name__)
 
@@ -40,7 +40,7 @@ _EARLY_EXIT_GRACE_S = 2.0
 TEARDOWN_LIMIT_S = 3.0
 # A longer time between two looks means that this process or its machine was stopped, and perhaps the ranks too.
 _PAUSE_S = 5.0
-_STACK_LIMIT_S = 1.0
+_STACK_LIMIT_S = 5.0
 _STACK_POLL_S = 0.01
 _NUM_FRAMES = 8
 
@@ -246,16 +246,14 @@ class Watch:
                 send_to_main_thread(pid, signal.SIGUSR2)
                 if read_state(pid) == psutil.STATUS_STOPPED:
                     send_signal(pid, signal.SIGCONT)
-        deadline_s, sizes = time.monotonic() + _STACK_LIMIT_S, [-1]
+        deadline_s, stacks = time.monotonic() + _STACK_LIMIT_S, dict[int, str]()
         while time.monotonic() < deadline_s:
             # Short: a rank that was stopped runs on after it has written its stacks, until it is killed.
             time.sleep(_STACK_POLL_S)
-            before, sizes = sizes, [path.stat().st_size for path in paths.values() if path.exists()]
-            if sizes == before and all(sizes):
+            before, stacks = stacks, {rank: _text(path) for rank, path in paths.items()}
+            if stacks == before and all(is_written(stacks[rank]) for rank, path in paths.items() if path.exists()):
                 break
-        stacks = {}
         for rank, path in paths.items():
-            stacks[rank] = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
             try:
                 _write_private(self._log_dir / path.name, stacks[rank])
             except OSError as full:  # The ranks must be ended in any case.
@@ -305,6 +303,10 @@ class Watch:
     def _signal_all(self, pids: dict[int, int], ranks: Collection[int], signal_number: signal.Signals) -> None:
         for rank in ranks:
             kill_rank(pids[rank]) if signal_number == signal.SIGKILL else send_signal(pids[rank], signal_number)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -128,8 +128,11 @@ class Kernel:
             signal.signal(signal.SIGINT, self._note_stop)
             yield
         finally:
-            self.is_undisturbed = False
-            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+            # In this order: what is raised between the two must not leave Stop without effect.
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+            finally:
+                self.is_undisturbed = False
 
     def _note_stop(self, _signal_number: int, _frame: object) -> None:
         if self.cell is not None and self.cell.main == "runs":

@@ -22,7 +22,7 @@ from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.process import WorkerProcess, died
 from unsloth_multigpu.wire.beat import read_beats
 from unsloth_multigpu.wire.process import send_to_main_thread
-from unsloth_multigpu.wire.stack import main_frames, place_of, stack_path
+from unsloth_multigpu.wire.stack import is_written, main_frames, place_of, stack_path
 
 logger = get_logger(__name__)
 
@@ -31,7 +31,7 @@ RAISE_SIGNAL = signal.SIGUSR1
 _POLL_MS = 50
 _LOOK_S = 0.2
 _SIGNAL_S = 0.05
-_STACK_S = 0.1
+_STACK_LIMIT_S, _STACK_POLL_S = 2.0, 0.02
 _KILLED_BECAUSE = "it did not leave the cell"
 
 
@@ -281,9 +281,14 @@ class Monitor:
     def _place_of(self, rank: int) -> str:
         """The line of the user's code that a rank executes."""
         path = stack_path(self._run_dir, rank)
+        begin = path.stat().st_size
         send_to_main_thread(self._kernel.pids[rank], signal.SIGUSR2)
-        time.sleep(_STACK_S)  # The process writes its stacks meanwhile; a stopped one writes nothing.
-        return place_of(main_frames(path.read_text(encoding="utf-8", errors="replace")))
+        deadline_s, text, before = time.monotonic() + _STACK_LIMIT_S, "", ""
+        # A stopped process writes nothing.
+        while not (is_written(text) and text == before) and time.monotonic() < deadline_s:
+            time.sleep(_STACK_POLL_S)
+            before, text = text, path.read_bytes()[begin:].decode(errors="replace")
+        return place_of(main_frames(text))
 
 
 def _raised(worker: WorkerProcess, message: Mapping[str, Any]) -> DistributedError:

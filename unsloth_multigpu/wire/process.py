@@ -187,7 +187,8 @@ def kill_marked(marker: str) -> list[int]:
             send_signal(pid, signal.SIGKILL)
         # Its variables go before its files and devices.
         seen = {pid for pid in seen.union(found) if is_alive(pid)}
-        if not seen or time.monotonic() > end_s:
+        # Until a search finds none: one that has ended since may have started another, after it was looked for.
+        if not (found or seen) or time.monotonic() > end_s:
             return sorted(seen)
         time.sleep(_POLL_S)
 

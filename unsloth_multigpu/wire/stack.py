@@ -35,6 +35,11 @@ def main_frames(text: str) -> list[str]:
     return frames
 
 
+def is_written(text: str) -> bool:
+    """True once the main thread's stack is there, which faulthandler writes last, where that thread got the signal."""
+    return bool(main_frames(text)) and "Current thread 0x" in text
+
+
 def place_of(frames: list[str]) -> str:
     """The innermost frame of the user's own code: "train.py:41 in collate"; "" where there is none."""
     for line in frames:
