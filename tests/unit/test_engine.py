@@ -16,14 +16,15 @@ from unsloth_multigpu.launch import engine, rendezvous
 from unsloth_multigpu.launch.rendezvous import LoopbackRendezvous, Rounds
 from unsloth_multigpu.options import MultiGPUConfig
 
-# `LaunchConfig` up to torch 2.12 has not this field.
-WITHOUT_LIMIT = dataclasses.make_dataclass(
+# `LaunchConfig` of torch 2.6 has not these fields.
+LATER = {"shutdown_timeout": 30, "signals_to_handle": "SIGQUIT"}
+OLDER = dataclasses.make_dataclass(
     "LaunchConfig",
-    [(f.name, f.type, f) for f in dataclasses.fields(LaunchConfig) if f.name != "shutdown_timeout"],
+    [(f.name, f.type, f) for f in dataclasses.fields(LaunchConfig) if f.name not in LATER],
 )
 
 
-@pytest.mark.parametrize("launch_config", [LaunchConfig, WITHOUT_LIMIT], ids=["installed", "older"])
+@pytest.mark.parametrize("launch_config", [LaunchConfig, OLDER], ids=["installed", "older"])
 def test_engine_gets_only_options_that_it_has(
     launch_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,12 +36,12 @@ def test_engine_gets_only_options_that_it_has(
 
     monkeypatch.setattr(engine, "LaunchConfig", launch_config)
     monkeypatch.setattr(engine, "elastic_launch", elastic_launch)
-    rounds = Rounds(LoopbackRendezvous(launch_config.__module__), lambda attempt: None, lambda: None)
+    rounds = Rounds(LoopbackRendezvous(launch_config.__module__), lambda attempt: None, lambda: None, lambda: None)
     engine.run_elastic(["train.py"], 2, MultiGPUConfig(), "id", tmp_path, rounds)
     assert seen[0].nproc_per_node == 2
-    has_limit = any(f.name == "shutdown_timeout" for f in dataclasses.fields(launch_config))
-    assert getattr(seen[0], "shutdown_timeout", 30) == 30
-    assert has_limit == hasattr(seen[0], "shutdown_timeout")
+    known = {field.name for field in dataclasses.fields(launch_config)}
+    for name, value in LATER.items():
+        assert getattr(seen[0], name, None) == (value if name in known else None)
 
 
 def older_store(*args: Any, use_libuv: bool = True, **kwargs: Any) -> TCPStore:

@@ -306,6 +306,20 @@ def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path, page):
     assert (trainer.state.global_step, trainer.saved) == (3, [3])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_behind_the_last_step_does_not_reach_the_rest_of_the_script(tmp_path, page, number):
+    trainer = Saving()
+
+    def train():
+        with Loop(trainer, [preemption(trainer, tmp_path)]).steering():
+            trainer.steps(8)
+            page.ask(number, time.monotonic() + 5.0)  # As in the last save.
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        train()
+    assert trainer.saved == [8]
+
+
 def test_no_evaluation_takes_the_time_that_is_left(tmp_path, page):
     trainer = Saving()
     steered = preemption(trainer, tmp_path)
@@ -330,7 +344,7 @@ def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path, page):
 
     with Loop(trainer, [steered]).steering():
         trainer.steps(2, num_eval_batches=2, on_step=note_points)
-    assert points == [(step << 20) + batch for step in (1, 2) for batch in (0, 1, 2)] + [(2 << 20) + 3]
+    assert points == [(step << 20) + batch for step in (1, 2) for batch in (0, 1, 2)] + [(2 << 20) + 3, (2 << 20) + 4]
 
 
 def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path, page):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, ResumeError
-from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
+from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop, handlers_kept
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.event import Event, EventWriter
@@ -37,7 +37,7 @@ def beat(tmp_path):
 def stop(tmp_path):
     # What is ignored, as under nohup, is left alone.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with Stop(tmp_path, 2, 5.0, end) as stop:
+    with handlers_kept(), Stop(tmp_path, 2, 5.0, end) as stop:
         stop.begin_round(0)
         stop.turn()
         yield stop
@@ -68,7 +68,7 @@ def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat,
 
 
 def test_without_grace_the_first_signal_ends_all_at_once(tmp_path, beat):
-    with Stop(tmp_path, 1, 0.0, end) as stop:
+    with handlers_kept(), Stop(tmp_path, 1, 0.0, end) as stop:
         stop.turn()
         stop._receive(signal.SIGTERM, None)
         with pytest.raises(Ended):
@@ -110,9 +110,18 @@ def test_script_that_caught_ctrl_c_may_take_its_time(stop, tmp_path, beat):
     assert stop.how == "saved"
 
 
-@pytest.mark.parametrize(("number", "passed"), [(signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)])
-def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, number, passed):
+@pytest.mark.parametrize(
+    ("number", "num_started", "passed"),
+    [
+        (signal.SIGINT, 2, signal.SIGINT),
+        (signal.SIGINT, 1, signal.SIGTERM),  # The other one would print where its imports were.
+        (signal.SIGUSR1, 2, signal.SIGTERM),
+    ],
+)
+def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, tmp_path, number, num_started, passed):
     beat.mark(Phase.SCRIPT)
+    if num_started == 2:
+        EventWriter(tmp_path, 1, 0, beat).write("started", pid=2**30)
     stop._receive(number, None)
     with pytest.raises(Ended) as ended:
         stop.turn()
@@ -124,6 +133,48 @@ def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
     with pytest.raises(Ended):
         os.kill(os.getpid(), signal.SIGTERM)
     assert (stop.signal_number, stop.how) == (signal.SIGTERM, "at once")
+
+
+def test_signal_while_processes_are_started_waits_for_the_first_turn(stop):
+    stop._turn_s -= 2.0
+    stop.begin_start()
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(Ended) as ended:
+        stop.turn()
+    assert (ended.value.args, stop.how) == ((signal.SIGTERM,), "at once")
+
+
+def test_second_signal_while_the_engine_closes_the_ranks_kills_them(stop, beat, tmp_path):
+    beat.mark(Phase.SCRIPT)
+    # One has reached the line. The other has not, and is known by its parent and its variables alone.
+    ranks = [
+        subprocess.Popen(["sleep", "100"], start_new_session=True, env={**os.environ, "RUN_DIR": str(folder)})
+        for folder in ("elsewhere", tmp_path, "elsewhere")
+    ]
+    EventWriter(tmp_path, 0, 0, beat).write("started", pid=ranks[0].pid)
+    stop._receive(signal.SIGINT, None)
+    with pytest.raises(Ended):
+        stop.turn()
+    stop._receive(signal.SIGINT, None)  # At once: the same again.
+    assert [rank.poll() for rank in ranks] == [None] * 3
+    stop._first_s -= 1.0
+    stop._receive(signal.SIGINT, None)
+    assert [rank.wait(20.0) for rank in ranks[:2]] == [-signal.SIGKILL] * 2
+    assert ranks[2].poll() is None
+    ranks[2].kill()
+    ranks[2].wait()
+
+
+def test_signal_after_the_ranks_have_ended_changes_nothing(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    with handlers_kept():
+        with Stop(tmp_path, 1, 5.0, end) as stop:
+            stop.turn()
+            stop.rest()
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # The folders are removed now.
+        assert (stop.is_asked(), stop.signal_number) == (False, 0)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
@@ -156,7 +207,7 @@ def test_handlers_come_back_after_the_engine_has_put_its_own_and_ignored_signals
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with Stop(tmp_path, 1, 5.0, end) as stop:
+        with handlers_kept(), Stop(tmp_path, 1, 5.0, end) as stop:
             for number in before:
                 signal.signal(number, lambda number, frame: None)
             stop.turn()
@@ -233,7 +284,7 @@ def test_text_says_where_it_stopped_and_how_to_go_on(stop, kind, checkpoint, how
 
 
 def test_interrupt_before_a_rank_has_reached_the_line_ends_it_without_a_traceback(tmp_path):
-    with Stop(tmp_path, 1, 5.0, end) as stop:
+    with handlers_kept(), Stop(tmp_path, 1, 5.0, end) as stop:
         stop.turn()
         stop._receive(signal.SIGINT, None)
         with pytest.raises(Ended) as ended:

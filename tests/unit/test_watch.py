@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import watch as module
 from unsloth_multigpu.launch import watchdog
 from unsloth_multigpu.launch.launcher import _Supervisor
+from unsloth_multigpu.launch.stop import Stop, handlers_kept
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.beat import Beat, BeatPage, Node, Phase
@@ -178,11 +180,59 @@ def test_error_that_ends_the_watch_ends_the_run(
 def test_engine_asks_the_watch_at_every_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
     watch = SimpleNamespace(hear=None, check=lambda: asked.append("watch"))
-    stop = SimpleNamespace(turn=lambda: asked.append("stop"))
+    stop = SimpleNamespace(turn=lambda: asked.append("stop"), begin_start=None)
     launcher = SimpleNamespace(command=[], num_ranks=1, config=MultiGPUConfig())
     monkeypatch.setattr("unsloth_multigpu.launch.engine.run_elastic", lambda *args: args[-1].num_nodes_waiting())
     _Supervisor(launcher, "run", tmp_path, tmp_path, watch, stop)._start()
     assert asked == ["watch", "stop"]
+
+
+def test_rank_that_the_engine_has_forgotten_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    forgotten = subprocess.Popen(["sleep", "100"], start_new_session=True, env={**os.environ, "RUN": str(tmp_path)})
+
+    def start(self: _Supervisor) -> None:
+        raise SignalException("stopped by SIGTERM", signal.SIGTERM)
+
+    monkeypatch.setattr(_Supervisor, "_start", start)
+    (tmp_path / "logs").mkdir()
+    config = MultiGPUConfig()
+    with (
+        Watch(tmp_path, lambda *_: None, log_dir=tmp_path / "logs", num_ranks=1, config=config) as watch,
+        handlers_kept(),
+        Stop(tmp_path, 1, 5.0, pytest.fail) as stop,
+    ):
+        code = _Supervisor(SimpleNamespace(config=config), "run", tmp_path, tmp_path, watch, stop).run()
+    assert (code, forgotten.wait(20.0)) == (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_attempts_of_which_no_rank_reached_the_line_are_passed_over(tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+    (tmp_path / "logs").mkdir()
+    watch = Watch(
+        tmp_path,
+        lambda cause, attempt: told.append((cause.message, attempt)),
+        log_dir=tmp_path / "logs",
+        num_ranks=1,
+        config=MultiGPUConfig(),
+    )
+
+    def write(attempt: int, kind: str, **facts: object) -> None:
+        EventWriter(tmp_path, 0, attempt, page).write(kind, **facts)
+
+    watch.begin_round(0)
+    page = BeatPage(tmp_path, 0)
+    page.mark(Phase.COMPUTE, step=1)
+    write(0, "exception", error="ValueError: one", exit_code=1, traceback="")
+    for attempt in (1, 2, 3):  # Of the second and the third nothing is heard.
+        watch.begin_round(attempt)
+    write(3, "started", pid=os.getpid())
+    assert [event.kind for event in watch.events()] == ["started"]
+    assert told == [("rank 0 failed after step 1: ValueError: one", 3)]
+    watch.begin_round(4)
+    assert watch.cause({0: 7}).message == "rank 0 exited with code 7"
+    assert [attempt for _, attempt in told] == [3, 4]
 
 
 # Of no process.

@@ -64,7 +64,7 @@ def run_elastic(
         max_restarts=config.max_restarts,
         monitor_interval=POLL_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "elastic")),
-        **_shutdown_limit(),
+        **_later_options(),
     )
     # Elastic expands templates such as ${local_rank}; a dollar sign in the user's command must stay unchanged.
     arguments = [a.replace("$", "$$") for a in ("-c", _RANK_SHELL, "sh", *command)]
@@ -74,7 +74,13 @@ def run_elastic(
         raise explain(error, config) from error
 
 
-def _shutdown_limit() -> dict[str, Any]:
-    # An option since torch 2.13; before, the engine's limit is fixed at the same 30 s.
-    has_option = any(field.name == "shutdown_timeout" for field in dataclasses.fields(LaunchConfig))
-    return {"shutdown_timeout": _SHUTDOWN_LIMIT_S} if has_option else {}
+def _later_options() -> dict[str, Any]:
+    """Options that older versions of torch do not have."""
+    options = {
+        # Since torch 2.13; before, the engine's limit is fixed at the same 30 s.
+        "shutdown_timeout": _SHUTDOWN_LIMIT_S,
+        # The others are `stop.SIGNALS`. Before, the engine takes them with each start, and `Stop` takes them back.
+        "signals_to_handle": "SIGQUIT",
+    }
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    return {name: value for name, value in options.items() if name in known}

@@ -18,7 +18,7 @@ from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
 from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
-from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop
+from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop, handlers_kept
 from unsloth_multigpu.launch.watch import Watch
 from unsloth_multigpu.logs import get_logger, tell
 from unsloth_multigpu.options import (
@@ -62,6 +62,8 @@ class DDPLauncher:
         """
         _load_engine()
         with ExitStack() as stack:
+            # Until the folder is gone.
+            stack.enter_context(handlers_kept())
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
             job = job_of(self.command)
@@ -96,11 +98,15 @@ class _Supervisor:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         try:
-            self._start()
+            try:
+                self._start()
+            finally:
+                self.stop.rest()
         except LaunchError as apart:
             return self._tell_apart(apart)
         except SignalException as stopped:
             self.stop.signal_number = self.stop.signal_number or int(stopped.sigval)
+            self.stop.kill_forgotten()
             return self._tell_stop()
         except RestartRefused as refused:
             tell(f"\nunsloth_multigpu: {refused}\n")
@@ -126,7 +132,7 @@ class _Supervisor:
             self.stop.turn()
 
         command, num_ranks, config = self.launcher.command, self.launcher.num_ranks, self.launcher.config
-        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, turn)
+        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, self.stop.begin_start, turn)
         run_elastic(command, num_ranks, config, self.run_id, self.run_dir, rounds)
 
     def _tell_apart(self, apart: LaunchError) -> int:

@@ -30,14 +30,20 @@ class Rounds(RendezvousHandler):
     Args:
         handler: Lets nodes meet.
         begin_round: Called before each start of the ranks with the number of earlier starts. An exception ends the run.
+        begin_start: Called when the nodes have met, before the ranks' processes are started.
         turn: Called about every 0.1 s while ranks run, in the engine's thread. An exception ends the run.
     """
 
     def __init__(
-        self, handler: RendezvousHandler, begin_round: Callable[[int], None], turn: Callable[[], None]
+        self,
+        handler: RendezvousHandler,
+        begin_round: Callable[[int], None],
+        begin_start: Callable[[], None],
+        turn: Callable[[], None],
     ) -> None:
         self._handler = handler
         self._begin_round = begin_round
+        self._begin_start = begin_start
         self._turn = turn
         self._num_rounds = 0
 
@@ -55,6 +61,7 @@ class Rounds(RendezvousHandler):
         self._begin_round(self._num_rounds)
         info = self._handler.next_rendezvous()
         os.environ.update(attempt_variables(self._num_rounds))
+        self._begin_start()
         self._num_rounds += 1
         return info
 

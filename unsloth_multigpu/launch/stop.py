@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,14 +16,29 @@ from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.beat import Phase, read_beats
 from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import Event, read_events
-from unsloth_multigpu.wire.process import kill_rank
+from unsloth_multigpu.wire.process import kill_children, kill_rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # The engine asks every 0.1 s while ranks run. If it has not asked for this long, it is closing them or waits for nodes.
 _QUIET_S = 1.0
+# What starting the processes of the ranks may take at most; without another node it takes milliseconds.
+_START_LIMIT_S = 5.0
 # Failures that would repeat at each start. The meaning of a script's own exit codes is not known, so those failures are
 # tried again, as max_restarts asks.
 _PERMANENT = frozenset(error.exit_code for error in (ConfigError, SetupError, VersionError, PatchError))
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Gives the signals back to those that had them, at the end."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {signal_number: signal.getsignal(signal_number) for signal_number in SIGNALS}
+    try:
+        yield
+    finally:
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
 
 
 class RestartRefused(Exception):
@@ -30,7 +46,7 @@ class RestartRefused(Exception):
 
 
 class Stop:
-    """Owns the supervisor's signals while ranks run.
+    """Owns the supervisor's signals while ranks run, and until `handlers_kept` gives them back.
 
     The first SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 while a rank is inside `train()` asks the ranks to save and to stop.
     The second signal, a signal while no rank trains, and the end of `grace_s` stop them at once. So does SIGHUP: the
@@ -52,6 +68,7 @@ class Stop:
         self, run_dir: Path, num_ranks: int, grace_s: float, end: Callable[[signal.Signals], NoReturn]
     ) -> None:
         self._run_dir = run_dir
+        self._num_ranks = num_ranks
         self._grace_s = grace_s
         self._end = end
         self._page = ControlPage(run_dir, num_ranks)
@@ -60,7 +77,9 @@ class Stop:
         self._first_s = 0.0
         self._turn_s = 0.0
         self._attempt = 0
+        self._start_s: float | None = None
         self._is_over = False
+        self._has_ended = False
         self.signal_number = 0
         self.how = "saved"
 
@@ -71,9 +90,12 @@ class Stop:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for signal_number, handler in self._before.items():
-            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
+        self.rest()
         self._page.close()
+
+    def rest(self) -> None:
+        """The ranks have ended. Signals change nothing any more: what is left, telling why and tidying up, is short."""
+        self._has_ended = True
 
     def is_asked(self) -> bool:
         """True once a signal has come to this process, or to another node."""
@@ -95,9 +117,16 @@ class Stop:
         self._attempt = attempt
         self._page.reset()
 
+    def begin_start(self) -> None:
+        """Called when the nodes have met: the processes of the ranks are started next. A signal waits for the first
+        turn, because the engine forgets processes that it was starting when an exception came.
+        """
+        self._start_s = time.monotonic()
+
     def turn(self) -> None:
         """Called every 0.1 s by the engine's thread while the ranks run; acts on what was received."""
         self._own_signals()
+        self._start_s = None
         self._turn_s = time.monotonic()
         while self._received:
             signal_number, time_s = self._received.pop(0)
@@ -118,8 +147,7 @@ class Stop:
         return self.signal_number == signal.SIGINT and kinds["started"] == kinds["stopped"]
 
     def _own_signals(self) -> None:
-        # Torch elastic installs its own handlers each time it starts ranks, and torch 2.6 has no option that prevents
-        # it.
+        # Older versions of torch elastic install their own handlers each time they start ranks.
         for signal_number, before in self._before.items():
             wanted = signal.SIG_IGN if before == signal.SIG_IGN else self._receive
             if signal.getsignal(signal_number) != wanted:
@@ -127,7 +155,16 @@ class Stop:
 
     def _receive(self, signal_number: int, _frame: object) -> None:
         now_s = time.monotonic()
-        if self._is_over or now_s - self._turn_s > _QUIET_S:
+        if self._has_ended:
+            return
+        if self._is_over:
+            # The engine is closing the ranks, and gives each half a minute.
+            if now_s - self._first_s > REPEAT_S:
+                self._kill_started()
+            return
+        is_starting = self._start_s is not None and now_s - self._start_s < _START_LIMIT_S
+        if not is_starting and now_s - self._turn_s > _QUIET_S:
+            self._first_s = now_s
             self._end_at_once(signal_number)
         self._received.append((signal_number, now_s))
 
@@ -150,16 +187,28 @@ class Stop:
         self.signal_number, self.how, self._is_over = self.signal_number or signal_number, "at once", True
         # Scripts may catch Ctrl-C, so it arrives as SIGINT. Ranks must not take other signals for a Ctrl-C. One that
         # has not reached the line would print where its imports were.
-        has_begun = any(event.kind == "started" for event in read_events(self._run_dir, self._attempt))
-        self._end(signal.SIGINT if signal_number == signal.SIGINT and has_begun else signal.SIGTERM)
+        have_begun = len(self._started()) == self._num_ranks
+        self._end(signal.SIGINT if signal_number == signal.SIGINT and have_begun else signal.SIGTERM)
 
     def _end_now(self, how: str) -> NoReturn:
         self.how, self._is_over = how, True
         # A rank may be stuck, be stopped, or handle SIGTERM itself: the engine would wait half a minute for it.
-        for event in read_events(self._run_dir, self._attempt):
-            if event.kind == "started":
-                kill_rank(int(event.facts["pid"]))
+        self._kill_started()
         self._end(signal.SIGTERM)
+
+    def _started(self) -> dict[int, int]:
+        """Process ids of the ranks that have reached the line."""
+        events = read_events(self._run_dir, self._attempt)
+        return {event.rank: int(event.facts["pid"]) for event in events if event.kind == "started"}
+
+    def _kill_started(self) -> None:
+        for pid in self._started().values():
+            kill_rank(pid)
+        self.kill_forgotten()
+
+    def kill_forgotten(self) -> None:
+        """SIGKILL to ranks that have not reached the line, of which the engine may know nothing."""
+        kill_children(str(self._run_dir))
 
 
 def describe_stop(stop: Stop, events: Sequence[Event], step: int, grace_s: float, resume: str) -> str:

@@ -80,6 +80,7 @@ class Watch:
         self._others: Sequence[Node] = ()
         self._failure: BaseException | None = None
         self._last_look_s = time.monotonic()
+        self._round = 0
         self._begin_attempt(0)
 
     def _begin_attempt(self, attempt: int) -> None:
@@ -136,21 +137,31 @@ class Watch:
 
     def begin_round(self, attempt: int) -> None:
         """Called before the ranks are started. Reports a hang at once, because the nodes may take long to meet."""
+        self._round = attempt
         if self._hang is not None:
             self._is_told = True
             self._on_restart(self._find_cause(self._read_events(), {}), attempt)
 
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
-        while read_events(self._run_dir, self._attempt + 1):
-            if not self._is_told:
-                self._on_restart(self._find_cause(self._read_events(), self._own_exit_codes()), self._attempt + 1)
-            self._begin_attempt(self._attempt + 1)
+        # Ranks of an attempt may all have died before the line, and left no event.
+        later = range(self._attempt + 1, self._round + 1)
+        while (begun := next((n for n in later if read_events(self._run_dir, n)), None)) is not None:
+            self._go_to(begun)
+            later = range(begun + 1, self._round + 1)
         return self._read_events()
+
+    def _go_to(self, attempt: int) -> None:
+        if not self._is_told:
+            self._on_restart(self._find_cause(self._read_events(), self._own_exit_codes()), attempt)
+        self._begin_attempt(attempt)
 
     def cause(self, exit_codes: Mapping[int, int]) -> Cause:
         """Why the latest attempt ended; see `find_cause`."""
         events = self.events()
+        if self._attempt < self._round:  # No rank of the latest attempt has reached the line.
+            self._go_to(self._round)
+            events = self._read_events()
         if not self.gone:
             self._beats = read_beats(self._run_dir)
         return self._find_cause(events, {**self._own_exit_codes(), **exit_codes})
@@ -161,7 +172,7 @@ class Watch:
             events,
             exit_codes,
             self.gone,
-            self._beats,
+            self._beats if events else {},  # Else the pages are those of an earlier attempt.
             memory=memory,
             is_one_node=self._is_one_node,
             num_ranks=self._num_ranks,

@@ -130,10 +130,12 @@ class Preemption(Part):
                 store = self._manager.store
                 self._agreement = StoreAgreement(store, identity.rank, identity.world_size, self._asked)
             yield
-            # Asked after the last step: what the script does next must not be cut off in the middle.
-            self._batch += 1
-            if self.is_stopping():
-                self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
+            # Asked after the last step: what the script does next must not be cut off in the middle. Twice, because a
+            # rank that finds a signal at one point makes the next one the stop.
+            for _ in range(2):
+                self._batch += 1
+                if self.is_stopping():
+                    self.save_and_leave(can_save=not self._trainer.args.load_best_model_at_end)
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         # Batches are counted from here, so that those of many evaluations fit into a point's bits.

@@ -92,6 +92,14 @@ def kill_rank(pid: int) -> None:
         send_signal(pid, signal.SIGKILL)  # It leads none, or all of it has ended.
 
 
+def kill_children(marker: str) -> None:
+    """SIGKILL to this process's own children, and what they have started, that inherited a variable with `marker`."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if _has_marker(child, marker):
+                kill_rank(child.pid)
+
+
 def run_to_end(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -166,13 +174,17 @@ def wait_after_kill(process: subprocess.Popen[Any]) -> None:
         process.wait(KILL_LIMIT_S)
 
 
+def _has_marker(process: psutil.Process, marker: str) -> bool:
+    return any(marker in f"{name}={value}" for name, value in process.environ().items())
+
+
 def find_marked(marker: str) -> list[int]:
     """Living processes that have inherited a variable with `marker` in it, wherever they are attached by now."""
     found = []
     for pid in psutil.pids():
         # One that has ended meanwhile, or is another user's.
         with suppress(psutil.Error):
-            if any(marker in f"{name}={value}" for name, value in psutil.Process(pid).environ().items()):
+            if _has_marker(psutil.Process(pid), marker):
                 found.append(pid)
     return found
 
