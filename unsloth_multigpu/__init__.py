@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PatchError,
         RankTimeoutError,
         ResumeError,
+        SaveError,
         SetupError,
         VersionError,
     )
@@ -63,6 +64,7 @@ _HOMES = {
         "PatchError",
         "RankTimeoutError",
         "ResumeError",
+        "SaveError",
         "SetupError",
         "VersionError",
     ),
@@ -96,6 +98,7 @@ __all__ = [
     "RankTimeoutError",
     "ResumeError",
     "RunReport",
+    "SaveError",
     "SetupError",
     "VersionError",
     "__version__",

@@ -109,6 +109,12 @@ class ResumeError(MultiGPUError, ValueError):
     exit_code = 79
 
 
+class SaveError(MultiGPUError, OSError):
+    """A checkpoint is not saved, because another run saves in the same folder or its files were taken away."""
+
+    exit_code = 81
+
+
 class DivergenceError(DistributedError):
     """The ranks run with different settings, data or weights, or a run is not the one that it was compared with."""
 

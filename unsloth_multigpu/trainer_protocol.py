@@ -45,6 +45,7 @@ class ArgumentsLike(Protocol):
     eval_strategy: str
     eval_on_start: bool
     save_strategy: Any  # SaveStrategy, equal to its text
+    save_only_model: bool
     save_total_limit: int | None
     seed: int
     should_save: bool

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import os
 import random
 import shutil
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -22,6 +28,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.step import InOrder, Reference
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.checkpoint.choice import Found, Wanted, check_asked, find_newest, find_way
+from unsloth_multigpu.checkpoint.claim import MARK, lock_of, take
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
@@ -38,7 +45,7 @@ from unsloth_multigpu.checkpoint.manifest import (
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.checkpoint.way import refuse_sharded, was_sharded
-from unsloth_multigpu.errors import DistributedError, ResumeError, SetupError
+from unsloth_multigpu.errors import DistributedError, ResumeError, SaveError, SetupError
 from unsloth_multigpu.group.random_state import draw_seed, drawn_from, seeded_draws
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.seam import instance_attribute
@@ -153,7 +160,9 @@ def test_another_format_is_not_guessed(tmp_path: Path) -> None:
 
 
 SAVED = st.lists(
-    st.builds(Saved, st.integers(0, 30), st.floats(0, 5), st.booleans()), max_size=8, unique_by=lambda s: s.step
+    st.builds(Saved, st.integers(0, 30), st.floats(0, 5), st.booleans(), st.booleans()),
+    max_size=8,
+    unique_by=lambda s: s.step,
 )
 
 
@@ -164,6 +173,7 @@ def test_rotation_keeps_what_it_must(saved: list[Saved], limit: int | None, keep
     assert not keep & set(gone)
     assert len(gone) == len(set(gone)) == len(saved) - len(left)
     assert any(s.is_whole for s in left) or not any(s.is_whole for s in saved)
+    assert any(s.is_whole and s.is_enough for s in left) or not any(s.is_whole and s.is_enough for s in saved)
     if not limit:
         assert not gone
     elif len(left) > limit:
@@ -183,6 +193,22 @@ def test_oldest_goes_first(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3" / "optimizer.pt").write_bytes(b"")
     rotate(tmp_path, 1, {3})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "saves_only_model", "left"),
+    # It goes before the others that a training can resume from, too: 4 and 5 must not push out 2.
+    [(1, False, [2, 5]), (2, False, [2, 5]), (1, True, [5]), (2, True, [4, 5])],
+)
+def test_last_checkpoint_to_resume_from_stays(
+    tmp_path: Path, limit: int, saves_only_model: bool, left: list[int]
+) -> None:
+    for step in (1, 2):
+        make(tmp_path, step)
+    for step in (4, 5):
+        make(tmp_path, step, is_resumable=False)
+    rotate(tmp_path, limit, {5}, saves_only_model=saves_only_model)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"checkpoint-{step}" for step in left]
 
 
 def test_checkpoint_that_is_half_removed_counts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +267,108 @@ def test_killed_saves_are_cleared_or_finished(tmp_path: Path) -> None:
         "checkpoint-1": "run",
         "checkpoint-2": "older",
     }
-    clear_parts(tmp_path / "not there")
+    assert clear_parts(tmp_path / "not there") == []
+
+
+def test_what_a_living_process_saves_is_left_alone(tmp_path: Path) -> None:
+    parts = tmp_path / PART_FOLDER
+    (make(parts, 1) / MANIFEST).unlink()
+    make(parts, 2)  # It lacks its last rename only, which its process is about to make,
+    make(tmp_path, 2, run_id="older").rename(parts / "replaced-checkpoint-2")  # having moved the older one.
+    for step in (3, 4):  # Of a process that was killed; the file of its lock is there.
+        make(parts, step)
+        lock_of(parts / f"checkpoint-{step}").touch()
+    (parts / "checkpoint-4" / MANIFEST).unlink()
+    (parts / "token-1").touch()
+    claims = [take(parts / f"checkpoint-{step}", is_for_writing=True) for step in (1, 2)]
+    seen = {path: path.stat().st_ino for path in parts.rglob("*") if "checkpoint-1" in str(path) or "-2" in str(path)}
+    assert clear_parts(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+    assert {path: path.stat().st_ino for path in parts.rglob("*")} == seen
+    assert sorted(p.name for p in tmp_path.iterdir()) == [PART_FOLDER, "checkpoint-3"]
+    for claim in claims:
+        assert claim is not None
+        claim.release()
+    assert clear_parts(tmp_path) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    assert (read_manifest(tmp_path / "checkpoint-2") or manifest(0)).run_id == "run"
+
+
+def test_run_that_begins_says_what_it_leaves_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    claim = take(tmp_path / PART_FOLDER / "checkpoint-4", is_for_writing=True)
+    assert claim is not None
+    ours, _ = resume_of()
+    with caplog.at_level(logging.WARNING, "unsloth_multigpu"):
+        ours._find_writers(tmp_path)
+        assert f"another run is saving {tmp_path / 'checkpoint-4'}" in caplog.text
+        caplog.clear()
+        claim.release()
+        ours._find_writers(tmp_path)
+    assert not caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_claim_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
+    part = tmp_path / PART_FOLDER / "checkpoint-1"
+    code = (
+        "import pathlib, sys; from unsloth_multigpu.checkpoint.claim import take;"
+        "claim = take(pathlib.Path(sys.argv[1]), is_for_writing=True);"
+        "claim.mark(); print('taken', flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(part)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        assert [take(part, is_for_writing=is_for_writing) for is_for_writing in (True, False)] == [None, None]
+        assert clear_parts(tmp_path) == ["checkpoint-1"]
+        assert (part / MARK).is_file()
+        process.kill()
+        process.wait()
+        assert clear_parts(tmp_path) == []
+        assert not list(tmp_path.iterdir())
+
+
+def test_lock_whose_file_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, flock, removed = tmp_path / "parts" / "checkpoint-1", fcntl.flock, []
+
+    def remove_then_lock(descriptor: int, operation: int) -> None:
+        if not removed:  # Who had it released it, after it was opened here.
+            lock_of(part).unlink()
+            part.parent.rmdir()
+            removed.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_then_lock)
+    claim = take(part, is_for_writing=True)
+    assert removed
+    assert claim is not None
+    assert take(part, is_for_writing=False) is None
+    claim.release()
+    removed.clear()
+    part.parent.mkdir()
+    lock_of(part).touch()
+    assert take(part, is_for_writing=False) is not None
+    assert not lock_of(part).exists()
+
+
+def test_lock_of_another_run_stays(tmp_path: Path) -> None:
+    part = tmp_path / "parts" / "checkpoint-1"
+    first = take(part, is_for_writing=True)
+    shutil.rmtree(part.parent)  # By hand.
+    second = take(part, is_for_writing=True)
+    assert first is not None
+    assert second is not None
+    first.release()
+    assert take(part, is_for_writing=True) is None
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_lock_is_taken_where_a_file_has_no_lasting_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    claim = take(tmp_path / "parts" / "checkpoint-1", is_for_writing=True)
+    assert claim is not None
+    assert take(tmp_path / "parts" / "checkpoint-1", is_for_writing=True) is None
+    claim.release()
 
 
 WANTED = Wanted(2, grows_with_ranks=False)
@@ -515,14 +642,17 @@ class Saving(FakeTrainer):
         self.saved_draws: list[float] = []
         self.saved_accumulation = 0
         self.args.gradient_accumulation_steps = 1  # As the loop has it.
+        self.meanwhile: Callable[[], Any] = lambda: None
 
     def _get_output_dir(self, trial: Any = None) -> str:
         return str(self.folder)
 
     def save(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(), "checkpoint-3")
-        folder.mkdir(parents=True)
-        for name in self.files:
+        for number, name in enumerate(self.files):
+            if number == len(self.files) - 1:
+                self.meanwhile()
+            folder.mkdir(parents=True, exist_ok=True)  # As each part of the Trainer that writes does.
             (folder / name).write_bytes(b"content")
         self.saved_draws = draws()
         self.saved_accumulation = self.args.gradient_accumulation_steps
@@ -589,6 +719,155 @@ def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(tmp_path:
         checkpoints(trainer, Rank(0, said))._in_writers("name", tmp_path, fail)
     with pytest.raises(DistributedError, match="rank 0 failed to save"):
         checkpoints(trainer, Rank(1, said))._in_writers("name", tmp_path, fail)
+
+
+def refuse_locks(error: int) -> Callable[[int, int], None]:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return flock
+
+
+def test_run_that_begins_while_another_saves_does_not_touch_it(tmp_path: Path) -> None:
+    trainer = Saving(tmp_path, *NEEDED)
+    living: list[list[str]] = []
+    trainer.meanwhile = lambda: living.append(clear_parts(tmp_path))
+    checkpoints(trainer, Rank())._save(trainer.save, None)
+    assert living == [["checkpoint-3"]]
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+    stored = read_manifest(tmp_path / "checkpoint-3")
+    assert stored is not None
+    assert stored.is_resumable
+    assert stored.files.keys() == set(NEEDED)
+    assert sorted(p.name for p in (tmp_path / "checkpoint-3").iterdir()) == sorted([*NEEDED, MANIFEST])
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_system_without_locks_keeps_no_run_from_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", refuse_locks(error))
+    trainer = Saving(tmp_path, *NEEDED)
+    checkpoints(trainer, Rank())._save(trainer.save, None)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert check(tmp_path / "checkpoint-3") is None
+
+
+@pytest.mark.parametrize("how", ["another run", "removed", "emptied", "replaced"])
+def test_folder_that_was_taken_away_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(fcntl, "flock", refuse_locks(errno.ENOLCK))
+    make(tmp_path, 2)
+    trainer = Saving(tmp_path, "model.safetensors", "trainer_state.json", "rng_state.pth")
+    trainer.args.save_total_limit = 1
+    part = tmp_path / PART_FOLDER / "checkpoint-3"
+
+    def take_away() -> None:
+        if how == "another run":
+            clear_parts(tmp_path)
+        elif how == "emptied":  # `rmtree` that meets a file which was written while it removes the others.
+            for path in part.iterdir():
+                path.unlink()
+        else:
+            shutil.rmtree(part)
+            if how == "replaced":
+                part.mkdir()
+                (part / MARK).write_text("of another run")
+
+    trainer.meanwhile = take_away
+    with pytest.raises(
+        SaveError, match=r"checkpoint-3 could not be saved, earlier .* was removed or emptied"
+    ) as caught:
+        checkpoints(trainer, Rank())._save(trainer.save, None)
+    assert "give each its own" in caught.value.hint
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint-2", PART_FOLDER}
+    assert check(tmp_path / "checkpoint-2") is None
+    assert part.is_dir()  # It may be the other run's.
+
+
+def test_folder_that_is_taken_away_when_it_is_sealed_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seal_then_lose(folder: Path, sealed: Manifest) -> None:
+        seal(folder, sealed)
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+    monkeypatch.setattr("unsloth_multigpu.checkpoint.save.seal", seal_then_lose)
+    trainer = Saving(tmp_path, *NEEDED)
+    with pytest.raises(SaveError, match="was removed or emptied"):
+        checkpoints(trainer, Rank())._save(trainer.save, None)
+    assert not (tmp_path / "checkpoint-3").exists()
+
+
+def test_error_that_comes_of_the_missing_folder_is_said_to_be_of_that(tmp_path: Path) -> None:
+    trainer = Saving(tmp_path, *NEEDED)
+
+    def lose() -> None:
+        shutil.rmtree(tmp_path / PART_FOLDER)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    trainer.meanwhile = lose
+    with pytest.raises(SaveError, match="was removed or emptied") as caught:
+        checkpoints(trainer, Rank())._save(trainer.save, None)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_runs_do_not_write_one_checkpoint(tmp_path: Path) -> None:
+    trainer, other = Saving(tmp_path, *NEEDED), Saving(tmp_path, *NEEDED)
+    other.meanwhile = lambda: pytest.fail("It writes.")
+
+    def save_as_well() -> None:
+        with pytest.raises(SaveError, match="another run is saving it at this moment"):
+            checkpoints(other, Rank())._save(other.save, None)
+
+    trainer.meanwhile = save_as_well
+    checkpoints(trainer, Rank())._save(trainer.save, None)
+    stored = read_manifest(tmp_path / "checkpoint-3")
+    assert stored is not None
+    assert stored.files.keys() == set(NEEDED)
+    assert check(tmp_path / "checkpoint-3") is None
+
+
+def test_what_a_killed_save_left_is_not_mixed_in(tmp_path: Path) -> None:
+    # Its process lived when this run began.
+    left = make(tmp_path / PART_FOLDER, 3)
+    (left / MANIFEST).unlink()
+    (left / MARK).touch()
+    trainer = Saving(tmp_path, *NEEDED)
+    checkpoints(trainer, Rank())._save(trainer.save, None)
+    stored = read_manifest(tmp_path / "checkpoint-3")
+    assert stored is not None
+    assert stored.files.keys() == set(NEEDED)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_no_rank_writes_before_the_folder_is_claimed(tmp_path: Path) -> None:
+    trainer, rank = Saving(tmp_path, *NEEDED), Rank()
+    order: list[Any] = []
+    part = tmp_path / PART_FOLDER / "checkpoint-3"
+
+    def gather_texts(text: str) -> list[str]:
+        order.append((part / MARK).is_file() and take(part, is_for_writing=False) is None)
+        return [text, ""]
+
+    rank.gather_texts = gather_texts  # type: ignore[method-assign]
+    trainer.meanwhile = lambda: order.append("writes")
+    checkpoints(trainer, rank)._save(trainer.save, None)
+    assert order[:2] == [True, "writes"]
+
+
+def test_trainer_that_saves_to_another_place_leaves_no_folder(tmp_path: Path) -> None:
+    trainer = Saving(tmp_path)
+    checkpoints(trainer, Rank())._save(lambda model, trial: (tmp_path / "mine").touch(), None)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    # Into the final folder, by itself.
+    save: Any = lambda model, trial: [make(tmp_path, 3), (tmp_path / "checkpoint-3" / MANIFEST).unlink()]  # noqa: E731
+    checkpoints(trainer, Rank())._save(save, None)
+    stored = read_manifest(tmp_path / "checkpoint-3")
+    assert stored is not None
+    assert stored.files.keys() == {"optimizer.pt", "adapter/weights.bin"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-3", "mine"]
 
 
 def draws() -> list[float]:

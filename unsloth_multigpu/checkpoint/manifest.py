@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.checkpoint.claim import MARK, take
+
 MANIFEST = "unsloth_multigpu.json"
 # Checkpoints are written in this folder of the output folder, and renamed when they are whole.
 PART_FOLDER = "_unsloth_multigpu_part"
@@ -26,6 +28,8 @@ _REPLACED = "replaced-"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
+# What lies of an unfinished checkpoint in `PART_FOLDER`: it, the older one of its name, and its lock.
+_OF_PART = re.compile(rf"(?:{_REPLACED}|\.)?(checkpoint-\d+)(?:\.lock)?")
 # Times closer than this cannot be compared: file systems round or invent them.
 _LEAST_SPREAD_S = 1.0
 
@@ -151,32 +155,66 @@ def put_in_place(part: Path, final: Path) -> None:
     os.rename(part, final)
     _flush_folder(final.parent)
     shutil.rmtree(older, ignore_errors=True)
-    with suppress(OSError):  # Not empty: another save failed there.
+    with suppress(OSError):  # Not empty: its lock is held, or another save failed there.
         part.parent.rmdir()
 
 
-def clear_parts(output_dir: Path) -> None:
-    """Removes checkpoints that killed runs left unfinished; one that only lacked its last rename is renamed."""
-    parts = output_dir / PART_FOLDER
-    if not parts.is_dir():
-        return
-    for part in [p for p in parts.iterdir() if _step_of(p.name) is not None]:
-        if check(part) is None:
-            put_in_place(part, output_dir / part.name)
-    for older in parts.glob(f"{_REPLACED}*"):
-        final = output_dir / older.name.removeprefix(_REPLACED)
-        if not final.exists():
-            os.rename(older, final)
-    shutil.rmtree(parts, ignore_errors=True)
+def clear_parts(output_dir: Path) -> list[str]:
+    """Removes checkpoints that killed runs left unfinished; one that only lacked its last rename is renamed.
+
+    Returns:
+        Names of those that a process which lives is writing. They stay as they are.
+    """
+    parts, living = output_dir / PART_FOLDER, []
+    try:
+        found = {path: _OF_PART.fullmatch(path.name) for path in list(parts.iterdir())}
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in sorted({match[1] for match in found.values() if match}):
+        claim = take(parts / name, is_for_writing=False)
+        if claim is None:
+            living.append(name)
+            continue
+        try:
+            settle(parts / name, output_dir / name)
+        finally:
+            claim.release()
+    for path in [path for path, match in found.items() if not match]:
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # A folder, which is gone.
+            path.unlink()
+    with suppress(OSError):  # Not empty: another run saves.
+        parts.rmdir()
+    return living
+
+
+def settle(part: Path, final: Path) -> None:
+    """Ends what a killed save left of one checkpoint: what is whole gets the name, and nothing else is left.
+
+    Only for who has the claim of it, see `claim.take`.
+    """
+    older = part.with_name(_REPLACED + part.name)
+    if check(part) is None:
+        (part / MARK).unlink(missing_ok=True)
+        put_in_place(part, final)
+    elif older.exists() and not final.exists():
+        os.rename(older, final)
+    for path in (part, older):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as rotation sees it: its step, when it was written in seconds, and whether it looks whole."""
+    """A checkpoint as rotation sees it: its step, when it was written in seconds, and whether it looks whole.
+
+    Args:
+        is_enough: A training can resume from it; or the run wants to keep no more of a checkpoint than the model.
+    """
 
     step: int
     time_s: float
     is_whole: bool
+    is_enough: bool = True
 
 
 def superfluous(saved: Sequence[Saved], limit: int | None, keep: Collection[int]) -> list[int]:
@@ -185,27 +223,34 @@ def superfluous(saved: Sequence[Saved], limit: int | None, keep: Collection[int]
     Args:
         saved: All checkpoints of the folder.
         limit: Most checkpoints to keep; None or 0 = all.
-        keep: Steps that stay whatever the limit is. So does the newest whole one.
+        keep: Steps that stay whatever the limit is. So does the newest whole one, of those that are enough if any is.
     """
     if not limit or limit < 0 or not saved:
         return []
     times = [s.time_s for s in saved]
     is_dated = max(times) - min(times) >= _LEAST_SPREAD_S
     by_age = sorted(saved, key=lambda s: (s.time_s if is_dated else 0.0, s.step))
-    kept = {s.step for s in saved if s.step in keep} | {s.step for s in [s for s in by_age if s.is_whole][-1:]}
+    whole = [s for s in by_age if s.is_whole]
+    newest = ([s for s in whole if s.is_enough] or whole)[-1:]
+    kept = {s.step for s in saved if s.step in keep} | {s.step for s in newest}
     # Torn ones go first: a torn one must not push out a whole one.
     others = [s.step for s in sorted(by_age, key=lambda s: s.is_whole) if s.step not in kept]
     return others[: max(0, len(saved) - max(limit, len(kept)))]
 
 
-def rotate(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
-    """Deletes superfluous checkpoints, see `superfluous`."""
+def rotate(output_dir: Path, limit: int | None, keep: Collection[int], *, saves_only_model: bool = False) -> None:
+    """Deletes superfluous checkpoints, see `superfluous`.
+
+    Args:
+        output_dir: Folder of the checkpoints.
+        limit: Most checkpoints to keep; None or 0 = all.
+        keep: Steps that stay whatever the limit is.
+        saves_only_model: The run wants checkpoints that no training can resume from.
+    """
     if not limit or limit < 0:
         return
     folders = dict(checkpoints_in(output_dir))
-    saved = [
-        Saved(step, path.stat().st_mtime, check(path, reads_files=False) is None) for step, path in folders.items()
-    ]
+    saved = [_as_saved(step, path, saves_only_model=saves_only_model) for step, path in folders.items()]
     for step in superfluous(saved, limit, keep):
         # The manifest goes first: half of a checkpoint must not count as a whole one.
         with suppress(OSError):
@@ -213,8 +258,15 @@ def rotate(output_dir: Path, limit: int | None, keep: Collection[int]) -> None:
         shutil.rmtree(folders[step], ignore_errors=True)
 
 
+def _as_saved(step: int, folder: Path, *, saves_only_model: bool) -> Saved:
+    is_whole = check(folder, reads_files=False) is None
+    manifest = read_manifest(folder) if is_whole else None
+    is_enough = saves_only_model or (manifest is not None and manifest.is_resumable)
+    return Saved(step, folder.stat().st_mtime, is_whole, is_enough)
+
+
 def _files_in(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (MANIFEST, f".{MANIFEST}"))
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (MANIFEST, f".{MANIFEST}", MARK))
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -122,8 +122,11 @@ class Resume(Part):
                         "Use a shared folder, or set save_on_each_node=True",
                         folder,
                     )
-        if self.is_writer:
-            clear_parts(folder)
+        for name in clear_parts(folder) if self.is_writer else ():
+            logger.warning(
+                "another run is saving %s; this one leaves it alone. Give each run an output_dir of its own",
+                folder / name,
+            )
 
     def choose(self, run_dir: str, arguments: dict[str, Any], facts: dict[str, Any]) -> None:
         """Replaces `resume_from_checkpoint` by what this training really resumes from. Collective.

@@ -8,13 +8,14 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal
+from unsloth_multigpu.checkpoint.claim import MARK, Claim, take
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER, Manifest, put_in_place, rotate, seal, settle
 from unsloth_multigpu.checkpoint.resume import ORDER_FILE, Resume
-from unsloth_multigpu.errors import DistributedError, MultiGPUError
+from unsloth_multigpu.errors import DistributedError, MultiGPUError, SaveError
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.random_state import draw_base_seed, read_random_state, write_random_state
@@ -99,7 +100,9 @@ class Checkpoints(Part):
             # that it would have left behind: a data loader draws its base seed at its begin.
             write_random_state(self._before_evaluation)
             draw_base_seed()
-        with self._cleared_on_failure(part, final):
+        with self._claimed(part, final) as claim:
+            # No rank writes into the folder before it is claimed: until then another run may remove it.
+            self._manager.gather_texts("")
             before = _listing(final) if self._resume.is_writer else {}
             with ExitStack() as stack:
                 stack.enter_context(self._steps.accumulation_of_script())
@@ -125,7 +128,7 @@ class Checkpoints(Part):
             if not is_first:
                 # The Trainer reads the callbacks' state only on the rank that writes it.
                 trainer.state.stateful_callbacks = callbacks
-            self._in_writers(name, final, functools.partial(self._complete, part, final, before))
+            self._in_writers(name, final, functools.partial(self._complete, claim, final, before))
         if pushes:
             cast(OptionalTrainer, trainer)._push_from_checkpoint(os.fspath(final))
 
@@ -146,11 +149,15 @@ class Checkpoints(Part):
             if self._manager.wait_for(key, f"rank {writer} to save {final}", timeout_s=_SEAL_LIMIT_S) != "done":
                 raise DistributedError(f"rank {writer} failed to save {final}.", hint="The cause is that rank's error.")
 
-    def _complete(self, part: Path, final: Path, before: dict[str, tuple[int, int]]) -> None:
+    def _complete(self, claim: Claim | None, final: Path, before: dict[str, tuple[int, int]]) -> None:
         """Adds what Hugging Face does not save, seals the folder, renames it and deletes older ones."""
-        trainer, state = self._trainer, self._trainer.state
+        assert claim is not None  # Only writers complete a save.
+        trainer, state, part = self._trainer, self._trainer.state, claim.part
         _move_changed(final, before, part)
-        if not part.is_dir():
+        _check_kept(claim, final)
+        if [path.name for path in part.iterdir()] == [MARK]:
+            claim.unmark()
+            part.rmdir()
             return  # The script's own saving writes to another place.
         loader = self._steps.loader
         order = getattr(getattr(loader, "batch_sampler", None), "order_state", None)
@@ -173,10 +180,14 @@ class Checkpoints(Part):
             is_sharded=self._resume.is_sharded,
         )
         seal(part, manifest)
+        # Once more: what was removed before it was sealed is in no checksum.
+        _check_kept(claim, final)
+        claim.unmark()
         put_in_place(part, final)
         best = Path(state.best_model_checkpoint or "").name.removeprefix("checkpoint-")
         keep = {state.global_step, *([int(best)] if best.isdecimal() else [])}
-        rotate(final.parent, trainer.args.save_total_limit, keep)
+        limit, saves_only_model = trainer.args.save_total_limit, trainer.args.save_only_model
+        rotate(final.parent, limit, keep, saves_only_model=saves_only_model)
 
     def _cursor(self, loader: Any) -> dict[str, int]:
         """The position in the epoch, with steps and samples where this package deals them."""
@@ -190,21 +201,60 @@ class Checkpoints(Part):
         return {"epoch": epoch, "steps": step, "samples": min(num_samples, len(loader.dataset))}
 
     @contextmanager
-    def _cleared_on_failure(self, part: Path, final: Path) -> Iterator[None]:
+    def _claimed(self, part: Path, final: Path) -> Iterator[Claim | None]:
+        """On a writer, the folder belongs to this run meanwhile, and is removed where the save fails."""
         from safetensors import SafetensorError
 
+        claim = None
         try:
-            yield
-        except BaseException as error:
             if self._resume.is_writer:
+                claim = _claim(part, final)
+                settle(part, final)  # One whose writer still lived when this run began may have been killed since.
+                claim.mark()
+            yield claim
+        except BaseException as error:
+            is_lost = claim is not None and claim.is_lost
+            if claim is not None and not is_lost:
                 shutil.rmtree(part, ignore_errors=True)
-                with suppress(OSError):
-                    part.parent.rmdir()
             # torch and safetensors raise errors of their own where a disk is full.
             is_disks = isinstance(error, (OSError, RuntimeError, SafetensorError)) and not is_out_of_memory(error)
             if is_disks and not isinstance(error, MultiGPUError):
+                if is_lost:
+                    raise _taken_away(part, final) from error
                 raise OSError(f"{final} could not be saved, earlier checkpoints are untouched: {error}") from error
             raise
+        finally:
+            if claim is not None:
+                claim.release()
+
+
+def _claim(part: Path, final: Path) -> Claim:
+    """Makes the folder this run's.
+
+    Raises:
+        SaveError: Another run that lives is writing it.
+    """
+    claim = take(part, is_for_writing=True)
+    if claim is None:
+        raise SaveError(
+            f"{final} could not be saved, earlier checkpoints are untouched: another run is saving it at this moment.",
+            hint="Give each run an output_dir of its own, or end the other one first.",
+        )
+    return claim
+
+
+def _check_kept(claim: Claim, final: Path) -> None:
+    if claim.is_lost:
+        raise _taken_away(claim.part, final)
+
+
+def _taken_away(part: Path, final: Path) -> SaveError:
+    return SaveError(
+        f"{final} could not be saved, earlier checkpoints are untouched: {part} was removed or emptied while it was "
+        "written.",
+        hint="Another run saves in the same output_dir: give each its own. If there is none, a _save_checkpoint of the "
+        "script must not empty its folder.",
+    )
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, int]]:
