@@ -7,12 +7,16 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.wire import folder
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
+from unsloth_multigpu.wire.process import pid_scope
 
 
 @pytest.fixture
@@ -82,10 +86,33 @@ def test_sweep_leaves_living_supervisors_and_folders_of_others(tmp: Path) -> Non
         assert set(tmp.iterdir()) == {*before, living}
 
 
+@pytest.mark.parametrize(
+    ("function", "elsewhere"),
+    [
+        ("readlink", lambda path: "pid:[1]"),
+        ("uname", lambda: os.uname_result(("Linux", "other-host", "6.1", "#1", "x86_64"))),
+    ],
+    ids=["another container", "another machine"],
+)
+def test_sweep_leaves_runs_whose_process_ids_mean_nothing_here(
+    tmp: Path, monkeypatch: pytest.MonkeyPatch, function: str, elsewhere: Callable[..., Any]
+) -> None:
+    with monkeypatch.context() as there:
+        there.setattr(os, function, elsewhere)
+        foreign = private_dir()
+        path = foreign.__enter__()
+    # Where it runs it lives.
+    monkeypatch.setattr(folder, "is_alive", lambda pid: False)
+    with private_dir():
+        assert path.exists()
+    foreign.__exit__(None, None, None)
+    assert list(tmp.iterdir()) == []
+
+
 def test_sweep_passes_over_a_folder_that_another_job_has_just_removed(
     tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = tmp / "unsloth_multigpu_999999999_x"
+    old = tmp / f"unsloth_multigpu_999999999_{pid_scope()}_x"
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([old]))
     with private_dir() as path:
         assert path.exists()

@@ -28,9 +28,11 @@ from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.overview import Gpu, Overview, columns_of, headline, last_line
+from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
+from unsloth_multigpu.wire.process import pid_scope
 from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
 
 TEN_STEPS = Figures(
@@ -52,7 +54,7 @@ TEN_STEPS = Figures(
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run of two ranks whose supervisor is this process."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"unsloth_multigpu_{os.getpid()}_x"
+    folder = tmp_path / f"unsloth_multigpu_{os.getpid()}_{pid_scope()}_x"
     folder.mkdir(mode=0o700)
     (tmp_path / "logs").mkdir()
     return write_run(folder, "train.py", "python train.py", 2, tmp_path / "logs")
@@ -173,13 +175,21 @@ def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> No
     folder.chmod(0o755)  # Others could have written in it.
     assert read_run(folder) is None
     folder.chmod(0o700)
-    (tmp_path / f"unsloth_multigpu_{os.getpid()}_link").symlink_to(folder)
+    (tmp_path / f"unsloth_multigpu_{os.getpid()}_{pid_scope()}_link").symlink_to(folder)
     assert find_runs() == [run]
     # The number of a process may be another's by now.
     (folder / "run.json").write_text(json.dumps({**dataclasses.asdict(run), "pid_begin_s": 1.0}))
     assert find_runs() == []
     (folder / "run.json").write_text("[")
     assert find_runs() == []
+
+
+def test_run_of_another_container_is_neither_alive_nor_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The same process id, but of a process that cannot be seen.
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+    assert find_runs() == []
+    with pytest.raises(SetupError, match="is a run of another machine or container"):
+        choose_run(run.folder)
 
 
 def test_supervisor_that_was_killed_or_stopped_is_not_running(run: Run) -> None:
@@ -212,7 +222,7 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     assert f"{run.pid}  2 ranks, for " in said
     assert " s: python train.py" in said
     assert main(["top", "--once", str(tmp_path)]) == SetupError.exit_code
-    other = tmp_path / f"unsloth_multigpu_{os.getppid()}_y"
+    other = tmp_path / f"unsloth_multigpu_{os.getppid()}_{pid_scope()}_y"
     other.mkdir(mode=0o700)
     parent = psutil.Process(os.getppid())
     second = dataclasses.replace(run, pid=parent.pid, pid_begin_s=parent.create_time(), folder=str(other))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.wire.process import is_alive
+from unsloth_multigpu.wire.process import is_alive, pid_scope
 
 logger = get_logger(__name__)
 
-RUN_DIR_PREFIX = "unsloth_multigpu_"
+_PREFIX = "unsloth_multigpu_"
 # What events, beats and stacks of a run need at least.
 _SPACE_BYTES = 2**18
 
@@ -25,15 +25,19 @@ _SPACE_BYTES = 2**18
 def private_dir() -> Iterator[Path]:
     """A folder that only this user can read, removed at the end; those of killed supervisors are swept first.
 
+    Its name has the process id and where that id means something. Only the folders of the same place are swept: the
+    supervisor of another one may live where this process cannot see it. A lock on the folder would not tell that
+    either: network disks may keep locks on each host alone, and a forked child would hold it.
+
     Raises:
         LaunchError: The folder for temporary files cannot be written, or is full.
     """
-    for old in Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*"):
-        pid = old.name.removeprefix(RUN_DIR_PREFIX).split("_")[0]
+    for old in find_private_dirs():
+        pid = old.name.removeprefix(_PREFIX).split("_")[0]
         if pid.isdigit() and not is_alive(int(pid)) and _is_mine(old):
             shutil.rmtree(old, ignore_errors=True)
     try:
-        path = Path(tempfile.mkdtemp(prefix=f"{RUN_DIR_PREFIX}{os.getpid()}_"))
+        path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_{pid_scope()}_"))
         _check_space(path)
     except OSError as error:
         raise LaunchError(
@@ -44,6 +48,16 @@ def private_dir() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def find_private_dirs() -> list[Path]:
+    """The private folders whose process ids mean something here."""
+    return [path for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*") if is_from_here(path)]
+
+
+def is_from_here(run_dir: Path) -> bool:
+    """True for the private folder of a process that this one would see if it lived."""
+    return run_dir.name.removeprefix(_PREFIX).split("_")[1:2] == [pid_scope()]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ code of a child that another thread collects, and how often the kernel has kille
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import signal
 import subprocess
@@ -30,6 +31,20 @@ KILL_LIMIT_S = 5.0
 def threads_of_each(num_processes: int) -> int:
     """Threads that each of some processes may compute with: its part of the cores that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
+
+
+def pid_scope() -> str:
+    """A short name of where process ids mean what they mean here: this PID namespace, of this boot of this machine.
+
+    Elsewhere, in a container that shares /tmp or on another host with the same disk, an id is another process's. What a
+    machine does not tell is left out. The host's name tells apart machines that were started from one saved memory.
+    """
+    parts = [os.uname().nodename]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def is_alive(pid: int) -> bool:

@@ -8,7 +8,6 @@ import os
 import shlex
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Literal
 
 import psutil
 
-from unsloth_multigpu.wire.folder import RUN_DIR_PREFIX
+from unsloth_multigpu.wire.folder import find_private_dirs, is_from_here
 
 State = Literal["running", "stopped", "over"]
 _FILE = "run.json"
@@ -50,8 +49,15 @@ class Run:
     log_dir: str
     folder: str
 
+    def is_here(self) -> bool:
+        """False for a run of another machine or container: nothing is known of its processes."""
+        return is_from_here(Path(self.folder))
+
     def state(self) -> State:
-        """Whether its supervisor lives: "stopped" where a signal has stopped it, "over" where it is gone."""
+        """Whether its supervisor lives: "stopped" where a signal has stopped it, "over" where it is gone.
+
+        Says nothing of a run that is not here.
+        """
         try:
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.pid_begin_s) > _NEAR_S:
@@ -98,8 +104,8 @@ def _program(command: Sequence[str]) -> list[str]:
 
 
 def find_runs() -> list[Run]:
-    """All runs of this user whose supervisor lives, the newest first."""
-    runs = [read_run(path) for path in Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*")]
+    """All runs of this user, of this machine and container, whose supervisor lives, the newest first."""
+    runs = [read_run(path) for path in find_private_dirs()]
     alive = [run for run in runs if run is not None and run.state() != "over"]
     return sorted({run.pid: run for run in alive}.values(), key=lambda run: run.begin_s, reverse=True)
 

@@ -69,6 +69,12 @@ def choose_run(name: str | None) -> Run:
             return found[0]
     else:
         run = read_run(Path(name))
+        if run is not None and not run.is_here():
+            raise SetupError(
+                f"{name} is a run of another machine or container, or of an earlier boot: its processes are not seen "
+                "from here.",
+                hint="Call top where the job was started.",
+            )
         if run is not None and run.state() != "over":
             return run
         if run is None and Path(name).is_dir():
