@@ -46,12 +46,15 @@ def test_line_that_is_still_being_written_is_left_for_the_next_look(tmp_path: Pa
     assert len(read_events(tmp_path, attempt=0)) == 2
 
 
-def test_line_that_a_full_disk_has_cut_is_passed_over(tmp_path: Path) -> None:
-    EventWriter(tmp_path, 0, 0, BeatPage(None, 0)).write("started", pid=1)
+def test_line_that_a_full_disk_has_cut_takes_no_other_with_it(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path, 0, 0, BeatPage(None, 0))
+    writer.write("started", pid=1)
     path = tmp_path / "events_rank_0.jsonl"
     line = path.read_text()
-    path.write_text(line[:10] + line + line)
-    assert len(read_events(tmp_path, attempt=0)) == 1
+    path.write_text(line + line[:10])
+    writer.write("exception", exit_code=1)
+    writer.write("exiting")
+    assert [e.kind for e in read_events(tmp_path, attempt=0)] == ["started", "exception", "exiting"]
 
 
 def test_full_disk_is_named_with_the_file(tmp_path: Path) -> None:

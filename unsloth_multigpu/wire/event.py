@@ -56,7 +56,8 @@ class EventWriter:
         line = json.dumps([kind, self._rank, self._attempt, time.monotonic(), self._beat.step, facts])
         try:
             with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
-                file.write(line + "\n")
+                # One that a full disk has cut ends here, and takes nothing of this one with it.
+                file.write(f"\n{line}\n")
         except OSError as error:
             error.filename = str(self._path)  # A write that fails does not say where.
             raise
@@ -78,7 +79,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _parse_event(line: str) -> Event | None:
-    """None for a line that is not whole: still being written, or cut by a full disk."""
+    """None for a line that is empty or not whole: still being written, or cut by a full disk."""
     try:
         return Event(*json.loads(line)) if line.endswith("\n") else None
     except (ValueError, TypeError):
