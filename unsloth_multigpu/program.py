@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 from typing import TYPE_CHECKING, Protocol
 
+from unsloth_multigpu.wire.process import only_here
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -61,7 +63,7 @@ class ScriptProgram:
         from unsloth_multigpu.launch.rank import enter_rank
 
         # Called after what `enter_rank` registers, which ends the process group: a rank that waits there goes on then.
-        atexit.register(session.leave)
+        atexit.register(only_here(session.leave))
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
         if identity.world_size > 1:

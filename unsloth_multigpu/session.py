@@ -30,6 +30,7 @@ from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.process import only_here
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -368,9 +369,9 @@ def _patches(session: Session) -> list[Patch]:
 
     gate = SaveGate(identity.rank, session.open_manager)
     if identity.rank == 0:
-        atexit.register(gate.end)
+        atexit.register(only_here(gate.end))
     # Before the process group is ended, where a rank may wait for those that wait for it.
-    atexit.register(gate.leave)
+    atexit.register(only_here(gate.leave))
     device_index = local_device(identity, config).index or 0
     return [
         *patches,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from unsloth_multigpu.wire.beat import BeatPage
+from unsloth_multigpu.wire.process import only_here
 from unsloth_multigpu.wire.stack import stack_path
 
 PERIOD_S = 0.5
@@ -47,7 +48,7 @@ def start_pulse(
     thread = threading.Thread(target=pulse.run, args=(stop,), name="unsloth_multigpu-pulse", daemon=True)
     # A thread that returns from torch after the interpreter has ended aborts the process.
     end = functools.partial(_end, stop, thread, file)
-    atexit.register(end)
+    atexit.register(only_here(end))
     thread.start()
     return end
 

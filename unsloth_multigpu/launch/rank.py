@@ -21,6 +21,7 @@ from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.event import EventWriter
 from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.process import only_here
 
 _PR_SET_PDEATHSIG = 1
 
@@ -97,7 +98,7 @@ def leave_group_at_exit(has_failed: Callable[[], bool]) -> None:
     Args:
         has_failed: Asked at exit: has an error ended this process? Then other ranks may not be there to take part.
     """
-    atexit.register(leave_group, has_failed)
+    atexit.register(only_here(leave_group, otherwise=keep_group), has_failed)
 
 
 def leave_group(has_failed: Callable[[], bool]) -> None:
@@ -105,6 +106,17 @@ def leave_group(has_failed: Callable[[], bool]) -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and not has_failed():
         dist.destroy_process_group()
+
+
+def keep_group(has_failed: Callable[[], bool]) -> None:
+    """For a forked child, whose exit is not that of the rank: nobody ends the groups, not even the interpreter.
+
+    The child has them without their threads, for which their destructors would wait for ever.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and c10d.is_initialized():
+        for group in c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def die_with_supervisor(supervisor_pid: int) -> None:
@@ -167,8 +179,8 @@ def _report_end(
         if os.path.isdir(run_dir):
             events.write("exiting") if has_failed.is_set() else end("exiting")
 
-    sys.excepthook = report
-    atexit.register(exiting)
+    sys.excepthook = only_here(report, otherwise=sys.excepthook)
+    atexit.register(only_here(exiting))
 
 
 def _exit_after(limit_s: float, exit_code: int) -> None:

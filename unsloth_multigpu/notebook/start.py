@@ -32,7 +32,7 @@ from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.process import threads_of_each
+from unsloth_multigpu.wire.process import only_here, threads_of_each
 from unsloth_multigpu.wire.run import write_run
 
 if TYPE_CHECKING:
@@ -139,7 +139,6 @@ class Notebook:
         self._line = line
         self._disable = disable
         self._generation = 0
-        self._pid = os.getpid()
         self._identity = _identity(0, num_ranks)
         self.run_dir = stack.enter_context(private_dir())
         self.log_dir = stack.enter_context(exclusive_log_dir(Path(config.log_dir), num_ranks))
@@ -173,8 +172,9 @@ class Notebook:
             self.program.panel = Panel(run)
             stack.callback(self.program.panel.end)
         # A kernel that ends kills its workers and closes nothing else: its front end would wait for that.
-        atexit.register(self._leave)
-        stack.callback(atexit.unregister, self._leave)
+        leave = only_here(self._leave)
+        atexit.register(leave)
+        stack.callback(atexit.unregister, leave)
 
     def replay(self) -> None:
         """Lets the workers run the earlier cells of this kernel, without a group: rank 0 would not take part."""
@@ -279,12 +279,11 @@ class Notebook:
 
     def _leave(self) -> None:
         """The kernel ends: the workers must not outlive it."""
-        if os.getpid() == self._pid:
-            for worker in self.kernel.workers:
-                worker.kill()
-            if self._metrics is not None:
-                self._metrics.close()
-            shutil.rmtree(self.run_dir, ignore_errors=True)
+        for worker in self.kernel.workers:
+            worker.kill()
+        if self._metrics is not None:
+            self._metrics.close()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _device_of(self, rank: int) -> str:
         from unsloth_multigpu.group.manager import local_device

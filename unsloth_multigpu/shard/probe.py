@@ -27,7 +27,7 @@ from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import run_to_end
+from unsloth_multigpu.wire.process import only_here, run_to_end
 from unsloth_multigpu.words import how_ended
 
 DEFAULT_LIMIT_S = 600.0
@@ -193,7 +193,7 @@ class Probe(Tool):
                 self._write(_failure(error, trace))
             previous(kind, error, trace)
 
-        sys.excepthook = tell
+        sys.excepthook = only_here(tell, otherwise=previous)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
         from unsloth_multigpu.shard.describe import describe

@@ -7,6 +7,7 @@ code of a child that another thread collects, and how often the kernel has kille
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import signal
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec
 
 import psutil
 
@@ -23,6 +24,7 @@ from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
 
+P = ParamSpec("P")
 _POLL_S, _LOOK_S = 0.01, 0.2
 # From SIGKILL until a process is gone; a driver may hold it longer.
 KILL_LIMIT_S = 5.0
@@ -45,6 +47,25 @@ def pid_scope() -> str:
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def only_here(function: Callable[P, object], otherwise: Callable[P, object] | None = None) -> Callable[P, None]:
+    """For handlers of atexit and `sys.excepthook`: a forked child inherits them, but is not this process.
+
+    Args:
+        function: What this process does.
+        otherwise: What its forked children do; None = nothing.
+    """
+    pid = os.getpid()
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        if os.getpid() == pid:
+            function(*args, **kwargs)
+        elif otherwise is not None:
+            otherwise(*args, **kwargs)
+
+    return call
 
 
 def is_alive(pid: int) -> bool:
