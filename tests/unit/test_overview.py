@@ -32,7 +32,7 @@ from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import numbers_between
 from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
-from unsloth_multigpu.wire.process import pid_scope
+from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
 from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
 
 TEN_STEPS = Figures(
@@ -178,7 +178,7 @@ def test_only_living_runs_of_this_user_are_found(run: Run, tmp_path: Path) -> No
     (tmp_path / f"unsloth_multigpu_{os.getpid()}_{pid_scope()}_link").symlink_to(folder)
     assert find_runs() == [run]
     # The number of a process may be another's by now.
-    (folder / "run.json").write_text(json.dumps({**dataclasses.asdict(run), "pid_begin_s": 1.0}))
+    (folder / "run.json").write_text(json.dumps({**dataclasses.asdict(run), "pid_begin_ticks": 1}))
     assert find_runs() == []
     (folder / "run.json").write_text("[")
     assert find_runs() == []
@@ -192,10 +192,29 @@ def test_run_of_another_container_is_neither_alive_nor_over(run: Run, monkeypatc
         choose_run(run.folder)
 
 
+def test_run_is_found_after_the_clock_was_set(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_time = psutil.Process.create_time
+    # The kernel moves the time of the boot with the clock.
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 60.0)
+    assert find_runs() == [run]
+
+
+def test_begin_of_a_process_is_read_beside_any_name(tmp_path: Path) -> None:
+    program = tmp_path / "a) S 1 (b"
+    program.symlink_to("/bin/cat")
+    with subprocess.Popen([program], stdin=subprocess.PIPE) as child:
+        wait_until(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "a) S 1 (b\n", 10.0, "its name")
+        begin, now = read_begin_ticks(child.pid), time.clock_gettime(time.CLOCK_BOOTTIME)
+        assert begin is not None
+        assert abs(begin / os.sysconf("SC_CLK_TCK") - now) < 60.0
+        child.communicate()
+    assert read_begin_ticks(child.pid) is None
+
+
 def test_supervisor_that_was_killed_or_stopped_is_not_running(run: Run) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = psutil.Process(child.pid)
-    other = dataclasses.replace(run, pid=child.pid, pid_begin_s=process.create_time())
+    other = dataclasses.replace(run, pid=child.pid, pid_begin_ticks=read_begin_ticks(child.pid))
     assert other.state() == "running"
     process.suspend()
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
@@ -224,8 +243,8 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     assert main(["top", "--once", str(tmp_path)]) == SetupError.exit_code
     other = tmp_path / f"unsloth_multigpu_{os.getppid()}_{pid_scope()}_y"
     other.mkdir(mode=0o700)
-    parent = psutil.Process(os.getppid())
-    second = dataclasses.replace(run, pid=parent.pid, pid_begin_s=parent.create_time(), folder=str(other))
+    parent = os.getppid()
+    second = dataclasses.replace(run, pid=parent, pid_begin_ticks=read_begin_ticks(parent), folder=str(other))
     (other / "run.json").write_text(json.dumps(dataclasses.asdict(second)))
     assert main(["top", "--once"]) == SetupError.exit_code
     assert "2 jobs run here." in capsys.readouterr().err

@@ -81,6 +81,19 @@ def read_state(pid: int) -> str:
         return str(psutil.STATUS_DEAD)
 
 
+def read_begin_ticks(pid: int) -> int | None:
+    """When the process began, in ticks of the kernel since the machine did; None where it is gone.
+
+    psutil gives seconds since 1970, which change for a living process when the clock of the machine is set.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the program's name in brackets, with any characters. This is the 22nd.
+    return int(text.rpartition(")")[2].split()[19])
+
+
 def read_held_bytes(pid: int) -> int:
     """Memory of the machine that the process holds now; 0 where it is gone."""
     try:

@@ -17,12 +17,11 @@ from typing import Literal
 import psutil
 
 from unsloth_multigpu.wire.folder import find_private_dirs, is_from_here
+from unsloth_multigpu.wire.process import read_begin_ticks, read_state
 
 State = Literal["running", "stopped", "over"]
 _FILE = "run.json"
 _SCRIPT_MODULE = "unsloth_multigpu.cli.script"
-# psutil gives the time at which a process began in hundredths of a second.
-_NEAR_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Run:
 
     Args:
         pid: Of its supervisor, which in a notebook is the kernel.
-        pid_begin_s: When that process began, in seconds since 1970: another one may have its number by now.
+        pid_begin_ticks: When that process began, see `read_begin_ticks`: another one may have its number by now.
         begin_s: When the ranks were started, in seconds since 1970.
         job: Short name: of the script, or "notebook".
         command: As it was started.
@@ -41,7 +40,7 @@ class Run:
     """
 
     pid: int
-    pid_begin_s: float
+    pid_begin_ticks: int | None
     begin_s: float
     job: str
     command: str
@@ -58,14 +57,8 @@ class Run:
 
         Says nothing of a run that is not here.
         """
-        try:
-            process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.pid_begin_s) > _NEAR_S:
-                return "over"
-            status = process.status()
-        except psutil.NoSuchProcess:
-            return "over"
-        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        status = read_state(self.pid)
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) or read_begin_ticks(self.pid) != self.pid_begin_ticks:
             return "over"
         return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
 
@@ -73,8 +66,7 @@ class Run:
 def write_run(run_dir: Path, job: str, command: str, num_ranks: int, log_dir: Path) -> Run:
     """Lets others see this run. Called by its supervisor, in the folder that only this user can read."""
     pid = os.getpid()
-    begin_s = psutil.Process(pid).create_time()
-    run = Run(pid, begin_s, time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
+    run = Run(pid, read_begin_ticks(pid), time.time(), job, command, num_ranks, str(log_dir), str(run_dir))
     # Written whole: a reader may look at any time.
     part = run_dir / f".{_FILE}"
     # Only this user may read it, whatever the umask is.
