@@ -27,7 +27,7 @@ from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.folder import private_dir
-from unsloth_multigpu.wire.process import only_here, run_to_end
+from unsloth_multigpu.wire.process import exit_on_signal, only_here, run_to_end
 from unsloth_multigpu.words import how_ended
 
 DEFAULT_LIMIT_S = 600.0
@@ -99,7 +99,7 @@ def ask(
         SetupError: The script does not come to a `train()` in this way, or nothing is known of what it trains.
         RankTimeoutError: It took longer than `limit_s`.
     """
-    with private_dir() as folder:
+    with exit_on_signal(), private_dir() as folder:
         outcome, log = folder / _OUTCOME, folder / _LOG
         request = ToolRequest("unsloth_multigpu.shard.probe:Probe", {"file": str(outcome), "tokens": tokens})
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}

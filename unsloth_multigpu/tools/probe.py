@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from unsloth_multigpu.errors import MultiGPUError
@@ -75,20 +72,6 @@ class Probe:
     def _end(self) -> None:
         # The launcher ends its ranks on SIGTERM; they also die with it.
         end_command(self._process, str(self._outcome), _TERMINATE_LIMIT_S)
-
-
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end what this command has started, too."""
-
-    def leave(signal_number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signal_number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def leave_outcome(measure: Callable[[], Mapping[str, Any]]) -> None:

@@ -12,10 +12,12 @@ import hashlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO, ParamSpec
 
 import psutil
@@ -24,7 +26,7 @@ from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
 
-P = ParamSpec("P")
+_P = ParamSpec("_P")
 _POLL_S, _LOOK_S = 0.01, 0.2
 # From SIGKILL until a process is gone; a driver may hold it longer.
 KILL_LIMIT_S = 5.0
@@ -49,7 +51,7 @@ def pid_scope() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def only_here(function: Callable[P, object], otherwise: Callable[P, object] | None = None) -> Callable[P, None]:
+def only_here(function: Callable[_P, object], otherwise: Callable[_P, object] | None = None) -> Callable[_P, None]:
     """For handlers of atexit and `sys.excepthook`: a forked child inherits them, but is not this process.
 
     Args:
@@ -59,7 +61,7 @@ def only_here(function: Callable[P, object], otherwise: Callable[P, object] | No
     pid = os.getpid()
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
         if os.getpid() == pid:
             function(*args, **kwargs)
         elif otherwise is not None:
@@ -194,6 +196,30 @@ def run_to_end(
         return process.poll()
     finally:
         end_command(process, marker, terminate_limit_s)
+
+
+@contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """Lets SIGTERM, and SIGHUP where the terminal is closed, end what this process has started, too, by SystemExit.
+
+    What was ignored before stays so, as under nohup. Another thread than the main one gets no signals.
+    """
+    received: list[int] = []
+
+    def leave(signal_number: int, frame: FrameType | None) -> None:
+        # A closed terminal and the shell in it both send SIGHUP. The second one would leave what is being ended.
+        if not received:
+            received.append(signal_number)
+            raise SystemExit(128 + signal_number)
+
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                before = signal.getsignal(number)
+                if before != signal.SIG_IGN:
+                    stack.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+                    signal.signal(number, leave)
+        yield
 
 
 def end_command(process: subprocess.Popen[bytes], marker: str, limit_s: float) -> None:

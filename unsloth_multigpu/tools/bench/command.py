@@ -21,8 +21,8 @@ from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
 from unsloth_multigpu.tools.bench.unsloth import made_model
 from unsloth_multigpu.tools.html_page import check_libraries
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.bench.result import ArmResult, RankRecord
@@ -61,7 +61,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     options = dataclasses.replace(options, arms=tuple(arm.name for arm in arms))
     for line in skipped:
         tell(line)
-    with exit_on_sigterm(), made_model(options, arms[0]) as ready:
+    with exit_on_signal(), made_model(options, arms[0]) as ready:
         runs, failed = _run_rounds(arms, ready)
     if failed is not None:
         tell(f"error: {failed}")

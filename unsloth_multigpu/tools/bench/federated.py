@@ -19,8 +19,7 @@ from unsloth_multigpu.tools.bench.federated_option import BASELINE, FederatedArm
 from unsloth_multigpu.tools.bench.result import Spread
 from unsloth_multigpu.tools.bench.table import Table, show_result, spread_text
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import exit_on_sigterm
-from unsloth_multigpu.wire.process import find_marked
+from unsloth_multigpu.wire.process import exit_on_signal, find_marked
 
 _WORKER = "unsloth_multigpu.tools.bench.federated_arm"
 # Largest difference of a trained value. On other devices sums of the same numbers vary from run to run.
@@ -94,7 +93,7 @@ def run_federated(arguments: argparse.Namespace) -> int:
         )
     options = options.on_device(_device(arguments.device))
     by_name = {arm.name: arm for arm in arms}
-    with exit_on_sigterm(), Pace(list(by_name), options.num_repeats) as pace:
+    with exit_on_signal(), Pace(list(by_name), options.num_repeats) as pace:
         runs, failed = run_rounds(
             list(by_name),
             options.num_repeats,

@@ -32,10 +32,10 @@ from unsloth_multigpu.tools.chaos.result import (
 )
 from unsloth_multigpu.tools.chaos.run import Ended, Scene
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.identity import read_identity
+from unsloth_multigpu.wire.process import exit_on_signal
 
 # Options that a run does not have, or that mean something else here: see cli.command.
 OWN_OPTIONS: dict[str, CommandOption] = {
@@ -188,7 +188,7 @@ def run_chaos(options: argparse.Namespace, program: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     fixed = {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
     environment = {**os.environ, **file_variables(os.environ), **fixed}
-    with private_dir() as folder, exit_on_sigterm(), Progress("chaos") as progress:
+    with private_dir() as folder, exit_on_signal(), Progress("chaos") as progress:
         limit_of_run_s = options.limit_s or 600.0
         scene = Scene(folder / "whole", program, environment, options.cwd, limit_of_run_s)
         progress.say(f"the run without faults, at most {limit_of_run_s:g} s, which tells how long the others take")

@@ -14,8 +14,8 @@ from unsloth_multigpu.cli.screen import Progress, Screen
 from unsloth_multigpu.options import ENV_PREFIX, MultiGPUConfig
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.doctor.verdict import verdict
-from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.versions import installed_version
+from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.doctor.findings import CheckRow
@@ -41,7 +41,7 @@ def run_doctor(num_gpus: int | None, *, as_json: bool, limit_s: float, is_verbos
     config = MultiGPUConfig.resolve({})  # A wrong variable is told before the checks, which take a while.
     rows: list[CheckRow] = []
     screen = Screen()
-    with exit_on_sigterm(), Progress("doctor") as progress:
+    with exit_on_signal(), Progress("doctor") as progress:
         for what, section in check_machine(num_gpus, limit_s):
             progress.clear()
             rows += section

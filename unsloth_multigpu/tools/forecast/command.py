@@ -23,7 +23,7 @@ from unsloth_multigpu.tools.forecast.measured import TOLERANCE, Check, Measured,
 from unsloth_multigpu.tools.forecast.page import check_report, show, write_page
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import Probe, exit_on_sigterm
+from unsloth_multigpu.tools.probe import Probe
 from unsloth_multigpu.tools.program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
@@ -35,6 +35,7 @@ from unsloth_multigpu.tools.program import (
 )
 from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.folder import private_dir
+from unsloth_multigpu.wire.process import exit_on_signal
 
 SCHEMA_VERSION = 1
 DEFAULT_GPUS, DEFAULT_STEPS = "2,4,8,64,1024", 16
@@ -171,7 +172,7 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
     if request.check is not None:
         _check_can_run(request.check, options.device)
     screen, progress = Screen(), Progress("forecast")
-    with private_dir() as folder, exit_on_sigterm():
+    with private_dir() as folder, exit_on_signal():
         progress.say(f"runs {request.num_steps} steps of {' '.join(program)} on one rank")
         # Before the script, because there may be nothing to measure.
         link = _measured_link(request, folder) if request.link == _MEASURE else None

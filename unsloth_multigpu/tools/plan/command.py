@@ -27,7 +27,6 @@ from unsloth_multigpu.shard.memory import (
 )
 from unsloth_multigpu.shard.probe import DEFAULT_LIMIT_S, Answer, Device, ask
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.tools.program import command_of, parse_numbers
 from unsloth_multigpu.words import GIB
 
@@ -67,8 +66,7 @@ def run_plan(options: argparse.Namespace, program: Sequence[str]) -> int:
     if limit_s <= 0 or (options.tokens is not None and options.tokens < 1):
         raise ConfigError("--tokens and --timeout-s must be greater than 0.", hint="Leave them out for the defaults.")
     Progress("plan").say(f"runs {' '.join(program)} up to train(), without weights")
-    with exit_on_sigterm():
-        answer = ask(command_of(program), os.environ, tokens=options.tokens, limit_s=limit_s)
+    answer = ask(command_of(program), os.environ, tokens=options.tokens, limit_s=limit_s)
     device_bytes = given if given is not None else _smallest(answer.devices)
     ways: tuple[Way, ...] = ("ddp", "sharded") if answer.description.training.trains_parts else ("ddp",)
     rows = [forecast_memory(answer.description, way, n) for n in numbers for way in ways if n > 1 or way == "ddp"]

@@ -14,7 +14,6 @@ from unsloth_multigpu.errors import ConfigError, DivergenceError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import CommandOption
 from unsloth_multigpu.tools.plain_json import json_text
-from unsloth_multigpu.tools.probe import exit_on_sigterm
 from unsloth_multigpu.tools.program import (
     DEFAULT_LIMIT_S,
     check_is_no_rank,
@@ -29,6 +28,7 @@ from unsloth_multigpu.tools.verify.run import ScriptFailed, ScriptRun, tell_outp
 from unsloth_multigpu.tools.verify.speed import Speed, speed_of, times_as_fast
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.wire.folder import private_dir
+from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
     from unsloth_multigpu.tools.verify.comparison import Comparison, RunRecord
@@ -81,7 +81,7 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     output = RunOutput(file)
     threads = thread_variables(config.device, num_ranks)
     records = []
-    with private_dir() as folder, exit_on_sigterm(), Progress("verify") as progress:
+    with private_dir() as folder, exit_on_signal(), Progress("verify") as progress:
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
             place = folder / name
             place.mkdir()

@@ -1,0 +1,79 @@
+"""A signal that ends a process which waits for a command ends the command, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.run import finish, start, wait_until
+from unsloth_multigpu.wire.process import exit_on_signal, find_marked
+
+ASKS = """
+import os, sys
+from unsloth_multigpu.shard.probe import ask
+ask([sys.executable, "-c", "import time; open('begun', 'w').close(); time.sleep(600)"], os.environ)
+"""
+
+
+@pytest.fixture(autouse=True)
+def terminal() -> Iterator[None]:
+    """SIGHUP ends a process, also where the tests were started under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_script_that_is_asked_ends_with_who_asks_it(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "tmp").mkdir()
+    with start(["-c", ASKS], tmp_path, {"TMPDIR": str(tmp_path / "tmp")}) as asking:
+        wait_until((tmp_path / "begun").exists, 60.0, "the script that is asked")
+        asking.send_signal(number)
+        ended = finish(asking)
+    left = find_marked(str(tmp_path / "tmp"))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert (ended.code, left) == (128 + number, []), ended.err
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_second_signal_does_not_cut_the_ending_off() -> None:
+    ended = []
+
+    def wait() -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            ended.append(True)
+
+    with pytest.raises(SystemExit) as error, exit_on_signal():
+        wait()
+    assert (error.value.code, ended) == (129, [True])
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_signal_that_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with exit_on_signal():
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_thread_beside_the_main_one_may_wait_for_a_command() -> None:
+    entered = []
+
+    def wait() -> None:
+        with exit_on_signal():
+            entered.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert entered == [True]
