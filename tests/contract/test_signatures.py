@@ -25,6 +25,7 @@ USES = collect()
 # has under a condition: one that is always passed is no entry of this table.
 ALLOWED = {
     "torch.distributed.launcher.api.LaunchConfig(shutdown_timeout)": "launch/engine.py asks for the field; torch 2.13",
+    "torch.distributed.launcher.api.LaunchConfig(signals_to_handle)": "the same; torch 2.11 has it, 2.8 has not",
 }
 EVERY_WAY = """
 from __future__ import annotations
@@ -108,7 +109,7 @@ def test_calls_of_this_package_are_collected() -> None:
     assert ("step/snapshot.py", "torch.random.fork_rng", ("device_type",)) in calls
     (launch_config,) = (use for use in USES if use.name.endswith(".LaunchConfig") and use.is_call)
     assert {"min_nodes", "logs_specs"} <= {*launch_config.keywords}
-    assert launch_config.conditional == ("shutdown_timeout",)
+    assert launch_config.conditional == ("shutdown_timeout", "signals_to_handle")
     assert len(calls) > 200
 
 
@@ -133,7 +134,7 @@ def test_planted_fault_is_found(source: str, expected: str) -> None:
 
 def test_option_of_newer_versions_is_found_where_nothing_asks_for_it() -> None:
     source = Path(PACKAGE / "launch" / "engine.py").read_text(encoding="utf-8")
-    always = source.replace("**_shutdown_limit()", "shutdown_timeout=_SHUTDOWN_LIMIT_S")
+    always = source.replace("**_later_options()", "shutdown_timeout=_SHUTDOWN_LIMIT_S")
     assert always != source
     (found,) = unknown(uses_in(always, "engine.py"), RECORDED_BY_ROW["oldest"])
     assert found.endswith("LaunchConfig: got an unexpected keyword argument 'shutdown_timeout'")

@@ -94,7 +94,8 @@ def test_rank_ends_after_the_first_one_of_its_machine(tmp_path, monkeypatch):
         first.kill()
     assert (has_left, was_alive) == (True, [True])
     ((wait, has_ended, deadline_s),) = handlers
-    assert wait(has_ended, deadline_s)
+    wait(has_ended, deadline_s)
+    assert has_ended()
     assert PageAgreement(page, 0).leave(time.monotonic() + 5.0)
     assert len(handlers) == 1
     page.close()

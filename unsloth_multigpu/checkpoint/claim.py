@@ -92,7 +92,7 @@ def take(part: Path, *, is_for_writing: bool) -> Claim | None:
         try:
             if is_for_writing:
                 lock.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(lock, os.O_RDWR | (os.O_CREAT if is_for_writing else 0), 0o666)
+            descriptor = os.open(lock, os.O_RDWR | (os.O_CREAT if is_for_writing else 0), 0o600)
         except FileNotFoundError:
             if not is_for_writing:
                 return Claim(part, None)

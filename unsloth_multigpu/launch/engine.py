@@ -76,11 +76,10 @@ def run_elastic(
 
 def _later_options() -> dict[str, Any]:
     """Options that older versions of torch do not have."""
-    options = {
-        # Since torch 2.13; before, the engine's limit is fixed at the same 30 s.
-        "shutdown_timeout": _SHUTDOWN_LIMIT_S,
-        # The others are `stop.SIGNALS`. Before, the engine takes them with each start, and `Stop` takes them back.
-        "signals_to_handle": "SIGQUIT",
-    }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    return {name: value for name, value in options.items() if name in known}
+    return {
+        # Since torch 2.13; before, the engine's limit is fixed at the same 30 s.
+        **({"shutdown_timeout": _SHUTDOWN_LIMIT_S} if "shutdown_timeout" in known else {}),
+        # The others are `stop.SIGNALS`. Before, the engine takes them with each start, and `Stop` takes them back.
+        **({"signals_to_handle": "SIGQUIT"} if "signals_to_handle" in known else {}),
+    }

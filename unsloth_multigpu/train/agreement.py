@@ -10,7 +10,7 @@ from typing import Protocol
 from torch.distributed import Store
 
 from unsloth_multigpu.wire.control import ControlPage
-from unsloth_multigpu.wire.process import is_alive
+from unsloth_multigpu.wire.process import is_alive, only_here
 from unsloth_multigpu.wire.wait import wait_until
 
 # The points of one training use the low 44 bits of a number; the training's index is above them.
@@ -68,7 +68,7 @@ class PageAgreement:
         first_pid = self._page.left()[0]
         if first_pid != os.getpid():
             # Trackers finish their work when local rank 0 ends; the engine ends all with the first process that ends.
-            atexit.register(wait_until, lambda: not is_alive(first_pid), deadline_s)
+            atexit.register(only_here(wait_until), lambda: not is_alive(first_pid), deadline_s)
         return True
 
 
