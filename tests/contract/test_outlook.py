@@ -57,9 +57,13 @@ def trainer_of(folder: Path, **arguments: Any) -> Trainer:
 def lines_of(trainer: Trainer, caplog: pytest.LogCaptureFixture, config: MultiGPUConfig = CONFIG) -> list[str]:
     """What a training with the part says."""
     caplog.set_level(logging.INFO, logger="unsloth_multigpu")
-    logging.getLogger("unsloth_multigpu").propagate = True
-    with Loop(trainer, [Outlook(trainer, config)]).steering():
-        trainer.train()
+    ours = logging.getLogger("unsloth_multigpu")
+    before, ours.propagate = ours.propagate, True
+    try:
+        with Loop(trainer, [Outlook(trainer, config)]).steering():
+            trainer.train()
+    finally:
+        ours.propagate = before
     return [record.getMessage() for record in caplog.records if "2 GPUs would" in record.getMessage()]
 
 

@@ -92,7 +92,7 @@ def test_doctor_finds_every_planted_fault(tmp_path):
 
 
 def test_stuck_all_reduce_names_its_rank(tmp_path):
-    options = {"LOG_DIR": str(tmp_path / "logs"), "TIMEOUT_S": "3", "NUM_GPUS": "2", "DEVICE": "cpu"}
+    options = {"LOG_DIR": str(tmp_path / "logs"), "TIMEOUT_S": "10", "NUM_GPUS": "2", "DEVICE": "cpu"}
     variables = {**plant_fault(tmp_path, "stuck"), **{f"UNSLOTH_MULTIGPU_{n}": v for n, v in options.items()}}
     with Probe("unsloth_multigpu.tools.allreduce", tmp_path, 120.0, variables) as probe:
         outcome = probe.outcome()

@@ -27,7 +27,7 @@ def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
     assert code == 124, err
 
     looping_s, looping = next((t, line) for t, line in lines if "rank 1 hangs: no progress" in line)
-    found = re.search(r"no progress for 6 s in step \d+, getting samples \(hang\.py:(\d+) in collate\)", looping)
+    found = re.search(r"no progress for \d+ s in step \d+, getting samples \(hang\.py:(\d+) in collate\)", looping)
     assert found, err
     assert script.read_text().splitlines()[int(found[1]) - 1].strip() in ("while True:", "pass")
     assert "Starting all ranks again (1)" in looping
@@ -37,14 +37,14 @@ def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
     assert HANG_TIMEOUT_S <= looping_s - times["spin_since"] < HANG_TIMEOUT_S + SLACK_S
 
     stopped_s, stopped = next((t, line) for t, line in lines if "no sign of life" in line)
-    assert re.search(r"rank 1 hangs: no sign of life for 6 s in step 3, .*\(hang\.py:\d+ in on_step_end\)", stopped), (
-        err
-    )
+    assert re.search(
+        r"rank 1 hangs: no sign of life for \d+ s in step 3, .*\(hang\.py:\d+ in on_step_end\)", stopped
+    ), err
     assert HANG_TIMEOUT_S <= stopped_s - times["stop_since"] < HANG_TIMEOUT_S + SLACK_S
 
     for rank in (0, 1):
         path = tmp_path / "logs" / f"stack_rank_{rank}.txt"
         assert "most recent call first" in path.read_text()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    wait_until(lambda: not orphans(str(tmp_path)), 5.0, "end of all processes")
+    wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")
     assert not list(Path("/tmp").glob(f"unsloth_multigpu_{process.pid}_*"))

@@ -152,7 +152,8 @@ def test_node_that_comes_back_goes_on_with_the_others_where_they_were(outcome):
     assert [run.code for run in outcome.went] == [0, 0], [run.err for run in outcome.went]
     assert "Starting all ranks again (1)" in outcome.went[0].err
     for run in outcome.went:
-        assert "ranks 2 round 1" in run.out
+        # As a rule the first; the node may come back after the other has begun alone.
+        assert re.search(r"ranks 2 round \d", run.out)
     steps, _, times = zip(*job.steps("elastic", 0), strict=True)
     print(f"{times[4] - times[3]:.1f} s from the last step with the node to the first step with it again")
     # The node went away in step 4, before its checkpoint.

@@ -124,7 +124,7 @@ def check_faults_of_trainings(run: NotebookRun) -> None:
     for source, error, value, limit_s in (
         ("if rank == 1: raise ValueError('one')", "DistributedError", "rank 1 raised ValueError: one", 2.0),
         ("if rank == 0: raise ValueError('zero')", "ValueError", "zero", 1.2),
-        ("if rank == 1: time.sleep(60)", "RankTimeoutError", "rank 1 hangs: no progress for 3 s", 6.0),
+        ("if rank == 1: time.sleep(60)", "RankTimeoutError", "rank 1 hangs: no progress for ", 6.0),
     ):
         check(run, f"fault.source = {source!r}\ntrainer.train()", error, value, limit_s)
     assert "steps (6, 2) equal True" in run.run(TRAINS_ON).text

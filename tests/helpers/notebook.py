@@ -18,7 +18,7 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
-from tests.helpers.run import ROOT, environment_with
+from tests.helpers.run import ROOT, environment_with, free_port
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _LOOK_S = 0.2
@@ -64,6 +64,8 @@ class NotebookRun:
         self.folder = folder
         self._manager = KernelManager(kernel_name="python3")
         self._manager.kernel_spec.argv = list(command)
+        for channel in ("shell", "iopub", "stdin", "hb", "control"):
+            setattr(self._manager, f"{channel}_port", free_port())
         self._manager.start_kernel(cwd=str(folder), env=own)
         # What has come for other requests than the one that was waited for.
         self._kept: list[tuple[Any, dict[str, Any]]] = []

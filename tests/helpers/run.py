@@ -66,7 +66,7 @@ def start(
     return subprocess.Popen(command, cwd=cwd, env=environment_with(env), **{**pipes, **options})
 
 
-def finish(process: subprocess.Popen, timeout_s: float = 200.0) -> Finished:
+def finish(process: subprocess.Popen, timeout_s: float = 600.0) -> Finished:
     """Waits for the end. One that does not come within the limit is a failure, not a hang of the test."""
     begin = time.monotonic()
     try:

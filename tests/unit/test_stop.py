@@ -135,6 +135,14 @@ def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
     assert (stop.signal_number, stop.how) == (signal.SIGTERM, "at once")
 
 
+def test_signal_before_the_first_round_is_looked_at_there(tmp_path, beat):
+    with handlers_kept(), Stop(tmp_path, 1, 5.0, end) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Ended) as ended:
+            stop.begin_round(0)
+    assert (ended.value.args, stop.signal_number, stop.how) == ((signal.SIGINT,), signal.SIGINT, "at once")
+
+
 def test_signal_while_processes_are_started_waits_for_the_first_turn(stop):
     stop._turn_s -= 2.0
     stop.begin_start()

@@ -86,6 +86,8 @@ class Stop:
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
             self._before = {signal_number: signal.getsignal(signal_number) for signal_number in SIGNALS}
+        # What comes before the first round is looked at there: nobody would handle the exception earlier.
+        self._start_s = time.monotonic()
         self._own_signals()
         return self
 
@@ -110,6 +112,9 @@ class Stop:
         Raises:
             RestartRefused: The ranks were to stop, or failed by what a restart cannot cure.
         """
+        self._start_s = None
+        if self.is_asked() and attempt == 0:
+            self._end_at_once(self.signal_number)
         if self.is_asked():
             raise RestartRefused(f"no restart after {signal.Signals(self.signal_number).name}")
         if any(_is_permanent(event) for event in read_events(self._run_dir, attempt - 1)):

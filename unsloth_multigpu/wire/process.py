@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import hashlib
 import os
 import signal
@@ -27,7 +28,7 @@ from unsloth_multigpu.logs import get_logger
 logger = get_logger(__name__)
 
 _P = ParamSpec("_P")
-_POLL_S, _LOOK_S = 0.01, 0.2
+_POLL_S, _LOOK_S, _COLLECT_LIMIT_S = 0.01, 0.2, 1.0
 # From SIGKILL until a process is gone; a driver may hold it longer.
 KILL_LIMIT_S = 5.0
 
@@ -108,14 +109,26 @@ def wait_for_exit(pid: int) -> int | None:
     """Waits until a child of this process has ended, and leaves it to whoever started it to collect it.
 
     Returns:
-        Its exit code, negative = the signal that ended it; None where it was collected before we could look.
+        Its exit code, negative = the signal that ended it; None where it was collected before we could look and nothing
+        is known of it.
     """
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
-        return None
+        return _collected_code(pid)
     assert ended is not None  # Only a call that does not wait returns None.
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def _collected_code(pid: int) -> int | None:
+    """What the `Popen` of a child knows, which was quicker: it belongs to whoever started the child."""
+    # An object of any other type may not like to be asked what it is.
+    found = [o for o in gc.get_objects() if type(o) is subprocess.Popen and o.pid == pid]
+    end_s = time.monotonic() + _COLLECT_LIMIT_S
+    # It collects the child first and notes the code then.
+    while found and found[-1].returncode is None and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+    return found[-1].returncode if found else None
 
 
 def send_signal(pid: int, signal_number: signal.Signals) -> None:

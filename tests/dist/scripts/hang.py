@@ -55,6 +55,7 @@ class Fault(TrainerCallback):
         if rank == 1 and state.global_step == STEP and kind == "stop":
             note()
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(3600)  # It is let go on for its stack, and would end well before it is killed.
         if rank == 1 and state.global_step == STEP and kind == "leave":
             note()
             control.should_training_stop = True
