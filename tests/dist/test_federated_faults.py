@@ -114,7 +114,7 @@ def rounds(folder, told):
         alive = send("alive", message_to(0), message_to(1))
         os.kill(pid(alive.replies[0]), signal.SIGKILL)
         # All of its threads: the first one may have ended long before.
-        wait_until(grid.pool.slots[0].has_ended, 10.0, "its end")
+        wait_until(grid.pool.slots[0].has_ended, 60, "its end")
         send("replaced", message_to(0), message_to(1))
         send("late", message_to(0, "hang"), message_to(2), message_to(1), timeout=2.0)
         shutil.rmtree(grid.log_dir)
@@ -384,8 +384,8 @@ def test_server_that_is_killed_leaves_nothing(tmp_path):
         assert len(group) == 3  # The slot, a DataLoader's worker, a program.
         server.kill()
         server.wait()
-        wait_until(lambda: not any(map(is_alive, group)), 10.0, "the end of a slot")
-        wait_until(lambda: started_in(tmp_path) == [child], 10.0, "the end of the other slot")
+        wait_until(lambda: not any(map(is_alive, group)), 60, "the end of a slot")
+        wait_until(lambda: started_in(tmp_path) == [child], 60, "the end of the other slot")
     finally:
         for pid in started_in(tmp_path):
             os.kill(pid, signal.SIGKILL)

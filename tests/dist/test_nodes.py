@@ -167,4 +167,4 @@ def test_ranks_choose_the_same_on_all_nodes(outcome):
 
 
 def test_nothing_is_left(outcome):
-    wait_until(lambda: not orphans(str(outcome.alone.parent)), 5.0, "end of all processes")
+    wait_until(lambda: not orphans(str(outcome.alone.parent)), 30, "end of all processes")

@@ -16,7 +16,7 @@ from tests.helpers.notebook import NotebookRun
 from tests.helpers.run import LIGHT, wait_until
 
 # What a loaded machine may take beside the time that is waited on purpose.
-SLACK_S = 8.0
+SLACK_S = 30.0
 ENABLE = """
 import asyncio, os, signal, time
 import unsloth_multigpu as ump
@@ -177,5 +177,5 @@ def test_kernel_outlives_each_fault_and_no_worker_outlives_the_kernel(tmp_path):
         child = int(run.run("if rank == 0:\n    child = os.fork() or time.sleep(600)\n    print(child)").text)
         worker.send_signal(signal.SIGSTOP)
         os.kill(run.pid, signal.SIGKILL)
-        wait_until(lambda: not worker.is_running(), 5.0, "the worker's end after its kernel's")
+        wait_until(lambda: not worker.is_running(), 30, "the worker's end after its kernel's")
         os.kill(child, signal.SIGKILL)

@@ -409,7 +409,7 @@ def test_processes_that_are_left_behind_are_counted_and_ended(tmp_path, monkeypa
     assert (ended.code, ended.num_orphans) == (3, 1)
     assert ended.told == ("rank 1 died. The other ranks were stopped.",)
     pid = int((scene.work / "pid").read_text())
-    wait_until(lambda: not is_alive(pid), 5.0, "end of the child")
+    wait_until(lambda: not is_alive(pid), 60, "end of the child")
 
 
 def test_run_that_takes_too_long_is_ended(tmp_path):
