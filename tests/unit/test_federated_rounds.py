@@ -30,7 +30,7 @@ from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
 from unsloth_multigpu.federated import rounds
-from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round, rounds_in
+from unsloth_multigpu.federated.checkpoint import open_folder, read_round, rounds_in
 from unsloth_multigpu.federated.reply import CHANGED, client_of, name_of
 from unsloth_multigpu.federated.report import FederatedResult
 from unsloth_multigpu.federated.rounds import RoundPlan, SteeredStrategy, drawing
@@ -352,9 +352,14 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def saved_in(folder: Path, facts: Mapping[str, Any] | None = None, resume: str = "auto") -> Any:
-    found = prepare_folder(folder, resume)
+    found = round_to_resume(folder, resume)
     assert found is not None
     return read_round(found, facts or {})
+
+
+def round_to_resume(folder: Path, resume: str | None) -> Path | None:
+    with open_folder(folder, resume) as found:
+        return found
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -513,24 +518,24 @@ def test_round_that_is_not_whole_is_passed_over(name: str, tmp_path: Path, caplo
     assert f"round-3 is left out: {name}" in caplog.text
     assert not (tmp_path / PART_FOLDER).exists()
     with pytest.raises(ResumeError, match=rf"round-3' cannot be used: {name}") as error:
-        prepare_folder(tmp_path, str(tmp_path / "round-3"))
+        round_to_resume(tmp_path, str(tmp_path / "round-3"))
     assert "round-2" in error.value.hint
-    assert prepare_folder(tmp_path, str(tmp_path / "round-2")) == tmp_path / "round-2"
+    assert round_to_resume(tmp_path, str(tmp_path / "round-2")) == tmp_path / "round-2"
     shutil.rmtree(tmp_path / "round-2")
-    assert prepare_folder(tmp_path, "auto") is None
+    assert round_to_resume(tmp_path, "auto") is None
 
 
 def test_folder_of_an_earlier_training_is_not_written_over(tmp_path: Path) -> None:
     run(make_strategy("fedavg", {}), 1, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="holds round-1 of an earlier training"):
-        prepare_folder(tmp_path, None)
+        round_to_resume(tmp_path, None)
     with pytest.raises(ConfigError, match=r"holds round-1 of another training, which would be deleted"):
-        prepare_folder(tmp_path, str(tmp_path / "elsewhere" / "round-9"))
-    assert prepare_folder(tmp_path, str(tmp_path / ".." / tmp_path.name / "round-1")) is not None
-    assert prepare_folder(tmp_path / "empty", str(tmp_path / "round-1")) == tmp_path / "round-1"
+        round_to_resume(tmp_path, str(tmp_path / "elsewhere" / "round-9"))
+    assert round_to_resume(tmp_path, str(tmp_path / ".." / tmp_path.name / "round-1")) is not None
+    assert round_to_resume(tmp_path / "empty", str(tmp_path / "round-1")) == tmp_path / "round-1"
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be made"):
-        prepare_folder(tmp_path / "file" / "below", None)
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        round_to_resume(tmp_path / "file" / "below", None)
 
 
 def test_rounds_are_lines_of_json_as_they_happen(tmp_path: Path) -> None:

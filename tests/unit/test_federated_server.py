@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 import unsloth_multigpu as ump
 from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
 from unsloth_multigpu.federated import server_app, training, weights
 from unsloth_multigpu.federated.option import FitOptions
@@ -507,6 +508,27 @@ def test_what_the_servers_own_evaluation_leaves_is_gone_in_the_next_round(caplog
         evaluate_on_server(server_round, ArrayRecord({"bias": Array(np.zeros(1, np.float32))}), None)
     assert seen == [2.0, 2.0]
     assert "server_evaluate changed weight (and 0 more tensors)" in caplog.text
+
+
+@pytest.mark.usefixtures("may_make_messages")
+def test_folder_is_written_by_one_training_at_a_time(tmp_path: Path) -> None:
+    plan = make_plan()
+    options = FitOptions(2, output_dir=str(tmp_path), resume="auto")
+    refused: list[str] = []
+
+    def evaluate(model: nn.Module, server_round: int) -> dict[str, Any]:
+        half = tmp_path / PART_FOLDER / "round-9"  # Stands for the round that this training is writing.
+        half.mkdir(parents=True)
+        with pytest.raises(ConfigError, match="a training that is not over writes its rounds there") as error:
+            training.train(plan, AppGrid(plan.client_app), 2, options)
+        refused.append(error.value.hint)
+        half.rmdir()
+        return {}
+
+    training.train(plan, AppGrid(plan.client_app), 2, options, server_evaluate=evaluate)
+    assert len(refused) == 3  # Before the first round, and after each.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-1", "round-2", "rounds.jsonl"]
+    training.train(plan, AppGrid(plan.client_app), 2, options)
 
 
 @pytest.mark.usefixtures("may_make_messages")

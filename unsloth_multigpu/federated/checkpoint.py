@@ -6,8 +6,8 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
+from unsloth_multigpu.checkpoint.claim import take
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
@@ -76,24 +77,41 @@ class SavedRound:
         restore_strategy(strategy, *self.strategy)
 
 
-def prepare_folder(output_dir: Path, resume: str | None) -> Path | None:
+@contextmanager
+def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
     """Makes the folder, removes what a killed server left half written, and finds the round from which to resume.
 
-    Returns:
+    Within it no other training can open the folder, where its file system has locks.
+
+    Yields:
         The folder of that round; None = from the beginning.
 
     Raises:
         ConfigError: There are rounds and `resume` does not say what to do with them, or they are of another training;
-            the folder cannot be made.
+            another training that lives writes the folder; it cannot be written.
         ResumeError: The round that was named is not whole.
     """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
+        claim = take(output_dir / PART_FOLDER / "rounds", is_for_writing=True)
     except OSError as error:
         raise ConfigError(
-            f"output_dir={str(output_dir)!r} cannot be made: {error.strerror}.", hint="Change output_dir."
+            f"output_dir={str(output_dir)!r} cannot be written: {error.strerror}.", hint="Change output_dir."
         ) from error
-    shutil.rmtree(output_dir / PART_FOLDER, ignore_errors=True)
+    if claim is None:
+        raise ConfigError(
+            f"output_dir={str(output_dir)!r}: a training that is not over writes its rounds there.",
+            hint="Wait until it has ended, end it, or choose another output_dir.",
+        )
+    try:
+        for half in (output_dir / PART_FOLDER).glob("*round-*"):
+            shutil.rmtree(half, ignore_errors=True)
+        yield _round_to_resume(output_dir, resume)
+    finally:
+        claim.release()
+
+
+def _round_to_resume(output_dir: Path, resume: str | None) -> Path | None:
     rounds = rounds_in(output_dir)
     if resume is None and rounds:
         raise ConfigError(
@@ -178,7 +196,7 @@ def read_round(folder: Path, facts: Mapping[str, Any]) -> SavedRound:
     from safetensors.numpy import load_file
 
     manifest = read_manifest(folder)
-    assert manifest is not None  # `prepare_folder` has checked it.
+    assert manifest is not None  # `open_folder` has checked it.
     _check_facts(folder, manifest.facts, facts)
     state = json.loads((folder / _STATE).read_text(encoding="ascii"))
     arrays = {f"arrays/{name}": array for name, array in load_file(folder / _ARRAYS).items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from torch import nn
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.federated.adapters import write_arrays
 from unsloth_multigpu.federated.apps import EvaluateFunction, TrainFunction, make_client_app
-from unsloth_multigpu.federated.checkpoint import prepare_folder, read_round
+from unsloth_multigpu.federated.checkpoint import open_folder, read_round
 from unsloth_multigpu.federated.client import ClientModel
 from unsloth_multigpu.federated.option import FitOptions, check_callable
 from unsloth_multigpu.federated.record import to_config_record, to_metric_record
@@ -175,36 +176,42 @@ def train(
     strategy = plan.new_strategy()
     check_strategy(strategy, num_clients)
     facts = _facts(plan, num_clients, options)
-    folder = _round_to_resume(options)
-    saved = read_round(folder, facts) if folder else None
-    if saved is not None and saved.server_round > options.num_rounds:
-        raise ConfigError(
-            f"num_rounds={options.num_rounds}, but {folder} is already the state after round {saved.server_round}.",
-            hint="num_rounds counts all rounds, with those before a resume.",
-        )
-    if start is None and plan.is_own_app:
-        start = ask_for_start(grid, len(slots.devices_of_slots) if slots else 1, options.round_timeout_s)
-    start = start or start_of_model(plan.model_builder, plan.seed)
-    _check_model(plan, start)
-    if bare := without_privacy(strategy, start.arrays):
-        _log.warning(
-            "%s has no dimension (%d such tensors): Flower neither clips it nor adds noise to it", bare[0], len(bare)
-        )
-    if saved is not None:
-        check_same_model(saved, start)
-        saved.restore(strategy)
+    with _open_folder(options) as folder:
+        saved = read_round(folder, facts) if folder else None
+        if saved is not None and saved.server_round > options.num_rounds:
+            raise ConfigError(
+                f"num_rounds={options.num_rounds}, but {folder} is already the state after round {saved.server_round}.",
+                hint="num_rounds counts all rounds, with those before a resume.",
+            )
+        if start is None and plan.is_own_app:
+            start = ask_for_start(grid, len(slots.devices_of_slots) if slots else 1, options.round_timeout_s)
+        start = start or start_of_model(plan.model_builder, plan.seed)
+        _check_model(plan, start)
+        if bare := without_privacy(strategy, start.arrays):
+            _log.warning(
+                "%s has no dimension (%d such tensors): Flower neither clips it nor adds noise to it",
+                bare[0],
+                len(bare),
+            )
+        if saved is not None:
+            check_same_model(saved, start)
+            saved.restore(strategy)
+            if slots is not None:
+                slots.load_client_states(saved.states)
+            _log.info("resumes after round=%d of %s", saved.server_round, folder)
+        if options.output_dir is not None:
+            write_rounds(Path(options.output_dir), saved.history.rounds if saved else [], must_append=False)
         if slots is not None:
-            slots.load_client_states(saved.states)
-        _log.info("resumes after round=%d of %s", saved.server_round, folder)
-    if options.output_dir is not None:
-        write_rounds(Path(options.output_dir), saved.history.rounds if saved else [], must_append=False)
-    if slots is not None:
-        slots.take_records()  # Asking for the first weights belongs to no round.
-    evaluator = Evaluator(plan, server_evaluate) if server_evaluate else None
-    steered = SteeredStrategy(strategy, _round_plan(plan, start, num_clients, options, facts, evaluator), saved, slots)
-    startup_s = time.monotonic() - begin_s
-    result = steered.run(grid, start.arrays, options.num_rounds, timeout_s=options.round_timeout_s, startup_s=startup_s)
-    return result, Trained(result.result.arrays, steered.residual, start), start
+            slots.take_records()  # Asking for the first weights belongs to no round.
+        evaluator = Evaluator(plan, server_evaluate) if server_evaluate else None
+        steered = SteeredStrategy(
+            strategy, _round_plan(plan, start, num_clients, options, facts, evaluator), saved, slots
+        )
+        startup_s = time.monotonic() - begin_s
+        result = steered.run(
+            grid, start.arrays, options.num_rounds, timeout_s=options.round_timeout_s, startup_s=startup_s
+        )
+        return result, Trained(result.result.arrays, steered.residual, start), start
 
 
 def _round_plan(
@@ -246,11 +253,11 @@ def _json(value: Any) -> Any:
     return value.hex() if isinstance(value, bytes) else value
 
 
-def _round_to_resume(options: FitOptions) -> Path | None:
+def _open_folder(options: FitOptions) -> AbstractContextManager[Path | None]:
     if options.output_dir is not None:
-        return prepare_folder(Path(options.output_dir), options.resume)
+        return open_folder(Path(options.output_dir), options.resume)
     if options.resume is None:
-        return None
+        return nullcontext()
     raise ConfigError(
         f"resume={options.resume!r} without output_dir: the rounds after it would not be saved.",
         hint="Set output_dir.",
