@@ -28,7 +28,7 @@ THREE = ("momentum_full:36x6x2", "momentum_full:31x8x1", "epsilon_full:31x8x1")
 THREE_LORA = ("momentum_lora:36x6x2", "momentum_lora:31x2x4", "qlora:31x8x1")
 NORM, WEIGHTS = 1e-5, 1e-5
 # Adam makes the rounding of rare tokens' gradients visible; by as much where DDP trains.
-BY_ADAM = {"full:32x8x1": 2e-3}
+BY_ADAM = {"full:32x8x1": 2e-3, "qlora:30x8x1": 1e-4, "qlora:31x8x1": 1e-4, "unsloth_lora:15x8x1": 1e-4}
 TINY = """
 import sys; sys.path.insert(0, sys.argv[1])
 import unsloth_multigpu as ump; ump.enable_multi_gpu(num_gpus=2, shard="{}")
