@@ -332,6 +332,30 @@ def test_claim_ends_with_the_process_that_has_it(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+def test_what_is_of_others_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts, refused = tmp_path / PART_FOLDER, lock_of(tmp_path / PART_FOLDER / "checkpoint-1")
+    for step in (1, 2):
+        (make(parts, step) / MANIFEST).unlink()
+    federated = take(parts / "rounds", is_for_writing=True)
+    assert federated is not None
+    (parts / "round-3").mkdir()
+    real_open = os.open
+
+    def open_own(path: Any, *args: Any, **kwargs: Any) -> int:
+        if path == refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real_open(path, *args, **kwargs)
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "open", open_own)
+        assert clear_parts(tmp_path) == []
+    assert sorted(p.name for p in parts.iterdir()) == [".rounds.lock", "checkpoint-1", "round-3"]
+    assert f"what a killed run left of {parts / 'checkpoint-1'} stays: [Errno 13] Permission denied" in caplog.text
+    federated.release()
+
+
 def test_lock_whose_file_was_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part, flock, removed = tmp_path / "parts" / "checkpoint-1", fcntl.flock, []
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -536,6 +540,28 @@ def test_folder_of_an_earlier_training_is_not_written_over(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
         round_to_resume(tmp_path / "file" / "below", None)
+
+
+def test_folder_is_free_when_its_server_is_killed_and_a_child_lives(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys, time\n"
+        "from unsloth_multigpu.federated.checkpoint import open_folder\n"
+        "with open_folder(pathlib.Path(sys.argv[1]), 'auto'):\n"
+        "    if not os.fork():\n"
+        "        print(os.getpid(), flush=True)\n"
+        "        time.sleep(600)\n"
+        "    input()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        with pytest.raises(ConfigError, match="a training that is not over"):
+            round_to_resume(tmp_path, "auto")
+        process.kill()
+        process.wait()
+        assert round_to_resume(tmp_path, "auto") is None
+        os.kill(child, signal.SIGKILL)
 
 
 def test_rounds_are_lines_of_json_as_they_happen(tmp_path: Path) -> None:

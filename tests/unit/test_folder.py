@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 import subprocess
@@ -155,6 +157,18 @@ def test_second_job_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogC
     # The first is done, and a third job has the folder for itself.
     with exclusive_log_dir(tmp_path, 2) as third:
         assert third == tmp_path
+
+
+def test_log_folder_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with exclusive_log_dir(tmp_path, 2) as path:
+        assert path == tmp_path
+    assert "log_dir is on a file system without locks" in caplog.text
 
 
 def test_second_job_may_have_the_number_of_an_older_one(tmp_path: Path) -> None:

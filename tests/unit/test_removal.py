@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.hooks.journal import Entry, Journal, is_within, real_path, take_inventory
 from unsloth_multigpu.hooks.removal import RemovalGuard, removal_patches
@@ -267,3 +268,24 @@ def test_patched_functions_work_are_pickled_and_come_off(tmp_path: Path) -> None
     finally:
         registry.undo()
     assert {name: vars(os)[name] for name in before} == before
+
+
+def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:
+    from transformers import trainer
+
+    assert hasattr(trainer, "rotate_checkpoints") != hasattr(trainer.Trainer, "_rotate_checkpoints")
+    seen: list[Any] = []
+
+    def rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None) -> None:
+        seen.append(output_dir)
+
+    def rotate_by_method(self: object, use_mtime: bool = False, output_dir: Any = None) -> None:
+        seen.append(output_dir)
+
+    patches = {p.target: p for p in removal_patches(SaveGate(0, pytest.fail)) if "rotate_checkpoints" in p.target}
+    function, method = patches.values()
+    for folder in (tmp_path, str(tmp_path), tmp_path / PART_FOLDER, str(tmp_path / PART_FOLDER)):
+        function.wrap(rotate_checkpoints)(folder, 2)
+        function.wrap(rotate_checkpoints)(output_dir=folder)
+        method.wrap(rotate_by_method)(None, True, folder)
+    assert seen == [tmp_path] * 3 + [str(tmp_path)] * 3

@@ -93,10 +93,22 @@ def test_signal_between_two_starts_of_the_ranks_refuses_the_second(stop):
 def test_page_of_a_rank_that_has_ended_asks_nobody(stop, tmp_path, beat):
     # The next attempt's rank is still importing.
     stop.begin_round(1)
+    stop.begin_start()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Ended):
         stop.turn()
     assert stop.how == "at once"
+
+
+def test_signal_while_nodes_meet_ends_the_wait(stop, tmp_path):
+    stop.begin_round(1)  # The engine has just asked.
+    with pytest.raises(Ended):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with handlers_kept(), Stop(tmp_path, 1, 5.0, end) as first:
+        first.begin()
+        with pytest.raises(Ended):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert (stop.how, first.how) == ("at once", "at once")
 
 
 def test_script_that_caught_ctrl_c_may_take_its_time(stop, tmp_path, beat):
@@ -135,11 +147,11 @@ def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
     assert (stop.signal_number, stop.how) == (signal.SIGTERM, "at once")
 
 
-def test_signal_before_the_first_round_is_looked_at_there(tmp_path, beat):
+def test_signal_before_its_exception_is_handled_is_looked_at_there(tmp_path, beat):
     with handlers_kept(), Stop(tmp_path, 1, 5.0, end) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Ended) as ended:
-            stop.begin_round(0)
+            stop.begin()
     assert (ended.value.args, stop.signal_number, stop.how) == ((signal.SIGINT,), signal.SIGINT, "at once")
 
 

@@ -19,7 +19,7 @@ import pytest
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch import watch as module
 from unsloth_multigpu.launch import watchdog
-from unsloth_multigpu.launch.launcher import _Supervisor
+from unsloth_multigpu.launch.launcher import _Supervisor, _tell_restart
 from unsloth_multigpu.launch.stop import Stop, handlers_kept
 from unsloth_multigpu.launch.watch import TEARDOWN_LIMIT_S, Watch
 from unsloth_multigpu.options import MultiGPUConfig
@@ -130,6 +130,7 @@ def test_other_nodes_are_judged_as_well(ranks: Callable, monkeypatch: pytest.Mon
     wait_until(lambda: not watch.hear([]))
     # Told before the nodes meet, and once.
     watch.begin_round(1)
+    watch.begin_start()
     EventWriter(watch._run_dir, 0, 1, BeatPage(None, 0)).write("started", pid=processes[0].pid)
     wait_until(lambda: watch._attempt == 1)
     assert [(cause.message, 1)] == RESTARTS
@@ -180,11 +181,11 @@ def test_error_that_ends_the_watch_ends_the_run(
 def test_engine_asks_the_watch_at_every_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
     watch = SimpleNamespace(hear=None, check=lambda: asked.append("watch"))
-    stop = SimpleNamespace(turn=lambda: asked.append("stop"), begin_start=None)
+    stop = SimpleNamespace(turn=lambda: asked.append("stop"), begin=lambda: asked.append("begin"))
     launcher = SimpleNamespace(command=[], num_ranks=1, config=MultiGPUConfig())
     monkeypatch.setattr("unsloth_multigpu.launch.engine.run_elastic", lambda *args: args[-1].num_nodes_waiting())
     _Supervisor(launcher, "run", tmp_path, tmp_path, watch, stop)._start()
-    assert asked == ["watch", "stop"]
+    assert asked == ["begin", "watch", "stop"]
 
 
 def test_rank_that_the_engine_has_forgotten_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -227,12 +228,34 @@ def test_attempts_of_which_no_rank_reached_the_line_are_passed_over(tmp_path: Pa
     write(0, "exception", error="ValueError: one", exit_code=1, traceback="")
     for attempt in (1, 2, 3):  # Of the second and the third nothing is heard.
         watch.begin_round(attempt)
+        watch.begin_start()
     write(3, "started", pid=os.getpid())
     assert [event.kind for event in watch.events()] == ["started"]
     assert told == [("rank 0 failed after step 1: ValueError: one", 3)]
     watch.begin_round(4)
+    watch.begin_start()
     assert watch.cause({0: 7}).message == "rank 0 exited with code 7"
     assert [attempt for _, attempt in told] == [3, 4]
+
+
+def test_error_is_told_before_the_nodes_meet_again_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    config = MultiGPUConfig(max_restarts=1, nnodes="1:2", rdzv_endpoint="127.0.0.1:1", rdzv_id="run")
+    watch = Watch(tmp_path, _tell_restart, log_dir=tmp_path / "logs", num_ranks=1, config=config)
+    page = BeatPage(tmp_path, 0)
+    page.mark(Phase.COMPUTE, step=1)
+    writer = EventWriter(tmp_path, 0, 0, page)
+    with watch:
+        writer.write("started", pid=os.getpid())
+        writer.write("exception", error="ValueError: bad row", exit_code=1, traceback="Traceback\n")
+        watch.begin_round(1)
+        told = capsys.readouterr().err
+        assert "\nTraceback\nunsloth_multigpu: rank 0 failed after step 1: ValueError: bad row. Starting all" in told
+        # The other node did not come: no rank of the round was started, and nothing is known of one.
+        stop = SimpleNamespace(is_asked=lambda: False)
+        supervisor = _Supervisor(SimpleNamespace(num_ranks=1, config=config), "run", tmp_path, tmp_path, watch, stop)
+        assert supervisor._tell_apart(LaunchError("Fewer than 2 nodes met.", hint="")) == LaunchError.exit_code
+    assert capsys.readouterr().err.startswith("\nunsloth_multigpu: Fewer than 2 nodes met.\n")
 
 
 # Of no process.

@@ -6,17 +6,16 @@ writer that the folder is still the one that it began: where locks do not work, 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from unsloth_multigpu.wire.lock import try_lock
+
 # In the folder while it is written.
 MARK = ".unsloth_multigpu_writing"
-# What file systems without flock answer, as some network ones and mounts of object stores.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 # Each further try means that another process has just released a lock.
 _MOST_TRIES = 10
 
@@ -53,8 +52,14 @@ class Claim:
             return False
         try:
             return (self.part / MARK).read_text(encoding="ascii") != self._token
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
+
+    def forget(self) -> None:
+        """In a forked child: the lock ends with its parent, however long the child lives."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def release(self) -> None:
         """Gives the lock back, and removes its file and the folder around it if nothing else is in there."""
@@ -101,11 +106,10 @@ def take(part: Path, *, is_for_writing: bool) -> Claim | None:
             continue  # Who released another checkpoint has removed the folder in between.
         is_kept = False
         try:
-            _lock(descriptor)
+            if try_lock(descriptor) == "held":  # Where there are no locks, a save must not fail by that.
+                return None
             # Some file systems number a file anew whenever it is looked up: the last try counts.
             is_kept = _is_same(descriptor, lock) or num_tries == _MOST_TRIES
-        except (BlockingIOError, PermissionError):  # Some network file systems answer with the latter.
-            return None
         finally:
             if not is_kept:
                 os.close(descriptor)
@@ -116,15 +120,6 @@ def take(part: Path, *, is_for_writing: bool) -> Claim | None:
 def lock_of(part: Path) -> Path:
     """The lock's file of an unfinished checkpoint: beside it, so that it never belongs to it."""
     return part.with_name(f".{part.name}.lock")
-
-
-def _lock(descriptor: int) -> None:
-    """Locks it where the file system has locks: a save must not fail by that it has none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def _is_same(descriptor: int, path: Path) -> bool:

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.checkpoint.claim import MARK, take
+from unsloth_multigpu.logs import get_logger
+
+logger = get_logger(__name__)
 
 MANIFEST = "unsloth_multigpu.json"
 # Checkpoints are written in this folder of the output folder, and renamed when they are whole.
@@ -30,6 +33,8 @@ _CHUNK_BYTES = 1 << 22
 _NAME = re.compile(r"checkpoint-(\d+)")
 # What lies of an unfinished checkpoint in `PART_FOLDER`: it, the older one of its name, and its lock.
 _OF_PART = re.compile(rf"(?:{_REPLACED}|\.)?(checkpoint-\d+)(?:\.lock)?")
+# Of federated trainings, which clear their own.
+_OF_ROUND = re.compile(r"\.rounds\.lock|.*round-\d+")
 # Times closer than this cannot be compared: file systems round or invent them.
 _LEAST_SPREAD_S = 1.0
 
@@ -162,6 +167,8 @@ def put_in_place(part: Path, final: Path) -> None:
 def clear_parts(output_dir: Path) -> list[str]:
     """Removes checkpoints that killed runs left unfinished; one that only lacked its last rename is renamed.
 
+    What cannot be read here stays as it is, with a warning: it may be another user's.
+
     Returns:
         Names of those that a process which lives is writing. They stay as they are.
     """
@@ -171,7 +178,11 @@ def clear_parts(output_dir: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     for name in sorted({match[1] for match in found.values() if match}):
-        claim = take(parts / name, is_for_writing=False)
+        try:
+            claim = take(parts / name, is_for_writing=False)
+        except OSError as error:
+            logger.warning("what a killed run left of %s stays: %s", parts / name, error)
+            continue
         if claim is None:
             living.append(name)
             continue
@@ -179,7 +190,7 @@ def clear_parts(output_dir: Path) -> list[str]:
             settle(parts / name, output_dir / name)
         finally:
             claim.release()
-    for path in [path for path, match in found.items() if not match]:
+    for path in [path for path, match in found.items() if not match and not _OF_ROUND.fullmatch(path.name)]:
         shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):  # A folder, which is gone.
             path.unlink()

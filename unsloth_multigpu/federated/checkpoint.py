@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from unsloth_multigpu.checkpoint.claim import take
+from unsloth_multigpu.checkpoint.claim import Claim, take
 from unsloth_multigpu.checkpoint.manifest import (
     MANIFEST,
     PART_FOLDER,
@@ -103,12 +106,20 @@ def open_folder(output_dir: Path, resume: str | None) -> Iterator[Path | None]:
             f"output_dir={str(output_dir)!r}: a training that is not over writes its rounds there.",
             hint="Wait until it has ended, end it, or choose another output_dir.",
         )
+    # Loaders of an evaluation on the server, say. It cannot be unregistered; it holds only a weak reference.
+    os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(claim)))
     try:
         for half in (output_dir / PART_FOLDER).glob("*round-*"):
             shutil.rmtree(half, ignore_errors=True)
         yield _round_to_resume(output_dir, resume)
     finally:
         claim.release()
+
+
+def _forget(claim: weakref.ref[Claim]) -> None:
+    alive = claim()
+    if alive is not None:
+        alive.forget()
 
 
 def _round_to_resume(output_dir: Path, resume: str | None) -> Path | None:

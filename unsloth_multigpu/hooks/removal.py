@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.hooks.journal import Entry, is_within, publish_now, real_path
 from unsloth_multigpu.logs import get_logger
@@ -43,7 +45,7 @@ def removal_patches(gate: SaveGate) -> list[Patch]:
     """Patches of what removes, moves and replaces files in Python. `gate` knows what was saved."""
     guard = RemovalGuard(gate)
     targets = dict.fromkeys((*_REMOVALS, *_PATH_REMOVALS), False) | dict.fromkeys((*_MOVES, *_PATH_MOVES), True)
-    return [
+    patches = [
         Patch(
             target=target,
             supports="python>=3.10",
@@ -52,6 +54,31 @@ def removal_patches(gate: SaveGate) -> list[Patch]:
         )
         for target, moves in targets.items()
     ]
+    patches += [
+        Patch(
+            target=target,
+            supports="transformers>=4.57,<6",
+            wrap=_of_whole_ones,
+            reason="It counts unfinished checkpoints, also those of another run, and would remove them or this run's.",
+            needs=("output_dir",),
+            optional=True,  # One of the two is there.
+        )
+        for target in ("transformers.trainer:rotate_checkpoints", "transformers.trainer:Trainer._rotate_checkpoints")
+    ]
+    return patches
+
+
+def _of_whole_ones(original: Callable[..., None]) -> Callable[..., None]:
+    """`rotate_checkpoints`: `Checkpoints` removes older ones itself, when the new one is whole and has its name."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def rotate(*args: Any, **kwargs: Any) -> None:
+        folder = signature.bind(*args, **kwargs).arguments.get("output_dir")
+        if os.path.basename(os.fspath(folder or "")) != PART_FOLDER:
+            original(*args, **kwargs)
+
+    return rotate
 
 
 class RemovalGuard:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.allocator import allocator_variables
-from unsloth_multigpu.launch.cause import HANG, INTERRUPTED, Cause
+from unsloth_multigpu.launch.cause import INTERRUPTED, Cause
 from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
@@ -123,23 +123,29 @@ class _Supervisor:
         from unsloth_multigpu.launch.membership import make_handler
         from unsloth_multigpu.launch.rendezvous import Rounds
 
+        self.stop.begin()
+
         def begin_round(attempt: int) -> None:
             self.stop.begin_round(attempt)
             self.watch.begin_round(attempt)
+
+        def begin_start() -> None:
+            self.watch.begin_start()
+            self.stop.begin_start()
 
         def turn() -> None:
             self.watch.check()
             self.stop.turn()
 
         command, num_ranks, config = self.launcher.command, self.launcher.num_ranks, self.launcher.config
-        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, self.stop.begin_start, turn)
+        rounds = Rounds(make_handler(config, self.run_id, self.watch.hear), begin_round, begin_start, turn)
         run_elastic(command, num_ranks, config, self.run_id, self.run_dir, rounds)
 
     def _tell_apart(self, apart: LaunchError) -> int:
         self.watch.close()
         kinds = set() if self.watch.has_failed else {event.kind for event in self.watch.events()}
-        if kinds & {HANG, "exception"} == {"exception"}:
-            # This error is why the ranks were to be started again. A hang has been reported earlier.
+        if "exception" in kinds and not self.watch.is_told:
+            # This error is why the ranks were to be started again.
             _tell(self.watch.cause({}), self.log_dir, self.launcher.num_ranks)
         tell(f"\nunsloth_multigpu: {apart}\n")
         return apart.exit_code

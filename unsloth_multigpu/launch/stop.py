@@ -86,7 +86,7 @@ class Stop:
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
             self._before = {signal_number: signal.getsignal(signal_number) for signal_number in SIGNALS}
-        # What comes before the first round is looked at there: nobody would handle the exception earlier.
+        # What comes before `begin` is looked at there: nobody would handle the exception earlier.
         self._start_s = time.monotonic()
         self._own_signals()
         return self
@@ -106,13 +106,20 @@ class Stop:
             self.signal_number, self.how = self._received[0][0], "at once"
         return self.signal_number != 0
 
+    def begin(self) -> None:
+        """Called when the exception of a signal is handled. From then on it also ends the wait for other nodes."""
+        self._start_s = None
+        if self.is_asked():
+            self._end_at_once(self.signal_number)
+
     def begin_round(self, attempt: int) -> None:
         """Called before each start of the ranks; `attempt` = how often they were started before.
 
         Raises:
             RestartRefused: The ranks were to stop, or failed by what a restart cannot cure.
         """
-        self._start_s = None
+        # The nodes meet next, which may take long. No rank runs, and the engine does not ask.
+        self._turn_s = 0.0
         if self.is_asked() and attempt == 0:
             self._end_at_once(self.signal_number)
         if self.is_asked():

@@ -80,7 +80,7 @@ class Watch:
         self._others: Sequence[Node] = ()
         self._failure: BaseException | None = None
         self._last_look_s = time.monotonic()
-        self._round = 0
+        self._round = self._next_round = 0
         self._begin_attempt(0)
 
     def _begin_attempt(self, attempt: int) -> None:
@@ -88,7 +88,7 @@ class Watch:
         self._since_s = self._last_look_s
         self._ending_since_s: float | None = None
         self._is_told_to_end = False
-        self._is_told = False
+        self.is_told = False
         self._hang: Event | None = None
         # By process id, because a thread of the previous attempt may be late.
         self._exit_codes: dict[int, int | None] = {}
@@ -136,11 +136,20 @@ class Watch:
         return self._own_beats
 
     def begin_round(self, attempt: int) -> None:
-        """Called before the ranks are started. Reports a hang at once, because the nodes may take long to meet."""
-        self._round = attempt
-        if self._hang is not None:
-            self._is_told = True
-            self._on_restart(self._find_cause(self._read_events(), {}), attempt)
+        """Called before the nodes meet, which may take long: why they meet again is reported at once."""
+        self._next_round = attempt
+        if self.is_told or (self._is_one_node and self._hang is None):
+            return  # On one node the next events come soon, and with them all that is known.
+        events = self._read_events()
+        cause = self._find_cause(events, self._own_exit_codes())
+        # Without the text of an error, more may be known later.
+        if self._hang is not None or (cause.traceback and not {e.kind for e in events} & {*STOPS}):
+            self.is_told = True
+            self._on_restart(cause, attempt)
+
+    def begin_start(self) -> None:
+        """Called when the nodes have met: the ranks of the round are started next."""
+        self._round = self._next_round
 
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
@@ -152,7 +161,7 @@ class Watch:
         return self._read_events()
 
     def _go_to(self, attempt: int) -> None:
-        if not self._is_told:
+        if not self.is_told:
             self._on_restart(self._find_cause(self._read_events(), self._own_exit_codes()), attempt)
         self._begin_attempt(attempt)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.lock import try_lock
 from unsloth_multigpu.wire.process import is_alive, pid_scope
 
 logger = get_logger(__name__)
@@ -94,9 +94,13 @@ def locked_log_dir(log_dir: Path) -> Iterator[Path]:
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(log_dir / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            outcome = try_lock(lock)
+            if outcome == "no locks":
+                logger.warning(
+                    "log_dir is on a file system without locks: a second job there writes over its logs, logs=%s",
+                    log_dir,
+                )
+            elif outcome == "held":
                 log_dir = Path(tempfile.mkdtemp(prefix=f"job_{os.getpid()}_", dir=log_dir))
                 logger.warning("log_dir is in use by another job or server, logs=%s", log_dir)
             yield log_dir.resolve()
