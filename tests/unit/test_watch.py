@@ -238,7 +238,23 @@ def test_attempts_of_which_no_rank_reached_the_line_are_passed_over(tmp_path: Pa
     assert [attempt for _, attempt in told] == [3, 4]
 
 
-def test_error_is_told_before_the_nodes_meet_again_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+LOST_NODE = (
+    "rank 0 lost its connection to another node after step 1; that node's own message names the cause. "
+    "The other ranks were stopped."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "before", "after"),
+    [
+        ("ValueError: bad row", "rank 0 failed after step 1: ValueError: bad row. Starting all ranks again (1).", ""),
+        # Its cause may come to be known yet.
+        ("RuntimeError: Connection reset", "", LOST_NODE),
+    ],
+)
+def test_error_is_told_before_the_nodes_meet_again_and_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: str, before: str, after: str
+) -> None:
     (tmp_path / "logs").mkdir()
     config = MultiGPUConfig(max_restarts=1, nnodes="1:2", rdzv_endpoint="127.0.0.1:1", rdzv_id="run")
     watch = Watch(tmp_path, _tell_restart, log_dir=tmp_path / "logs", num_ranks=1, config=config)
@@ -246,16 +262,17 @@ def test_error_is_told_before_the_nodes_meet_again_and_once(tmp_path: Path, caps
     page.mark(Phase.COMPUTE, step=1)
     writer = EventWriter(tmp_path, 0, 0, page)
     with watch:
-        writer.write("started", pid=os.getpid())
-        writer.write("exception", error="ValueError: bad row", exit_code=1, traceback="Traceback\n")
+        writer.write("started", pid=2**30)
+        writer.write("exception", error=error, exit_code=1, traceback="Traceback\n")
         watch.begin_round(1)
-        told = capsys.readouterr().err
-        assert "\nTraceback\nunsloth_multigpu: rank 0 failed after step 1: ValueError: bad row. Starting all" in told
+        assert capsys.readouterr().err == (before and f"\nTraceback\nunsloth_multigpu: {before}\n")
         # The other node did not come: no rank of the round was started, and nothing is known of one.
         stop = SimpleNamespace(is_asked=lambda: False)
         supervisor = _Supervisor(SimpleNamespace(num_ranks=1, config=config), "run", tmp_path, tmp_path, watch, stop)
         assert supervisor._tell_apart(LaunchError("Fewer than 2 nodes met.", hint="")) == LaunchError.exit_code
-    assert capsys.readouterr().err.startswith("\nunsloth_multigpu: Fewer than 2 nodes met.\n")
+    told, _, rest = capsys.readouterr().err.partition("\nunsloth_multigpu: Fewer than 2 nodes met.\n")
+    assert told == (after and f"\nunsloth_multigpu: {after}\n")
+    assert rest
 
 
 # Of no process.
