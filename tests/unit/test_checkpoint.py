@@ -352,7 +352,7 @@ def test_what_is_of_others_is_left_alone(
         elsewhere.setattr(os, "open", open_own)
         assert clear_parts(tmp_path) == []
     assert sorted(p.name for p in parts.iterdir()) == [".rounds.lock", "checkpoint-1", "round-3"]
-    assert f"what a killed run left of {parts / 'checkpoint-1'} stays: [Errno 13] Permission denied" in caplog.text
+    assert f"{parts / 'checkpoint-1'} cannot be cleared and stays: [Errno 13] Permission denied" in caplog.text
     federated.release()
 
 

@@ -556,12 +556,14 @@ def test_folder_is_free_when_its_server_is_killed_and_a_child_lives(tmp_path: Pa
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        with pytest.raises(ConfigError, match="a training that is not over"):
-            round_to_resume(tmp_path, "auto")
-        process.kill()
-        process.wait()
-        assert round_to_resume(tmp_path, "auto") is None
-        os.kill(child, signal.SIGKILL)
+        try:
+            with pytest.raises(ConfigError, match="a training that is not over"):
+                round_to_resume(tmp_path, "auto")
+            process.kill()
+            process.wait()
+            assert round_to_resume(tmp_path, "auto") is None
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_rounds_are_lines_of_json_as_they_happen(tmp_path: Path) -> None:

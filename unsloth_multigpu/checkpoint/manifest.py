@@ -167,7 +167,7 @@ def put_in_place(part: Path, final: Path) -> None:
 def clear_parts(output_dir: Path) -> list[str]:
     """Removes checkpoints that killed runs left unfinished; one that only lacked its last rename is renamed.
 
-    What cannot be read here stays as it is, with a warning: it may be another user's.
+    One whose lock cannot be opened stays, with a warning: it may be another user's.
 
     Returns:
         Names of those that a process which lives is writing. They stay as they are.
@@ -181,7 +181,7 @@ def clear_parts(output_dir: Path) -> list[str]:
         try:
             claim = take(parts / name, is_for_writing=False)
         except OSError as error:
-            logger.warning("what a killed run left of %s stays: %s", parts / name, error)
+            logger.warning("the unfinished checkpoint %s cannot be cleared and stays: %s", parts / name, error)
             continue
         if claim is None:
             living.append(name)

@@ -120,8 +120,6 @@ class Stop:
         """
         # The nodes meet next, which may take long. No rank runs, and the engine does not ask.
         self._turn_s = 0.0
-        if self.is_asked() and attempt == 0:
-            self._end_at_once(self.signal_number)
         if self.is_asked():
             raise RestartRefused(f"no restart after {signal.Signals(self.signal_number).name}")
         if any(_is_permanent(event) for event in read_events(self._run_dir, attempt - 1)):
