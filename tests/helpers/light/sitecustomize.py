@@ -104,3 +104,11 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 # takes as long as a quarter of the imports.
 gc.set_threshold(100_000, 20, 1000)
 atexit.register(gc.freeze)
+
+if os.environ.get("FAKE_CUDA"):
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fake_cuda"))
+    import cuda
+
+    del sys.path[0]
+    sys.modules["fake_cuda"] = sys.modules.pop("cuda")
+    sys.modules["fake_cuda"].install()
