@@ -363,6 +363,8 @@ class StepFeed(Part):
         if self._own_step is not None:
             self._own_step.begin_step(is_short=step.num_references < self.num_accumulated)
         loss = self._computed(original, model, step, num_items)
+        if self._gradient_factor != 1.0:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], self._gradient_factor)
         self._judge_own_step()
         self.metrics.end_step()
         return loss
@@ -392,7 +394,7 @@ class StepFeed(Part):
             with noted, prepared, watched, nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                 loss = original(model, micro_batch.inputs, num_items)
             # A mean over nothing is NaN; it counts nothing.
-            losses.append(loss if self._piece_factor else torch.zeros_like(loss))
+            losses.append(loss * self._gradient_factor if self._piece_factor else torch.zeros_like(loss))
             self.metrics.note_loss(losses[-1], micro_batch)
             self.balancer.note(micro_batch.piece)
             self.num_micro_batches += 1
@@ -477,7 +479,7 @@ class StepFeed(Part):
 
         For a rank that steps by itself: so that its own gradient is the mean over its own part.
         """
-        factor = 1.0 if self._is_alone else float(self.manager.identity.world_size)
+        factor = self._num_averaged / self._gradient_factor
         if self._scale.is_token_normalised:
             return 0.0 if micro_batch.piece.is_filler else factor
         if self._scale.weighing != "sum" or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
@@ -487,6 +489,20 @@ class StepFeed(Part):
             mine = sum(m.share for m in step.micro_batches)
             factor *= step.num_references / mine if mine else 0.0
         return factor
+
+    @property
+    def _num_averaged(self) -> float:
+        """Ranks over which a step's gradient is averaged."""
+        return 1.0 if self._is_alone else float(self.manager.identity.world_size)
+
+    @property
+    def _gradient_factor(self) -> float:
+        """What a step's gradient is multiplied by after the backward passes, in place of the losses before them.
+
+        With a gradient scaler, fp16 gradients overflow in the backward pass of a micro-batch. They have to do so where
+        those of one process do, or the scaler skips other steps: so losses are not multiplied by the number of ranks.
+        """
+        return self._num_averaged if self.trainer.accelerator.scaler is not None else 1.0
 
     def _multiplied_by_nothing(self) -> AbstractContextManager[None]:
         """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""

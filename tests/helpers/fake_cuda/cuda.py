@@ -23,12 +23,24 @@ _NAME = "CUDA device in host memory"
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # The order of `Wait` in device.cpp.
 _KINDS = ("item", "to host", "to device", "data-dependent", "synchronize")
+_ENVIRONMENT = {
+    # torch's own Triton kernels, for a few operators.
+    "TORCH_DISABLE_NATIVE_JIT": "1",
+    # Triton's kernels become Python functions over numpy arrays, and nothing looks for libcuda.
+    "TRITON_INTERPRET": "1",
+    "TRITON_LIBCUDA_PATH": "/nonexistent",
+    # torch.compile would generate CUDA code.
+    "UNSLOTH_COMPILE_DISABLE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 _ALLOCATED, _PEAK, _LIMIT, _NUM_ALLOCATIONS, _NUM_FAILURES = range(5)
 
 
 def install() -> None:
     """Arranges that `import torch` finds the devices, as the variables of `fake_cuda.cards` say."""
     assert "torch" not in sys.modules, "the devices have to be there before torch is imported"
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     sys.meta_path.insert(0, _Finder())
 
 
@@ -101,11 +113,51 @@ def _bitsandbytes(run: Any, module: Any) -> None:
         torch.cuda.is_available = is_available
 
 
+def _triton(run: Any, module: Any) -> None:
+    """Kernels ask Triton's driver for its target when they are defined; finding none, Triton would compile one."""
+    run(module)
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+    from triton.runtime import driver
+
+    class Driver(DriverBase):  # type: ignore[misc]
+        utils = types.SimpleNamespace(
+            get_device_properties=lambda device: {"multiprocessor_count": 4, "max_shared_mem": 65536}
+        )
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            raise NotImplementedError("Nothing is compiled here.")
+
+        def get_benchmarker(self) -> Any:
+            raise NotImplementedError("Nothing is tuned here.")
+
+        def get_current_target(self) -> Any:
+            major, minor = torch.cuda.get_device_capability()
+            return GPUTarget("cuda", major * 10 + minor, 32)
+
+        def get_active_torch_device(self) -> Any:
+            return torch.device("cuda", torch.cuda.current_device())
+
+        def get_current_device(self) -> int:
+            return torch.cuda.current_device()
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    driver.set_active(Driver())
+
+
 _AROUND = {
     "torch": _torch,
     "torch.cuda": _torch_cuda,
     "torch.distributed.distributed_c10d": _c10d,
     "bitsandbytes": _bitsandbytes,
+    "triton": _triton,
 }
 
 
