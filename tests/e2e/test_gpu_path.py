@@ -1,4 +1,4 @@
-"""Unsloth's GPU code, with its own trainers, savers and compile cache, on two ranks (see tests/helpers/gpu_path.py)."""
+"""Unsloth's GPU code, with its own trainers, savers and compile cache, on two CUDA devices in host memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import need
-from tests.helpers.run import ROOT, finish, hide, start
+from tests.helpers.fake_cuda import cards, needs_device
+from tests.helpers.run import finish, hide, start
 from tests.helpers.tiny import build_tiny
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     need.UNSLOTH,
+    needs_device,
 ]
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -45,7 +47,7 @@ class Run:
 def start_script(name: str, model: Path, folder: Path, *options: str, **variables: str) -> subprocess.Popen:
     folder.mkdir()
     # Unsloth's compile cache and our logs go to the working directory.
-    env = {**hide("scipy", "sklearn", "torchao"), "PYTHONPATH": str(ROOT), **variables}
+    env = {**hide("scipy", "sklearn", "torchao"), **cards(1 if "--plain" in options else 2), **variables}
     return start([SCRIPTS / name, model, folder, *options], cwd=folder, env=env)
 
 

@@ -1,4 +1,4 @@
-"""A user's DPO script over Unsloth's GPU code (see tests/helpers/gpu_path.py).
+"""A user's DPO script over Unsloth's GPU code on two devices.
 
 Without the plugin two ranks fail at the first backward pass, "Expected to mark a variable ready only once": TRL adds a
 second adapter, Unsloth's own choice of `find_unused_parameters` is undone, and it checkpoints reentrantly.
@@ -15,11 +15,7 @@ import sys
 if "--plain" not in sys.argv:
     import unsloth_multigpu as ump
 
-    ump.enable_multi_gpu(num_gpus=2, device="cpu")
-
-from tests.helpers.gpu_path import activate
-
-activate()
+    ump.enable_multi_gpu(num_gpus=2)
 
 from gpu_path_user import SETTINGS, adapter_weights, load, options, with_lora, write_facts  # isort: skip  By Unsloth.
 from datasets import Dataset

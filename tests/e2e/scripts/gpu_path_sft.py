@@ -1,4 +1,4 @@
-"""A user's LoRA SFT script over Unsloth's GPU code (see tests/helpers/gpu_path.py): train, save, merge, load again.
+"""A user's LoRA SFT script over Unsloth's GPU code on two devices: train, save, merge, load again.
 
     python gpu_path_sft.py MODEL OUT                                      two ranks, started by the plugin
     python gpu_path_sft.py MODEL OUT --plain                              one process
@@ -12,11 +12,7 @@ import sys
 if "--plain" not in sys.argv:
     import unsloth_multigpu as ump
 
-    ump.enable_multi_gpu(num_gpus=2, device="cpu")
-
-from tests.helpers.gpu_path import activate
-
-activate()
+    ump.enable_multi_gpu(num_gpus=2)
 
 import os
 import re
@@ -94,7 +90,7 @@ write_facts(
     weights,
     samples=samples,
     reload_is_equal=reloaded.keys() == weights.keys()
-    and all(torch.equal(reloaded[name].float(), weights[name]) for name in weights),
+    and all(torch.equal(reloaded[name].float().cpu(), weights[name]) for name in weights),
     written=written,
     offloaded_is_mine=offloaded_is_mine,
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unsloth import FastLanguageModel  # isort: skip  Unsloth wants to come first.
 import torch
+import torch.distributed as dist
 from peft import get_peft_model_state_dict
 
 parser = argparse.ArgumentParser()
@@ -36,9 +37,7 @@ SETTINGS = {
 
 def load(folder):
     """Model and tokenizer."""
-    return FastLanguageModel.from_pretrained(
-        str(folder), max_seq_length=64, dtype=torch.float32, load_in_4bit=False, device_map="cpu"
-    )
+    return FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, dtype=torch.float32, load_in_4bit=False)
 
 
 def with_lora(model, *target_modules):
@@ -54,9 +53,9 @@ def with_lora(model, *target_modules):
 
 
 def adapter_weights(model):
-    """In float32, and whole: of a sharded model a rank has parts."""
+    """In float32 on the CPU, and whole: of a sharded model a rank has parts."""
     state = {name: tensor.detach() for name, tensor in get_peft_model_state_dict(model).items()}
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).float() for name, t in state.items()}
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).float().cpu() for name, t in state.items()}
 
 
 def write_facts(trainer, weights, **more):
@@ -69,6 +68,8 @@ def write_facts(trainer, weights, **more):
             b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
         ).hexdigest(),
         "trainer": type(trainer).__module__,
+        "devices": sorted({str(p.device) for p in trainer.model.parameters()}),
+        "backend": str(dist.get_backend()) if dist.is_initialized() else "",
         "find_unused_parameters": getattr(trainer.model_wrapped, "find_unused_parameters", "no DDP"),
         **more,
     }

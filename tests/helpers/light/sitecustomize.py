@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from importlib.machinery import PathFinder
 
-HIDDEN = set(os.environ.get("HIDDEN_MODULES", "").split(","))
+HIDDEN = {*os.environ.get("HIDDEN_MODULES", "").split(","), *os.environ.get("FAKE_CUDA_HIDES", "").split(",")}
 KEPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__pycache__")
 
 
@@ -106,7 +106,7 @@ gc.set_threshold(100_000, 20, 1000)
 atexit.register(gc.freeze)
 
 if os.environ.get("FAKE_CUDA"):
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fake_cuda"))
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "fake_cuda"))
     import cuda
 
     del sys.path[0]
