@@ -19,6 +19,8 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments
 
 # Read by `import unsloth` and when its Trainer is made. A value of the script stays.
 _UNSLOTH_VARIABLE = "UNSLOTH_FSDP2"
+# Without it Unsloth leaves frozen weights whole on every card that could hold the model, though parts were asked for.
+_UNSLOTH_LAYOUT = "UNSLOTH_FSDP2_LAYOUT"
 # What TrainingArguments(fsdp=True) takes for its own defaults, written out where the default may change.
 _FSDP_CONFIG = {"version": 2, "reshard_after_forward": True}
 
@@ -33,6 +35,7 @@ def ask_unsloth_to_shard(*, offload: bool = False) -> None:
         SetupError: The script's environment says otherwise.
     """
     os.environ.setdefault(_UNSLOTH_VARIABLE, "1")
+    os.environ.setdefault(_UNSLOTH_LAYOUT, "sharded")
     if not offload:
         return
     os.environ.setdefault(UNSLOTH_OFFLOAD, "1")
