@@ -1,24 +1,39 @@
-"""Which cards tests may use; what they skip where there are too few. A rehearsal takes CPU ranks in their place."""
+"""Which cards tests use, and what they skip without one. A rehearsal takes CPU ranks in their place."""
 
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
 
+from tests.gpu.place import Place, place_ranks
+
 IS_REHEARSAL = os.environ.get("GPU_KIT_TINY") == "1" and os.environ.get("GPU_KIT_DEVICE") == "cpu"
-BACKEND = "gloo" if IS_REHEARSAL else "nccl"
+NUM_CARDS = torch.cuda.device_count()
+NEEDS_CARD = pytest.mark.skipif(not (NUM_CARDS or IS_REHEARSAL), reason="needs a GPU, none is visible")
+# What asks a driver, or how fast a card is, says nothing where none is: a device in host memory has neither.
+NEEDS_DRIVER = pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a driver: there is no nvidia-smi")
 
 
-def needs_cards(count: int) -> pytest.MarkDecorator:
-    """Skips tests where fewer cards are visible."""
-    found = torch.cuda.device_count()
-    is_short = found < count and not IS_REHEARSAL
-    return pytest.mark.skipif(is_short, reason=f"needs {count} GPU(s), {found} visible")
+def nccl_version() -> tuple[int, ...] | None:
+    """Of the NCCL that this torch finds; None where it is built without."""
+    return tuple(torch.cuda.nccl.version()) if hasattr(torch._C, "_nccl_version") else None
 
 
-def visible(count: int) -> dict[str, str]:
-    """Variables of a process that sees the first cards. Those that start tests see none otherwise."""
+def place_of(num_ranks: int) -> Place:
+    """Where so many ranks run."""
+    return Place("gloo", 0, {}) if IS_REHEARSAL else place_ranks(num_ranks, max(1, NUM_CARDS), nccl_version())
+
+
+def cards(count: int) -> list[str]:
+    """The first cards, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    return {"CUDA_VISIBLE_DEVICES": "" if IS_REHEARSAL else ",".join(given.split(",")[:count])}
+    return [] if IS_REHEARSAL else given.split(",")[:count]
+
+
+def of_ranks(num_ranks: int) -> dict[str, str]:
+    """Variables of a process whose ranks use the first cards. Those that start tests see none otherwise."""
+    place = place_of(num_ranks)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(cards(place.num_cards)), **place.variables}
