@@ -16,7 +16,7 @@ MESSAGE_CHARACTERS = 1500
 
 
 def host_waits() -> dict[str, Any]:
-    """How often the host waits for the device in an optimizer step, by source line: without the line, and in rank 0 of two."""
+    """How often the host waits for the device in an optimizer step, by line: without ours, and in rank 0 of two."""
     return {"without": finished(0, "waits"), "ours": finished(2, "waits")}
 
 

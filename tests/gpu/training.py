@@ -33,6 +33,7 @@ FAULTY_STEP = 3
 # Scales begin so high that the first steps overflow, and are skipped.
 INIT_SCALE = 2.0**26
 TOO_MANY_BYTES = 2**50
+SKIPPED = (os.path.dirname(torch.__file__) + os.sep, warnings.__file__)
 rank = int(os.environ.get("RANK", "0"))
 
 
@@ -64,9 +65,9 @@ class Waits(TrainerCallback):
 def calling_line(frame):
     """Like "transformers/trainer.py:1844"."""
     while frame is not None:
-        parts = Path(frame.f_code.co_filename).parts
-        if not {"torch", "warnings.py"} & set(parts):
-            return f"{'/'.join(parts[-3:])}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        if not file.startswith(SKIPPED):
+            return f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch"
 
