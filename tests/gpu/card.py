@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.gpu.place import Place, place_ranks
 
@@ -20,7 +21,7 @@ NEEDS_DRIVER = pytest.mark.skipif(not HAS_DRIVER, reason="needs a driver: there 
 
 def nccl_version() -> tuple[int, ...] | None:
     """Of the NCCL that this torch finds; None where it is built without."""
-    return tuple(torch.cuda.nccl.version()) if hasattr(torch._C, "_nccl_version") else None
+    return tuple(torch.cuda.nccl.version()) if dist.is_available() and dist.is_nccl_available() else None
 
 
 def place_of(num_ranks: int) -> Place:

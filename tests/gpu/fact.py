@@ -77,7 +77,7 @@ def torch_build() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    has_nccl = torch.version.cuda is not None and dist.is_nccl_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
     return {
         "cuda": torch.version.cuda,
         "num_cards": torch.cuda.device_count(),

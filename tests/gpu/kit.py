@@ -34,10 +34,10 @@ TAIL_LINES = 25
 # CPU ranks in their place.
 REHEARSED_CARDS = 2
 LOOK = """
-import json, torch
+import json, torch, torch.distributed as dist
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 memory = [torch.cuda.get_device_properties(i).total_memory for i in range(len(names))]
-nccl = torch.cuda.nccl.version() if hasattr(torch._C, "_nccl_version") else None
+nccl = torch.cuda.nccl.version() if dist.is_available() and dist.is_nccl_available() else None
 versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
 print(json.dumps({"cards": names, "memory_bytes": memory, **versions}))
 """
