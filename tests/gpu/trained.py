@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.card import of_ranks
+from tests.helpers.run import PLAIN, Finished, run_python
 
 SCRIPT = Path(__file__).with_name("training.py")
 MESSAGE_CHARACTERS = 1500
@@ -42,22 +41,20 @@ def processes() -> dict[str, Any]:
 
 def finished(num_ranks: int, kind: str) -> dict[str, Any]:
     run, out = train(num_ranks, kind)
-    if run.returncode:
-        raise RuntimeError(f"{kind}, {num_ranks} rank(s): exit code {run.returncode}: {run.stderr[-900:]}")
+    if run.code:
+        raise RuntimeError(f"{kind}, {num_ranks} rank(s): exit code {run.code}: {run.err[-900:]}")
     return dict(json.loads(out.read_text()))
 
 
 def failed(kind: str) -> dict[str, Any]:
     """Exit code, and the message that ends what the user sees."""
     run, _ = train(2, kind)
-    lines = [line for line in run.stderr.splitlines() if line.startswith(("unsloth_multigpu: rank ", "Hint: "))]
-    return {"code": run.returncode, "message": "\n".join(lines)[-MESSAGE_CHARACTERS:]}
+    lines = [line for line in run.err.splitlines() if line.startswith(("unsloth_multigpu: rank ", "Hint: "))]
+    return {"code": run.code, "message": "\n".join(lines)[-MESSAGE_CHARACTERS:]}
 
 
-def train(num_ranks: int, kind: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def train(num_ranks: int, kind: str) -> tuple[Finished, Path]:
     out = Path.cwd() / f"{kind}_{num_ranks}.json"
-    command = [sys.executable, str(SCRIPT), str(num_ranks), kind, str(out)]
-    variables = {**os.environ, **of_ranks(max(1, num_ranks))}
-    run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    sys.stderr.write(run.stderr)
+    run = run_python([SCRIPT, str(num_ranks), kind, out], Path.cwd(), {**PLAIN, **of_ranks(max(1, num_ranks))})
+    sys.stderr.write(run.err)
     return run, out
