@@ -73,15 +73,24 @@ def calling_line(frame):
 
 
 class LossScale(TrainerCallback):
-    """Keeps what each step's scale was, and whether it was skipped. Without a device there is no scale."""
+    """Keeps the scale behind each step, and whether the step was skipped. Without a device there is no scale.
+
+    accelerate does not know of steps that a fused optimizer skips; the scale falls behind each.
+    """
 
     def __init__(self):
-        self.scales, self.skipped = [], []
+        self.before, self.scales, self.skipped = 0.0, [], []
+
+    def scale(self):
+        scaler = trainer.accelerator.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.before = self.scale()
 
     def on_step_end(self, args, state, control, **kwargs):
-        scaler = trainer.accelerator.scaler
-        self.scales.append(1.0 if scaler is None else scaler.get_scale())
-        self.skipped.append(bool(trainer.accelerator.optimizer_step_was_skipped))
+        self.scales.append(self.scale())
+        self.skipped.append(self.scales[-1] < self.before)
 
     def found(self, trainer):
         norms = [str(line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
