@@ -17,7 +17,7 @@ import unsloth_multigpu as ump
 
 num_ranks, kind, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 if num_ranks:
-    # How a plan mixes rows decides when fp16 overflows; what is compared there is the scale.
+    # An fp16 gradient overflows by what is summed in one micro-batch: ranks are to compute those of one process.
     ump.enable_multi_gpu(num_gpus=num_ranks, balance="off" if kind == "fp16" else "auto")
 
 import torch
@@ -149,7 +149,7 @@ trainer = Trainer(
     args=TrainingArguments(
         "checkpoints",
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=4 if kind == "waits" else 1,
+        gradient_accumulation_steps=4 if kind in ("waits", "fp16") else 1,
         max_steps=LAST + 2 if kind == "waits" else 16,
         logging_steps=1 if kind == "fp16" else 100,
         save_strategy="no",
