@@ -27,11 +27,15 @@ UNSLOTH_NEEDS := bitsandbytes cut_cross_entropy diffusers einops hf_transfer jso
 OLDEST_IPYTHON := $(VENV)/oldest-ipython
 OLDEST_IPYTHON_NEEDS := ipython==7.34.0 ipykernel==6.17.1 backcall==0.2.0 decorator==5.2.1 pickleshare==0.7.5
 
+# What the tests of notebooks need; ipykernel does without debugpy.
+GPU_SITE_KERNEL := ipykernel jupyter_client jupyter_core ipython ipython_pygments_lexers traitlets comm tornado pyzmq jedi \
+	parso decorator matplotlib-inline pexpect ptyprocess prompt_toolkit wcwidth stack_data executing asttokens pure_eval \
+	platformdirs nest-asyncio2
 # What a machine with a card and without a network may lack, for `make gpu-site`; with torch, transformers and peft there.
 GPU_SITE := unsloth unsloth_zoo trl datasets accelerate wrapt cut_cross_entropy bitsandbytes torchao diffusers tyro msgspec \
 	structlog hf_transfer json5 nest-asyncio pydantic pydantic_core dill multiprocess xxhash 'fsspec<=2026.2.0' typeguard \
 	docstring_parser annotated_types typing_inspection typing_extensions importlib_metadata pytest-timeout \
-	rich markdown-it-py mdurl pygments psutil
+	rich markdown-it-py mdurl pygments psutil $(GPU_SITE_KERNEL)
 SITE := build/gpu/site
 SITE_PYTHON ?= 3.12
 SITE_CUDA ?= 13
@@ -53,7 +57,7 @@ test: setup browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What docs/benchmarks.md says of GPUs, measured on the cards of this machine; a call again goes on.
-#   PART=1                  1 to 5: one call of at most ten minutes; else all of them
+#   PART=1                  1 to 7: one call of at most nine minutes; else all of them
 #   TINY=1                  a rehearsal on CPU ranks, with tiny sizes
 gpu: setup
 	$(BIN)/python -m tests.gpu.kit $(if $(PART),--part $(PART)) \
@@ -67,7 +71,7 @@ gpu-page: setup
 gpu-site: setup
 	rm -rf $(SITE)
 	$(INSTALL) --no-deps --target $(SITE) --only-binary=:all: --implementation cp --python-version $(SITE_PYTHON) $(GPU_SITE)
-	rm -rf $(addprefix $(SITE)/,bin studio unsloth_cli test unsloth_zoo_downloads)
+	rm -rf $(addprefix $(SITE)/,bin studio unsloth_cli test unsloth_zoo_downloads jedi/third_party/django-stubs)
 	find $(SITE)/bitsandbytes -name 'libbitsandbytes_*.so' ! -name '*_cuda$(SITE_CUDA)*.so' ! -name '*_cpu.so' -delete
 	find $(SITE)/torchao -name '*.so' -delete
 	find $(SITE) -name __pycache__ -prune -exec rm -rf {} +

@@ -84,6 +84,8 @@ def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
 
 
 def _devices_to_use(config: MultiGPUConfig) -> int:
+    from unsloth_multigpu.group.manager import ranks_share_device
+
     kind, available = visible_accelerators()
     if config.device in ("cuda", "xpu") and kind != config.device:
         found = f"this machine has {available} {kind} accelerator(s)" if available else "no such device is visible"
@@ -108,7 +110,7 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return num_devices
     num_devices = config.num_gpus or available
-    if num_devices > available:
+    if num_devices > available and not (config.enable_ddp and ranks_share_device(available, os.environ)):
         raise SetupError(
             f"num_gpus={num_devices}, but {available} GPU(s) are visible.",
             hint=f"Set num_gpus={available}, or CUDA_VISIBLE_DEVICES.",

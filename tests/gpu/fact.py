@@ -1,4 +1,4 @@
-"""Facts of this machine as JSON: `python -m tests.gpu.fact libraries|device|costs FILE`.
+"""Facts of this machine as JSON: `python -m tests.gpu.fact GROUP FILE`.
 
 Each fact stands alone: one that fails is recorded with its error, the others go on, and the exit code is 1.
 """
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from tests.gpu.trained import beyond_vocabulary, host_waits, loss_scale, out_of_memory, processes
 
 DEVICE = os.environ.get("GPU_KIT_DEVICE", "cuda")
 IS_TINY = os.environ.get("GPU_KIT_TINY") == "1"
@@ -75,7 +77,7 @@ def torch_build() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    has_nccl = torch.version.cuda is not None and dist.is_nccl_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
     return {
         "cuda": torch.version.cuda,
         "num_cards": torch.cuda.device_count(),
@@ -195,10 +197,40 @@ def _costs(*, has_checkpointing: bool) -> dict[str, Any]:
     }
 
 
+def recompiled() -> dict[str, Any]:
+    """Graphs compiled at each number of rows: as Unsloth marks them, and as a plan hands them to the model."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from unsloth_multigpu.step.inputs import free_rows
+
+    found: dict[str, Any] = {}
+    for arm in ("rows that stay", "rows that are free"):
+        torch._dynamo.reset()
+        layers = [torch.nn.Embedding(64, 128), torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.Linear(128, 64)]
+        model = torch.compile(torch.nn.Sequential(*layers).to(DEVICE), backend="aot_eager" if IS_TINY else "inductor")
+        found[arm] = {}
+        for rows in (4, 8, 2, 3, 6, 5, 1, 7):
+            ids = torch.randint(64, (rows, 32), device=DEVICE)
+            torch._dynamo.mark_static(ids, 0)
+            if arm == "rows that are free":
+                free_rows([{"input_ids": ids}])
+            before = counters["stats"]["unique_graphs"]
+            model(ids).sum().backward()
+            found[arm][str(rows)] = counters["stats"]["unique_graphs"] - before
+    return found
+
+
 GROUPS: dict[str, tuple[Fact, ...]] = {
     "libraries": (versions, imports, torch_build),
     "device": (rank, gloo, stopwatch),
     "costs": (micro_batch, micro_batch_with_checkpointing),
+    "recompiled": (recompiled,),
+    "waits": (host_waits,),
+    "fp16": (loss_scale,),
+    "beyond_vocabulary": (beyond_vocabulary,),
+    "out_of_memory": (out_of_memory,),
+    "processes": (processes,),
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures on this machine's cards everything that docs/benchmarks.md says of GPUs: `python -m tests.gpu.kit --part 1`.
 
-A part is one call of at most ten minutes, and needs no network. Every step has a limit of its own and is recorded in
+A part is one call of at most nine minutes, and needs no network. Every step has a limit of its own and is recorded in
 one JSON file as soon as it ends; one that fails leaves the others alone, and makes the exit code 1. A part that is
 called again does what has not passed. `python -m tests.gpu.page FILE` writes the figures into docs/benchmarks.md.
 """
@@ -13,12 +13,14 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.place import place_ranks
 from tests.gpu.step import PART_LIMIT_S, PARTS, Step, short_result, steps_of
 from unsloth_multigpu.wire.process import end_command
 
@@ -32,10 +34,12 @@ TAIL_LINES = 25
 # CPU ranks in their place.
 REHEARSED_CARDS = 2
 LOOK = """
-import json, torch
+import json, torch, torch.distributed as dist
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 memory = [torch.cuda.get_device_properties(i).total_memory for i in range(len(names))]
-print(json.dumps({"cards": names, "memory_bytes": memory, "torch": torch.__version__, "cuda": torch.version.cuda}))
+nccl = torch.cuda.nccl.version() if dist.is_available() and dist.is_nccl_available() else None
+versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
+print(json.dumps({"cards": names, "memory_bytes": memory, **versions}))
 """
 
 
@@ -48,10 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = look_at_machine(options)
     chosen = choose(steps, options.part, options.steps)
     record = open_record(options.out, machine)
-    num_cards = REHEARSED_CARDS if options.device == "cpu" else len(machine["cards"])
     deadline_s = time.monotonic() + options.limit_s
     with tempfile.TemporaryDirectory(prefix="gpu_kit_cache_") as options.cache:
-        run_steps(chosen, options, record, num_cards, deadline_s)
+        run_steps(chosen, options, record, deadline_s)
     failed = [step.name for step in chosen if not has_passed(record["steps"][step.name])]
     print(f"{options.out}: {len(chosen) - len(failed)} of {len(chosen)} steps passed or are left out", flush=True)
     if failed:
@@ -59,22 +62,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run_steps(
-    chosen: Sequence[Step], options: argparse.Namespace, record: dict[str, Any], num_cards: int, deadline_s: float
-) -> None:
+def run_steps(chosen: Sequence[Step], options: argparse.Namespace, record: dict[str, Any], deadline_s: float) -> None:
     """Runs those that have not passed, and those that were named; each is recorded as soon as it ends."""
     for step in chosen:
-        if step.num_cards > num_cards:
-            outcome: dict[str, Any] = {"skipped": f"needs {step.num_cards} cards, {num_cards} visible"}
+        missing, note = place_step(step, record["machine"])
+        if missing:
+            outcome: dict[str, Any] = {"skipped": missing}
         elif not options.steps and has_passed(record["steps"].get(step.name)):
             print(f"== {step.name}: passed before", flush=True)
             continue
         else:
             print(f"== {step.name} (part {step.part}, at most {step.limit_s} s): {step.text}", flush=True)
-            outcome = run_step(step, options, deadline_s)
+            outcome = {**run_step(step, options, deadline_s), "note": note}
         record["steps"][step.name] = {"part": step.part, "text": step.text, **outcome}
         write_record(options.out, record)
+        if options.pack is not None:
+            pack(options.out, options.pack)
         print(f"   {said(outcome)}", flush=True)
+
+
+def place_step(step: Step, machine: Mapping[str, Any]) -> tuple[str, str]:
+    """Why the step is left out, "" = it is not; and what its result has to say of where its ranks ran."""
+    is_rehearsal = machine["device"] == "cpu"
+    num_cards = REHEARSED_CARDS if is_rehearsal else len(machine["cards"])
+    if step.num_cards > num_cards:
+        return f"needs {step.num_cards} cards, {num_cards} visible", ""
+    if is_rehearsal:
+        return "", ""
+    place = place_ranks(step.num_ranks, num_cards, machine["nccl"])
+    return (place.note, "") if step.only_nccl and place.backend != "nccl" else ("", place.note)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -88,6 +104,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: a rehearsal, whose figures say nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --tiny only")
     parser.add_argument("--site", type=Path, metavar="DIR", help="a folder of packages that this Python lacks")
+    parser.add_argument("--nccl", type=Path, metavar="FILE", help="a libnccl.so.2 in the place of torch's")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FILE", help="a .tgz of the results and logs so far, written after each step"
+    )
     parser.add_argument("--list", action="store_true", help="name the steps and end")
     options = parser.parse_args(arguments)
     if options.device == "cpu" and not (options.tiny or options.list):
@@ -98,6 +118,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.patience is None:
         options.patience = 2.0 if options.tiny else 1.0
     options.out = options.out.resolve()
+    if options.nccl is not None and not options.nccl.is_file():
+        parser.error(f"--nccl {options.nccl}: there is no such file")
     return options
 
 
@@ -150,6 +172,15 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     draft.replace(path)
 
 
+def pack(record: Path, archive: Path) -> None:
+    """Puts the record and the logs beside it into an archive. As a whole or not at all: the call may be cut off."""
+    draft = archive.with_suffix(".part")
+    with tarfile.open(draft, "w:gz") as tar:
+        for file in (record, *sorted(record.parent.glob("*.log"))):
+            tar.add(file, file.name)
+    draft.replace(archive)
+
+
 def has_passed(outcome: Mapping[str, Any] | None) -> bool:
     """True also for what needs more cards."""
     return outcome is not None and ("skipped" in outcome or (outcome.get("rc") == 0 and not outcome["problems"]))
@@ -179,6 +210,8 @@ def environment(options: argparse.Namespace, step: Step | None, own: Mapping[str
         # What one step has compiled the next ones find.
         caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
         variables |= {name: os.path.join(options.cache, folder) for name, folder in caches.items()}
+    if options.nccl is not None:
+        variables["LD_PRELOAD"] = " ".join(filter(None, [str(options.nccl.resolve()), os.environ.get("LD_PRELOAD")]))
     # Where packages were unpacked and not compiled, each of a step's processes would compile them again.
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     if options.device == "cpu":

@@ -70,6 +70,7 @@ def card_section(record: Mapping[str, Any]) -> str:
         f"### {cards[0]}",
         "",
         f"{len(cards)} card(s) of {memory:.0f} GiB, torch {machine['torch']}, CUDA {machine['cuda']}, "
+        f"NCCL {'.'.join(map(str, machine['nccl'] or ['none']))}, "
         f"commit {record['commit'] or 'unknown'}.",
     ]
     for part, title in PARTS.items():
@@ -83,11 +84,12 @@ def card_section(record: Mapping[str, Any]) -> str:
 def outcome_text(step: Mapping[str, Any]) -> str:
     if "skipped" in step:
         return f": left out, {step['skipped']}"
+    note = f" ({step['note']})" if step["note"] else ""
     if step["problems"]:
-        return f": **not shown: {'; '.join(step['problems'])}**"
+        return f"{note}: **not shown: {'; '.join(step['problems'])}**"
     if step["result"] is None:
-        return f": {step['last_line'].strip('= ')}"
-    return ""
+        return f"{note}: {step['last_line'].strip('= ')}"
+    return note
 
 
 def detail(name: str, result: Mapping[str, Any] | None) -> list[str]:

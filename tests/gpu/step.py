@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from statistics import median
 from typing import Any
 
 Result = dict[str, Any]
 Judge = Callable[[Result], list[str]]
-# Steps of a call; it may take ten minutes, of which the last seconds are for ending and writing.
-PART_LIMIT_S = 580
+# Seconds of a call. Three calls and what comes before each (a machine that starts, packages that are unpacked) fit into
+# half an hour, and one fits into ten minutes.
+PART_LIMIT_S = 530
+# By value: whoever has a card for 25 minutes runs the first three.
 PARTS = {
-    1: "Does it run, and what does the line cost?",
-    2: "The planner, and two ranks on one card",
-    3: "Unsloth",
-    4: "Several cards over NCCL train as one",
-    5: "How much sooner several cards are done",
+    1: "Does it run, and do ranks train as one process does?",
+    2: "Unsloth, fp16, sharding, and where the host waits",
+    3: "Faults, and what the user sees of them",
+    4: "The planner",
+    5: "Unsloth in one process and with padded rows; versions",
+    6: "How much sooner several cards are done",
+    7: "What the line costs",
 }
 # The line's share of a step, and how much slower a planned step may be than one that is dealt in order.
 MAX_LINE_COST = 0.01
 MAX_SLOWDOWN = 1.15
-# Of a gradient norm, relative: fp32 on a card, and bf16, whose sums depend on how many micro-batches there are.
-FP32_BOUND, BF16_BOUND = 1e-4, 3e-2
+# Of a gradient norm, relative: fp32 on a card, bf16, whose sums depend on how many micro-batches there are, and fp16.
+FP32_BOUND, BF16_BOUND, FP16_BOUND = 1e-4, 3e-2, 1e-2
+# Waits of the host for the device in an optimizer step that begin in a line of ours: the gradient norm is read once,
+# and ranks tell each other something now and then.
+MAX_OWN_WAITS = 2.0
+TESTS = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_nccl.py", "-k")
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,9 @@ class Step:
         command: Arguments of Python. "{json}" stands for the file in which it leaves its result.
         num_cards: Fewer of them, and it is left out.
         only_cards: It sees so many cards; None = all.
+        num_ranks: Ranks, placed by `place_ranks`. Where there are fewer cards, they share one, over NCCL or gloo.
+        only_nccl: It is left out where these ranks would share a card over gloo.
+        needs_driver: It measures speed or asks the driver: a device in host memory has nothing to say.
         variables: Of its environment.
         prints: It prints its result in place of writing a file.
         judge: What is wrong with its result, in words.
@@ -49,167 +61,220 @@ class Step:
     command: tuple[str, ...]
     num_cards: int = 1
     only_cards: int | None = None
+    num_ranks: int = 1
+    only_nccl: bool = False
+    needs_driver: bool = False
     variables: dict[str, str] = field(default_factory=dict)
     prints: bool = False
     judge: Judge = lambda result: []
 
 
 def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
-    """The table.
+    """The table, in the order in which it is measured: by part, and by value in each.
 
     Args:
         device: "cuda"; "cpu" in a rehearsal.
         is_tiny: Sizes with which everything ends within minutes on two cores, and shows nothing but that it runs.
     """
-    is_cuda = device == "cuda"
     bench = _Bench(device, is_tiny)
+    steps = (
+        *_basic_steps(bench),
+        *_unsloth_steps(bench),
+        *_test_steps(),
+        *_planner_steps(bench),
+        *_small_steps(bench),
+        *_speed_steps(bench),
+    )
+    return tuple(sorted(steps, key=lambda step: step.part))
+
+
+def _basic_steps(bench: _Bench) -> tuple[Step, ...]:
+    doctor = ("-m", "unsloth_multigpu.cli.main", "doctor", "--json", "--timeout-s", "160" if bench.is_tiny else "70")
     return (
-        Step("libraries", 1, "versions, and seconds that imports take", 130, _fact("libraries")),
         Step(
             "device",
             1,
             "a supervised rank: its group of one, its allocator",
-            100,
+            80,
             _fact("device"),
-            judge=judge_device(is_cuda),
+            judge=judge_device(bench.device == "cuda"),
         ),
-        Step(
-            "doctor",
-            1,
-            "what the doctor says",
-            100,
-            ("-m", "unsloth_multigpu.cli.main", "doctor", "--json", "--timeout-s", "160" if is_tiny else "80"),
-            prints=True,
-        ),
+        Step("doctor", 1, "what the doctor says", 80, doctor, prints=True),
+        Step("libraries", 5, "versions, and seconds that imports take", 130, _fact("libraries")),
         bench.step(
             "line",
-            1,
+            7,
             "what the line costs in one process",
             240,
             "--ranks 1 --arms one_process,line_one,guarded_one --interleave steps",
             warmup=6,
             repeats=2,
-            judge=judge_line(is_tiny),
+            judge=judge_line(bench.is_tiny),
         ),
-        *(
-            bench.step(
-                f"planner_{accumulation}",
-                2,
-                f"the planner against no plan and batch_rebalance, accumulation {accumulation}",
-                limit_s,
-                f"--ranks 1 --accumulation {accumulation} --arms one_process,ours_one,rebalance",
-                judge=judge_arms(BF16_BOUND, ("ours_one",), than=None if is_tiny else "one_process"),
-            )
-            for accumulation, limit_s in ((1, 130), (4, 170))
+    )
+
+
+def _test_steps() -> tuple[Step, ...]:
+    """Those of test_nccl.py, each in one of these steps."""
+    rows = (
+        ("parity", 1, "LoRA, Unsloth's LoRA, all weights and DPO, uneven steps too", 230, "two_ranks", 2),
+        ("shard", 2, "all weights, sharded by FSDP2", 80, "sharded", 2),
+        ("faults", 3, "a rank is killed, hangs, finds NaN", 130, "killed or hung or nan", 2),
+        (
+            "ways",
+            3,
+            "notebook, srun's cards, compression, the doctor",
+            130,
+            "notebook or see_one or compressed or doctor",
+            2,
         ),
-        Step("costs", 2, "time of a micro-batch by its size", 70, _fact("costs")),
+        ("parity_4", 3, "four ranks, uneven steps too", 100, "four_ranks", 4),
+    )
+    return tuple(
+        Step(name, part, text, limit_s, (*TESTS, chosen), num_ranks=ranks, only_nccl=name == "shard")
+        for name, part, text, limit_s, chosen, ranks in rows
+    )
+
+
+def _small_steps(bench: _Bench) -> tuple[Step, ...]:
+    """Trainings of a minute: see trained.py."""
+    is_cuda = bench.device == "cuda"
+    return (
+        Step(
+            "waits",
+            2,
+            "where the host waits for the device in a step, without the line and in rank 0 of two",
+            60,
+            _fact("waits"),
+            num_ranks=2,
+            needs_driver=True,
+            judge=judge_waits(is_cuda),
+        ),
+        Step("fp16", 2, "two ranks skip the steps of one process", 60, _fact("fp16"), num_ranks=2, judge=judge_fp16),
+        Step(
+            "beyond_vocabulary",
+            3,
+            "what the user sees of a device-side assert",
+            45,
+            _fact("beyond_vocabulary"),
+            num_ranks=2,
+            judge=judge_failure("beyond_vocabulary", ("device-side assert", "index out of range")),
+        ),
+        Step(
+            "out_of_memory",
+            3,
+            "what the user sees where a rank is out of memory",
+            45,
+            _fact("out_of_memory"),
+            num_ranks=2,
+            judge=judge_failure("out_of_memory", ("ran out of memory",)),
+        ),
+        Step(
+            "processes",
+            3,
+            "processes on the cards, by the driver",
+            45,
+            _fact("processes"),
+            num_ranks=2,
+            needs_driver=True,
+            judge=judge_processes(is_cuda),
+        ),
+        Step(
+            "recompiled",
+            4,
+            "what torch compiles again for another number of rows",
+            50,
+            _fact("recompiled"),
+            judge=judge_recompiled,
+        ),
+    )
+
+
+def _planner_steps(bench: _Bench) -> tuple[Step, ...]:
+    return (
         *(
             bench.step(
                 f"shared_{train}",
-                2,
+                part,
                 f"two ranks on one card over gloo train as one process, {train}",
                 limit_s,
                 f"--ranks 2 --train {train} --arms {arms}",
                 small=True,
                 only_cards=1,
-                judge=judge_arms(FP32_BOUND, ("ours",), is_expandable=is_cuda or None),
+                judge=judge_arms(FP32_BOUND, ("ours",), is_expandable=bench.device == "cuda" or None),
             )
-            for train, limit_s, arms in (
-                ("lora", 120, "one_process,ours,ours_off,torchrun"),
-                ("full", 80, "one_process,ours"),
+            for train, part, limit_s, arms in (
+                ("lora", 1, 120, "one_process,ours,ours_off,torchrun"),
+                ("full", 4, 80, "one_process,ours"),
             )
         ),
-        *_unsloth_steps(bench, is_tiny=is_tiny),
-        *_nccl_steps(bench, is_tiny=is_tiny),
+        *(
+            bench.step(
+                f"planner_{accumulation}",
+                4,
+                f"the planner against no plan and batch_rebalance, accumulation {accumulation}",
+                limit_s,
+                f"--ranks 1 --accumulation {accumulation} --arms one_process,ours_one,rebalance",
+                judge=judge_arms(BF16_BOUND, ("ours_one",), than=None if bench.is_tiny else "one_process"),
+            )
+            for accumulation, limit_s in ((1, 130), (4, 170))
+        ),
+        Step("costs", 4, "time of a micro-batch by its size", 70, _fact("costs")),
     )
 
 
-def _unsloth_steps(bench: _Bench, *, is_tiny: bool) -> tuple[Step, ...]:
+def _unsloth_steps(bench: _Bench) -> tuple[Step, ...]:
     common = "--library unsloth --gradient-checkpointing"
     # Unsloth's CPU backend, which a rehearsal has, always pads.
     end_to_end = "" if bench.device == "cpu" else "--padding-free"
     # Not torchrun: ranks of its own that share a card wait on cards that there are not.
     two = f"{common} --ranks 2 --arms one_process,ours,ours_off"
+    four_bit = f"{two} {end_to_end} --four-bit --optim adamw_8bit"
+    one = f"{common} {end_to_end} --ranks 1 --arms one_process,line_one,ours_one"
     is_expandable = None if bench.device == "cpu" else True
     rows = (
-        (
-            "unsloth_line",
-            "one process: with the line, and planned",
-            f"{common} {end_to_end} --ranks 1 --arms one_process,line_one,ours_one",
-            ("line_one", "ours_one"),
-            "one_process",
-        ),
-        ("unsloth_lora", "two ranks, rows end to end", f"{two} {end_to_end}", ("ours",), "ours_off"),
-        ("unsloth_padded", "two ranks, padded rows", two, ("ours",), "ours_off"),
-        (
-            "unsloth_4bit",
-            "two ranks, 4-bit weights and adamw_8bit",
-            f"{two} {end_to_end} --four-bit --optim adamw_8bit",
-            ("ours",),
-            "ours_off",
-        ),
+        ("unsloth_lora", 2, "two ranks, rows end to end", f"{two} {end_to_end}", ("ours",), "ours_off"),
+        ("unsloth_4bit", 2, "two ranks, 4-bit weights and adamw_8bit", four_bit, ("ours",), "ours_off"),
+        ("unsloth_line", 5, "one process: with the line, and planned", one, ("line_one", "ours_one"), "one_process"),
+        ("unsloth_padded", 5, "two ranks, padded rows", two, ("ours",), "ours_off"),
     )
     return tuple(
         bench.step(
             name,
-            3,
+            part,
             f"Unsloth, LoRA, its gradient checkpointing: {text}",
             142,
             arguments,
             warmup=8,
             steps=12,
-            judge=judge_arms(BF16_BOUND, arms, than=None if is_tiny else than, is_expandable=is_expandable),
+            judge=judge_arms(BF16_BOUND, arms, than=None if bench.is_tiny else than, is_expandable=is_expandable),
         )
-        for name, text, arguments, arms, than in rows
+        for name, part, text, arguments, arms, than in rows
     )
 
 
-def _nccl_steps(bench: _Bench, *, is_tiny: bool) -> tuple[Step, ...]:
-    tests = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_nccl.py")
+def _speed_steps(bench: _Bench) -> tuple[Step, ...]:
     arms = "--arms one_process,ours,torchrun"
     unsloth = "--library unsloth --gradient-checkpointing" + ("" if bench.device == "cpu" else " --padding-free")
-    judge = judge_arms(BF16_BOUND, ("ours",), than=None if is_tiny else "torchrun")
-    return (
-        Step(
-            "parity",
-            4,
-            "LoRA, Unsloth's LoRA, all weights and DPO, uneven steps too",
-            300,
-            (*tests, "-k", "as_one and not notebook"),
-            2,
-            2,
-        ),
-        Step(
-            "recovery",
-            4,
-            "save and resume, notebook, srun's cards, compression",
-            270,
-            (*tests, "-k", "not (as_one and not notebook)"),
-            2,
-            2,
-        ),
-        *(
-            bench.step(
-                name, 5, f"two cards against one, {text}", limit_s, f"--ranks 2 {more}", num_cards=2, judge=judge
-            )
-            for name, text, limit_s, more in (
-                ("speed_lora", "LoRA", 125, f"{arms},rebalance"),
-                ("speed_full", "all weights", 125, f"--train full {arms}"),
-                ("speed_unsloth", "Unsloth's LoRA", 120, f"{unsloth} {arms}"),
-            )
-        ),
-        *(
-            bench.step(
-                f"speed_lora_{count}",
-                5,
-                f"{count} cards against one, LoRA",
-                100,
-                f"--ranks {count} {arms}",
-                num_cards=count,
-                judge=judge,
-            )
-            for count in (4, 8)
-        ),
+    judge = judge_arms(BF16_BOUND, ("ours",), than=None if bench.is_tiny else "torchrun")
+    rows = (
+        ("speed_lora", "LoRA", 2, 115, f"{arms},rebalance"),
+        ("speed_full", "all weights", 2, 110, f"--train full {arms}"),
+        ("speed_unsloth", "Unsloth's LoRA", 2, 110, f"{unsloth} {arms}"),
+        ("speed_lora_4", "LoRA", 4, 90, arms),
+        ("speed_lora_8", "LoRA", 8, 90, arms),
+    )
+    return tuple(
+        bench.step(
+            name,
+            6,
+            f"{count} cards against one, {text}",
+            limit_s,
+            f"--ranks {count} {more}",
+            num_cards=count,
+            judge=judge,
+        )
+        for name, text, count, limit_s, more in rows
     )
 
 
@@ -345,3 +410,76 @@ def judge_arms(
         return problems
 
     return judge
+
+
+def judge_waits(is_cuda: bool) -> Judge:
+    """With the line the host waits for the device no more often than without it, and in lines of ours seldom."""
+
+    def judge(result: Result) -> list[str]:
+        found = result["host_waits"]
+        if not is_cuda:
+            return []
+        if not all(found[arm]["is_counted"] for arm in found):
+            return ["waits were not counted"]
+        without, ours = (found[arm]["per_step"] for arm in ("without", "ours"))
+        own = sum(count for line, count in ours.items() if "unsloth_multigpu/" in line)
+        problems = (
+            [] if own <= MAX_OWN_WAITS else [f"{own:g} waits in a step begin in our lines, bound {MAX_OWN_WAITS:g}"]
+        )
+        if sum(ours.values()) > sum(without.values()):
+            problems.append(f"{sum(ours.values()):g} waits in a step, {sum(without.values()):g} without the line")
+        return problems
+
+    return judge
+
+
+def judge_fp16(result: Result) -> list[str]:
+    """Scales that move alike, wherever they begin; the same steps skipped, and the norms of the others."""
+    one, ours = result["loss_scale"]["one_process"], result["loss_scale"]["ours"]
+    problems = []
+    for name in ("scales", "skipped"):
+        values = [[v / found[name][0] if name == "scales" else v for v in found[name]] for found in (one, ours)]
+        if values[0] != values[1]:
+            problems.append(f"{name}: {ours[name]}, in one process {one[name]}")
+    pairs = [(float(a), float(b)) for a, b in zip(one["norms"], ours["norms"], strict=True)]
+    largest = max((abs(a - b) / a for a, b in pairs if isfinite(a) and isfinite(b)), default=inf)
+    if not largest < FP16_BOUND or any(isfinite(a) != isfinite(b) for a, b in pairs):
+        problems.append(f"norms: {ours['norms']}, in one process {one['norms']}")
+    return problems
+
+
+def judge_failure(name: str, reasons: Sequence[str]) -> Judge:
+    """It ended with an error whose message has the rank, the step and one of these reasons."""
+
+    def judge(result: Result) -> list[str]:
+        code, message = result[name]["code"], result[name]["message"]
+        problems = [] if code else ["it ended well"]
+        problems += [f"its message lacks {word!r}" for word in ("rank 1 ", "after step 2") if word not in message]
+        if not any(reason in message for reason in reasons):
+            problems.append(f"its message lacks the reason: {' or '.join(map(repr, reasons))}")
+        return problems
+
+    return judge
+
+
+def judge_processes(is_cuda: bool) -> Judge:
+    """Each rank is on one card, and the supervisor on none."""
+
+    def judge(result: Result) -> list[str]:
+        found = result["processes"]
+        if found["listed"] is None:
+            return ["there is no nvidia-smi"] if is_cuda else []
+        counts = {pid: found["listed"].count(pid) for pid in found["ranks"]}
+        if not any(counts.values()):
+            return ["the driver lists none of the ranks; it may number processes in another way than this machine"]
+        problems = [f"rank process {pid} is listed {count} times" for pid, count in counts.items() if count != 1]
+        return problems + (["the supervisor is on a card"] if found["supervisor"] in found["listed"] else [])
+
+    return judge
+
+
+def judge_recompiled(result: Result) -> list[str]:
+    """Rows of any number use what is compiled, but one row, which torch always compiles by itself."""
+    freed = result["recompiled"]["rows that are free"]
+    first, *later = freed.values()
+    return [] if sum(later) <= first else [f"compiled again: {sum(later)} graphs behind {first} of the first shape"]

@@ -1,63 +1,127 @@
-"""Ranks on cards of their own over NCCL train as one card does. Needs two GPUs."""
+"""Ranks over NCCL train as one process does: on cards of their own, or on one that they share. Needs a GPU."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from tests.gpu.card import BACKEND, IS_FAKE, needs_cards, visible
-from tests.helpers.run import PLAIN, ROOT, finish, free_port, light, run_python, start
+from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NEEDS_CARD, cards, of_ranks, place_of
+from tests.helpers.outcome import distance, outcome
+from tests.helpers.run import BARE, PLAIN, ROOT, finish, free_port, light, orphans, run_python, start, wait_until
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
-pytestmark = needs_cards(2)
-VISIBLE = visible(2) if not needs_cards(2).args[0] else {}
-# Rows x batch size x accumulation: the second shape divides neither by the step nor by the ranks.
-KINDS = ("trainer_peft", "sft_lora", "sft_full", "dpo")
-JOBS = [f"{kind}:{shape}" for kind in KINDS for shape in ("24x4x2", "26x3x3")]
+pytestmark = NEEDS_CARD
+BACKEND = place_of(2).backend
 # Interpreted, Unsloth's kernels are too slow for these sizes: tests/e2e/test_gpu_path.py has smaller ones.
 LIBRARIES = light("unsloth", "unsloth_zoo") if IS_FAKE else {}
+# Rows x batch size x accumulation: the second shape divides neither by the step nor by the ranks.
+KINDS = ("trainer_peft", "sft_lora", "sft_full", "dpo")
+JOBS = {
+    num: [f"{kind}:{shape}" for kind in kinds for shape in ("24x4x2", "26x3x3")]
+    for num, kinds in ((2, KINDS), (4, KINDS[:1]))
+}
 # Unsloth's kernels compute in the card's own precision.
 BOUNDS = {"trainer_peft": 1e-4, "sft_lora": 1e-2, "sft_full": 1e-2, "dpo": 1e-2}
+SHARDED_JOB = "momentum_full:36x6x2"
+HANG_TIMEOUT_S = 8.0
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Facts of rank 0 and its weights: `trained[number of cards, job]`."""
-    folder = tmp_path_factory.mktemp("nccl")
+    """A function of the number of ranks: the folder of its outcomes, in which each job was trained."""
+    folder, done = tmp_path_factory.mktemp("nccl"), {}
     model = build_tiny(folder / "model")
-    found = {}
-    for num_cards in (1, 2):
-        out = folder / str(num_cards)
-        arguments = ["--num-gpus", str(num_cards), "--jobs", ",".join(JOBS), "--model", model, "--out", str(out)]
-        run = run_python([SCRIPTS / "parity.py", *arguments], folder, {**LIBRARIES, **visible(num_cards)})
+
+    def train(num_ranks, jobs):
+        if (num_ranks, *jobs) not in done:
+            out = done[(num_ranks, *jobs)] = folder / str(len(done))
+            arguments = ["--num-gpus", str(num_ranks), "--jobs", ",".join(jobs), "--model", model, "--out", str(out)]
+            run = run_python([SCRIPTS / "parity.py", *arguments], folder, {**LIBRARIES, **of_ranks(num_ranks)})
+            assert run.code == 0, run.err
+        return done[(num_ranks, *jobs)]
+
+    return train
+
+
+def assert_trained_as_one(trained, num_ranks, job):
+    bound, jobs = BOUNDS[job.partition(":")[0]], JOBS[num_ranks]
+    one, weights = outcome(trained(1, jobs), job)
+    ranks, replicas = zip(*(outcome(trained(num_ranks, jobs), job, rank) for rank in range(num_ranks)), strict=True)
+    seen = Counter()
+    for rank in ranks:
+        seen.update((step, row) for step, rows in rank["seen"].items() for row in Counter(rows).elements())
+    assert seen == Counter((step, row) for step, rows in one["seen"].items() for row in Counter(rows).elements())
+    assert ranks[0]["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
+    assert ranks[0]["loss"] == pytest.approx(one["loss"], rel=bound)
+    assert distance(weights, replicas[0]) < bound
+    assert all(distance(replicas[0], replica) == 0 for replica in replicas)
+
+
+@pytest.mark.parametrize("job", JOBS[2])
+def test_two_ranks_train_as_one_process(trained, job):
+    assert_trained_as_one(trained, 2, job)
+
+
+@pytest.mark.parametrize("job", JOBS[4])
+def test_four_ranks_train_as_one_process(trained, job):
+    assert_trained_as_one(trained, 4, job)
+
+
+@pytest.mark.skipif(
+    BACKEND == "gloo" and not IS_REHEARSAL, reason="needs NCCL 2.30 or 2 GPUs: gloo does not divide tensors of a card"
+)
+def test_sharded_ranks_train_as_one_process(tmp_path):
+    model, norms = build_tiny(tmp_path / "model"), []
+    for num_ranks, shard in ((1, "off"), (2, "on")):
+        out = tmp_path / str(num_ranks)
+        arguments = ["--num-gpus", str(num_ranks), "--jobs", SHARDED_JOB, "--model", model, "--out", str(out)]
+        run = run_python(
+            [SCRIPTS / "shard.py", *arguments], tmp_path, {**of_ranks(num_ranks), "UNSLOTH_MULTIGPU_SHARD": shard}
+        )
         assert run.code == 0, run.err
-        for job in JOBS:
-            path = out / f"{job.replace(':', '_')}_0"
-            found[num_cards, job] = (
-                json.loads(path.with_suffix(".json").read_text()),
-                load_file(f"{path}.safetensors"),
-            )
-    return found
+        norms.append(json.loads((out / SHARDED_JOB / "facts_0.json").read_text())["norms"])
+    assert "sharded by FSDP2 of accelerate: a rank holds 50." in run.err
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    one, two = (load_file(tmp_path / num / SHARDED_JOB / "weights.safetensors") for num in "12")
+    assert distance(one, two) < 1e-4
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_two_cards_train_as_one(trained, job):
-    bound = BOUNDS[job.partition(":")[0]]
-    (one, weights), (two, replica) = (trained[num_cards, job] for num_cards in (1, 2))
-    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
-    assert two["loss"] == pytest.approx(one["loss"], rel=bound)
-    assert weights.keys() == replica.keys()
-    assert max(float((weights[name].float() - replica[name].float()).abs().max()) for name in weights) < bound
+def test_hung_rank_is_named_and_the_run_ends(tmp_path):
+    """The other rank waits in a collective, which NCCL would do for ever."""
+    script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
+    script.write_text((SCRIPTS / "hang.py").read_text())
+    process = start([script, HANG_TIMEOUT_S, "stop"], tmp_path, {**BARE, **of_ranks(2)}, stdout=subprocess.DEVNULL)
+    run = finish(process, 200.0)
+    assert run.code == 124, run.err
+    assert re.search(r"rank 1 hangs: no sign of life for \d+ s in step 3, .*\(hang\.py:\d+ in on_step_end\)", run.err)
+    wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")
+
+
+def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
+    run = run_python([SCRIPTS / "messages.py", "skip", "without"], tmp_path, {**PLAIN, **of_ranks(2)})
+    assert run.code == 0, run.err
+    line = "step 3: gradient norm is nan; loss of rank 1, micro-batch 0, was nan: left out on all ranks (1 so far)"
+    assert run.err.count(line) == 1
+    skipped, without = (
+        [torch.load(tmp_path / f"{name}_{rank}.pt", map_location="cpu", weights_only=True)["now"] for rank in range(2)]
+        for name in ("skip", "without")
+    )
+    assert torch.equal(skipped[0], skipped[1])
+    assert float((skipped[0] - without[0]).abs().max()) < 1e-6
 
 
 def test_doctor_finds_no_fault(tmp_path):
-    run = run_python(["-m", "unsloth_multigpu.cli.main", "doctor"], cwd=tmp_path, env=VISIBLE)
+    run = run_python(["-m", "unsloth_multigpu.cli.main", "doctor"], cwd=tmp_path, env=of_ranks(2))
     assert run.code == 0, run.out
 
 
@@ -65,7 +129,7 @@ def test_doctor_finds_no_fault(tmp_path):
 def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
     environment = {"UNSLOTH_MULTIGPU_GRAD_COMPRESSION": compression, "UNSLOTH_MULTIGPU_VERIFY_EVERY": "1"}
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--out", tmp_path / "log.json"]
-    run = run_python(script, cwd=tmp_path, env={**PLAIN, **VISIBLE, **environment})
+    run = run_python(script, cwd=tmp_path, env={**PLAIN, **of_ranks(2), **environment})
     assert run.code == 0, run.err
 
 
@@ -75,7 +139,9 @@ def test_killed_rank_costs_no_step(tmp_path):
     lines = {"killed": {**line, "kill": [1, 8]}, "whole": line}
     options = {"resume": "auto", "max_restarts": 1, "balance": "off"}
     configurations = [f"{name}={json.dumps(one)}" for name, one in lines.items()]
-    run = run_python([SCRIPTS / "resume.py", "2", json.dumps(options), *configurations], tmp_path, {**PLAIN, **VISIBLE})
+    run = run_python(
+        [SCRIPTS / "resume.py", "2", json.dumps(options), *configurations], tmp_path, {**PLAIN, **of_ranks(2)}
+    )
     assert run.code == 0, run.err
     assert "resumes from checkpoints_killed/checkpoint-6" in run.err
     killed, whole = (load_file(tmp_path / f"{name}.safetensors") for name in lines)
@@ -109,9 +175,9 @@ def test_notebook_trains_as_one_card(tmp_path):
     one, two = (str(tmp_path / f"{name}.json") for name in ("one", "two"))
     script = tmp_path / "one.py"
     script.write_text(TRAINING.format(scripts=str(SCRIPTS), out=one))
-    run = run_python([script], tmp_path, {**PLAIN, **visible(1)})
+    run = run_python([script], tmp_path, {**PLAIN, **of_ranks(1)})
     assert run.code == 0, run.err
-    with NotebookRun(tmp_path, {**PLAIN, **VISIBLE}) as notebook:
+    with NotebookRun(tmp_path, {**PLAIN, **of_ranks(2)}) as notebook:
         for source in (
             "import unsloth_multigpu as ump\nump.enable_multi_gpu(num_gpus=2)",
             TRAINING.format(scripts=str(SCRIPTS), out=two),
@@ -127,13 +193,15 @@ def test_ranks_may_see_one_card_each(tmp_path):
     """As srun binds them: both ranks' card is number 0, and the local rank of one is 1."""
     port = free_port()
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    cards = [card for card in VISIBLE["CUDA_VISIBLE_DEVICES"].split(",") if card] or ["", ""]
+    names = cards(place_of(2).num_cards) or [""]
+    of_each = [names[0], names[-1]]
     ranks = []
     try:
-        for rank, card in enumerate(cards):
+        for rank, card in enumerate(of_each):
             folder = tmp_path / str(rank)
             folder.mkdir()
-            own = {**PLAIN, "RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": card, **shared}
+            own = {**PLAIN, **of_ranks(2), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own["CUDA_VISIBLE_DEVICES"] = card
             script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--batch-size", "5", "--out", folder / "log.json"]
             ranks.append(start(script, folder, own))
         runs = [finish(rank) for rank in ranks]
@@ -144,7 +212,7 @@ def test_ranks_may_see_one_card_each(tmp_path):
                 rank.wait()
     assert [run.code for run in runs] == [0, 0], [run.err for run in runs]
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "1", "--batch-size", "5", "--out", tmp_path / "log.json"]
-    assert run_python(script, tmp_path, {**PLAIN, **visible(1)}).code == 0
+    assert run_python(script, tmp_path, {**PLAIN, **of_ranks(1)}).code == 0
     norms = [
         [h["grad_norm"] for h in json.loads((folder / "log.json").read_text())["log"] if "grad_norm" in h]
         for folder in (tmp_path, tmp_path / "0")

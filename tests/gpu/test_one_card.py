@@ -1,4 +1,4 @@
-"""Two ranks that share one card over gloo train as one process. Needs a GPU."""
+"""Steps of `make gpu` for which one card is enough, and a device in host memory is, too. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ import math
 import pytest
 
 from tests.gpu import kit
-from tests.gpu.card import IS_REHEARSAL, needs_cards
+from tests.gpu.card import IS_REHEARSAL, NEEDS_CARD, NEEDS_DRIVER
 from tests.gpu.step import steps_of
 
-pytestmark = [needs_cards(1), pytest.mark.slow]
+pytestmark = [NEEDS_CARD, pytest.mark.slow]
 STEPS = {s.name: s for s in steps_of("cpu" if IS_REHEARSAL else "cuda", is_tiny=IS_REHEARSAL)}
+SMALL = ("fp16", "beyond_vocabulary", "out_of_memory", "recompiled", "waits", "processes")
+
+
+def result_of(name, folder):
+    rehearsed = ["--tiny", "--device", "cpu"] if IS_REHEARSAL else []
+    outcome = kit.run_step(STEPS[name], kit.parse(["--out", str(folder / "r.json"), *rehearsed]), math.inf)
+    assert outcome["problems"] == [], outcome["tail"]
+    return outcome["result"]
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_two_ranks_on_one_card_train_as_one_process(tmp_path, train):
-    options = kit.parse(["--out", str(tmp_path / "r.json"), *(["--tiny", "--device", "cpu"] if IS_REHEARSAL else [])])
-    outcome = kit.run_step(STEPS[f"shared_{train}"], options, math.inf)
-    assert outcome["problems"] == [], outcome["tail"]
-    padding = {arm["name"]: arm["padding_share"]["median"] for arm in outcome["result"]["results"]}
+    result = result_of(f"shared_{train}", tmp_path)
+    padding = {arm["name"]: arm["padding_share"]["median"] for arm in result["results"]}
     assert padding["ours"] < padding["one_process"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_DRIVER if STEPS[n].needs_driver else ()) for n in SMALL])
+def test_step_shows_what_it_is_for(tmp_path, name):
+    result_of(name, tmp_path)

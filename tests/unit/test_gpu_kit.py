@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
+import shutil
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,21 @@ from typing import Any
 import pytest
 
 from tests.gpu import kit, page
+from tests.gpu.place import place_ranks
 from tests.gpu.step import (
     FP32_BOUND,
     PART_LIMIT_S,
     PARTS,
+    TESTS,
     Step,
     judge_arms,
     judge_device,
+    judge_failure,
+    judge_fp16,
     judge_line,
+    judge_processes,
+    judge_recompiled,
+    judge_waits,
     short_result,
     steps_of,
 )
@@ -35,7 +45,48 @@ def test_parts_fit_into_their_calls() -> None:
     for part in PARTS:
         limits = [step.limit_s for step in STEPS if step.part == part]
         assert 0 < sum(limits) <= PART_LIMIT_S - kit.END_LIMIT_S, part
-    assert all(step.num_cards == 1 for step in STEPS if step.part <= 3)
+    assert all(step.num_cards == 1 for step in STEPS if step.part <= 5)
+
+
+def test_what_is_worth_most_fits_into_half_an_hour() -> None:
+    assert 3 * PART_LIMIT_S <= 27 * 60
+    names = [step.name for step in STEPS]
+    assert names[:6] == ["device", "doctor", "parity", "shared_lora", "unsloth_lora", "unsloth_4bit"]
+    assert {"shard", "faults", "fp16", "waits"} <= {step.name for step in STEPS if step.part <= 3}
+    assert names[-1] == "line"
+
+
+def test_each_test_of_nccl_is_in_one_step() -> None:
+    module = ast.parse((kit.ROOT / "tests" / "gpu" / "test_nccl.py").read_text(encoding="utf-8"))
+    tests = [node.name for node in module.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    chosen = {step.name: step.command[-1].split(" or ") for step in STEPS if step.command[:-1] == TESTS}
+    assert len(chosen) == 5
+    for test in tests:
+        assert len([name for name, words in chosen.items() if any(word in test for word in words)]) == 1, test
+
+
+@pytest.mark.parametrize(
+    ("num_cards", "nccl", "backend", "num_used", "note"),
+    [
+        (8, [2, 28, 9], "nccl", 2, ""),
+        (1, [2, 30, 7], "nccl", 1, "2 ranks shared one card over NCCL 2.30.7"),
+        (1, [3, 0, 1], "nccl", 1, "2 ranks shared one card over NCCL 3.0.1"),
+        (1, [2, 29, 7], "gloo", 1, "over gloo, because NCCL can share one from 2.30 on, and here is NCCL 2.29.7"),
+        (1, None, "gloo", 1, "and here is no NCCL"),
+    ],
+)
+def test_ranks_share_a_card_over_what_can(
+    num_cards: int, nccl: list[int] | None, backend: str, num_used: int, note: str
+) -> None:
+    place = place_ranks(2, num_cards, nccl)
+    assert (place.backend, place.num_cards) == (backend, num_used)
+    assert note in place.note
+    assert bool(place.note) == (place.variables.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1") == (num_used == 1)
+    assert place.variables.get("UNSLOTH_MULTIGPU_DDP_BACKEND", "nccl") == backend
+    shard, parity = (next(step for step in STEPS if step.name == name) for name in ("shard", "parity"))
+    machine = {"device": "cuda", "cards": ["Card X"] * num_cards, "nccl": nccl}
+    assert kit.place_step(shard, machine) == (("", place.note) if backend == "nccl" else (place.note, ""))
+    assert kit.place_step(parity, machine) == ("", place.note)
 
 
 @pytest.mark.parametrize("is_tiny", [False, True])
@@ -88,6 +139,65 @@ def test_line_may_cost_a_hundredth_of_a_step() -> None:
     assert judge_device(True)({"rank": rank}) == [
         "is_expandable: False, not True",
         "pending: '', not 'all_reduce [1234]'",
+    ]
+
+
+def waits(**per_step: float) -> dict[str, Any]:
+    lines = {"own": "unsloth_multigpu/train/check.py:9", "other": "site-packages/transformers/trainer.py:9"}
+    return {"is_counted": True, "per_step": {lines[name]: count for name, count in per_step.items()}}
+
+
+def test_waits_of_a_step_have_a_bound() -> None:
+    judge = judge_waits(True)
+    assert judge({"host_waits": {"without": waits(other=28.0), "ours": waits(own=1.7, other=9.0)}}) == []
+    assert judge({"host_waits": {"without": waits(other=9.0), "ours": waits(own=3.0, other=7.0)}}) == [
+        "3 waits in a step begin in our lines, bound 2",
+        "10 waits in a step, 9 without the line",
+    ]
+    assert judge({"host_waits": {"without": {"is_counted": False}, "ours": waits()}}) == ["waits were not counted"]
+
+
+def test_fp16_has_to_skip_the_steps_of_one_process() -> None:
+    one = {"scales": [8.0, 4.0, 4.0], "skipped": [False, True, False], "norms": ["0.5", "nan", "0.25"]}
+    # Ranks whose losses are multiplied may begin with a smaller scale.
+    assert judge_fp16({"loss_scale": {"one_process": one, "ours": {**one, "scales": [4.0, 2.0, 2.0]}}}) == []
+    ours = {"scales": [8.0, 4.0, 2.0], "skipped": [False, True, True], "norms": ["0.5", "nan", "inf"]}
+    problems = judge_fp16({"loss_scale": {"one_process": one, "ours": ours}})
+    assert [problem.partition(":")[0] for problem in problems] == ["scales", "skipped", "norms"]
+
+
+def test_failure_has_to_be_explained() -> None:
+    judge = judge_failure("fault", ("device-side assert",))
+    message = "rank 1 failed after step 2: AcceleratorError: CUDA error: device-side assert triggered"
+    assert judge({"fault": {"code": 1, "message": message}}) == []
+    assert judge({"fault": {"code": 0, "message": "rank 0 was killed by SIGABRT after step 2"}}) == [
+        "it ended well",
+        "its message lacks 'rank 1 '",
+        "its message lacks the reason: 'device-side assert'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("listed", "problems"),
+    [
+        ([11, 12, 99], []),
+        ([11, 12, 12], ["rank process 12 is listed 2 times"]),
+        ([10, 11, 12], ["the supervisor is on a card"]),
+        ([5], ["the driver lists none of the ranks; it may number processes in another way than this machine"]),
+        (None, ["there is no nvidia-smi"]),
+    ],
+)
+def test_ranks_are_on_one_card_and_the_supervisor_on_none(listed: list[int] | None, problems: list[str]) -> None:
+    found = {"supervisor": 10, "ranks": [11, 12], "listed": listed}
+    assert judge_processes(True)({"processes": found}) == problems
+
+
+def test_rows_that_are_free_are_not_compiled_again() -> None:
+    found = {"4": 1, "8": 0, "1": 1}
+    assert judge_recompiled({"recompiled": {"rows that are free": found}}) == []
+    found["2"] = 1
+    assert judge_recompiled({"recompiled": {"rows that are free": found}}) == [
+        "compiled again: 2 graphs behind 1 of the first shape"
     ]
 
 
@@ -163,6 +273,30 @@ def test_part_goes_on_and_names_what_is_missing(
         kit.main(arguments)
 
 
+def test_call_goes_on_with_what_an_earlier_one_has_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machine keeps nothing between calls, and the second call ends before its time."""
+    table = (
+        Step("one", 1, "", 20, ("-c", "print('log of one')")),
+        Step("two", 1, "", 20, ("-c", "raise SystemExit(2)")),
+    )
+    monkeypatch.setattr(kit, "steps_of", lambda *_, **__: table)
+    monkeypatch.setattr(kit, "look_at_machine", lambda _: {"cards": [], "device": "cpu", "is_tiny": True})
+    there, archive = tmp_path / "there", tmp_path / "gpu.tgz"
+    arguments = ["--tiny", "--device", "cpu", "--out", str(there / "r.json"), "--pack", str(archive)]
+    assert kit.main([*arguments, "one"]) == 0
+    shutil.rmtree(there)
+    with tarfile.open(archive) as tar:
+        assert tar.getnames() == ["r.json", "one.log"]
+        tar.extractall(there, filter="data")
+    capsys.readouterr()
+    assert kit.main(arguments) == 1
+    assert "== one: passed before" in capsys.readouterr().out
+    with tarfile.open(archive) as tar:
+        assert tar.getnames() == ["r.json", "one.log", "two.log"]
+
+
 def record_of_a_card() -> dict[str, Any]:
     spread = {"median": 1.5, "low": 1.0, "high": 2.0}
     names = ("tokens_per_s", "times_baseline", "times_reference", "padding_share", "waiting_share", "cpu_s")
@@ -170,15 +304,18 @@ def record_of_a_card() -> dict[str, Any]:
     result |= {"norm_difference": 1e-6, "has_same_samples": True, "reserved_bytes": 2**31, "num_compiled": [7, 2]}
     outcome = {"conditions": ["model: small", "device: x"], "results": [result], "ratios": {"ours": 0.5}}
     outcome["planner"] = {"ours": {"overhead_tokens": 128.0, "possible_costs": [1, 2], "speeds": [1.0, 1.0]}}
-    passed = {"part": 2, "text": "the planner", "rc": 0, "problems": [], "result": outcome, "last_line": ""}
+    passed = {"part": 4, "text": "the planner", "rc": 0, "problems": [], "result": outcome, "last_line": "", "note": ""}
     return {
-        "machine": {"cards": ["Card X"], "memory_bytes": [80 * 2**30], "torch": "2.11", "cuda": "13", "is_tiny": False},
+        "machine": {
+            **{"cards": ["Card X"], "memory_bytes": [80 * 2**30], "torch": "2.11", "cuda": "13", "nccl": [2, 28, 9]},
+            "is_tiny": False,
+        },
         "commit": "abc",
         "steps": {
             "planner": passed,
-            "line": {**passed, "part": 1, "problems": ["it costs 2.0%"]},
-            "parity": {**passed, "part": 4, "result": None, "last_line": "== 8 passed in 9 s =="},
-            "speed": {"part": 5, "text": "speed", "skipped": "needs 2 cards, 1 visible"},
+            "line": {**passed, "part": 7, "problems": ["it costs 2.0%"]},
+            "parity": {**passed, "part": 1, "result": None, "last_line": "== 8 passed in 9 s ==", "note": "over gloo"},
+            "speed": {"part": 6, "text": "speed", "skipped": "needs 2 cards, 1 visible"},
             "costs": {**passed, "result": {"plain": {"ms": {"1 x 16": [3.0, 1.0, 2.0]}}}},
         },
     }
@@ -187,16 +324,16 @@ def record_of_a_card() -> dict[str, Any]:
 def test_section_has_the_cards_name_and_what_was_not_shown() -> None:
     text = page.section([record_of_a_card()])
     assert "### Card X\n" in text
-    assert "1 card(s) of 80 GiB, torch 2.11, CUDA 13, commit abc." in text
+    assert "1 card(s) of 80 GiB, torch 2.11, CUDA 13, NCCL 2.28.9, commit abc." in text
     assert "| ours | 2 (1-2) | 1.50 (1.00-2.00) |" in text
     assert "| 0.500 | 150.0% | 1,024 MiB (2,048 reserved) | 1.0e-06 | same | 7 + 2 |" in text
     assert "planner of ours: overhead_tokens 128, speeds 1" in text
     assert "**not shown: it costs 2.0%**" in text
-    assert "`parity`: the planner: 8 passed in 9 s." in text
+    assert "`parity`: the planner (over gloo): 8 passed in 9 s." in text
     assert "left out, needs 2 cards, 1 visible" in text
     assert "- plain: ms 1 x 16 2\n" in text
     # Parts in order, whatever was measured first.
-    assert text.index("what does the line cost?") < text.index("The planner, and two ranks")
+    assert text.index("do ranks train as one process") < text.index("The planner") < text.index("What the line costs")
 
 
 def test_page_says_that_nothing_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +360,13 @@ def test_steps_see_their_cards_and_download_nothing(tmp_path: Path, monkeypatch:
         "UNSLOTH_MULTIGPU_NUM_GPUS": "3",
     }.items():
         monkeypatch.setenv(name, value)
-    on_card = kit.parse(["--site", str(tmp_path), "--out", str(tmp_path / "r.json")])
+    library = tmp_path / "libnccl.so.2"
+    library.touch()
+    on_card = kit.parse(["--site", str(tmp_path), "--nccl", str(library), "--out", str(tmp_path / "r.json")])
     one, two = (Step("s", 1, "", 9, (), only_cards=count) for count in (1, 2))
     found = kit.environment(on_card, one, {"TMPDIR": "t"})
     assert (found["CUDA_VISIBLE_DEVICES"], found["HF_HUB_OFFLINE"], found["TMPDIR"]) == ("4", "1", "t")
+    assert found["LD_PRELOAD"].split()[0] == str(library)
     assert found["PYTHONPATH"].split(":")[:2] == [str(kit.ROOT), str(tmp_path)]
     assert not {"PYTHONDONTWRITEBYTECODE", "UNSLOTH_MULTIGPU_NUM_GPUS"} & set(found)
     assert kit.environment(on_card, two, {})["CUDA_VISIBLE_DEVICES"] == "4,5"

@@ -59,16 +59,18 @@ def test_equal_devices_are_counted(devices: list[tuple[str, int]], said: str) ->
 
 
 @pytest.mark.parametrize(
-    ("identity", "num_visible", "said"),
+    ("identity", "num_visible", "sharing", "said"),
     [
-        (RankIdentity(0, 0, 2, 2, "notebook"), 2, "2 ranks on 2 x Tesla T4 (14.7 GiB each)"),
-        (RankIdentity(0, 0, 4, 2, "torchrun"), 2, "4 ranks on 2 nodes, here on 2 x Tesla T4 (14.7 GiB each)"),
-        (RankIdentity(0, 0, 2, 2, "slurm"), 1, "2 ranks on 2 devices, rank 0 on Tesla T4 (14.7 GiB)"),
+        (RankIdentity(0, 0, 2, 2, "notebook"), 2, "1", "2 ranks on 2 x Tesla T4 (14.7 GiB each)"),
+        (RankIdentity(0, 0, 4, 2, "torchrun"), 2, "0", "4 ranks on 2 nodes, here on 2 x Tesla T4 (14.7 GiB each)"),
+        (RankIdentity(0, 0, 2, 2, "slurm"), 1, "0", "2 ranks on 2 devices, rank 0 on Tesla T4 (14.7 GiB)"),
+        (RankIdentity(0, 0, 2, 2, "unsloth_multigpu"), 1, "1", "2 ranks that share one card, on Tesla T4 (14.7 GiB)"),
     ],
 )
 def test_ranks_are_told_with_their_devices(
-    monkeypatch: pytest.MonkeyPatch, identity: RankIdentity, num_visible: int, said: str
+    monkeypatch: pytest.MonkeyPatch, identity: RankIdentity, num_visible: int, sharing: str, said: str
 ) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", sharing)
     card = SimpleNamespace(name=T4[0], total_memory=T4[1])
     module = SimpleNamespace(device_count=lambda: num_visible, get_device_properties=lambda _: card)
     monkeypatch.setattr(place, "local_device", lambda *_: torch.device("cuda", 0))

@@ -82,6 +82,16 @@ def test_what_the_machine_does_not_have_is_an_error(
     assert hint in second
 
 
+@pytest.mark.parametrize(("count", "value", "is_allowed"), [(1, "1", True), (1, "0", False), (2, "1", False)])
+def test_ranks_share_the_only_card_where_nccl_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, count: int, value: str, is_allowed: bool
+) -> None:
+    see(monkeypatch, "cuda", count)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", value)
+    with nullcontext() if is_allowed else pytest.raises(SetupError, match=f"but {count} GPU"):
+        assert ranks_to_start(MultiGPUConfig(num_gpus=4)) == 4
+
+
 @pytest.mark.parametrize(
     ("count", "num_gpus", "device", "lines"),
     [

@@ -317,6 +317,16 @@ def find_accelerator() -> torch.device | None:
     return accelerator
 
 
+def ranks_share_device(num_visible: int, environment: Mapping[str, str]) -> bool:
+    """True where several ranks may use the only device, because the user has told NCCL so (2.30 or newer).
+
+    Args:
+        num_visible: Devices that this process sees.
+        environment: Its variables.
+    """
+    return num_visible == 1 and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def default_backend(device_type: str) -> str:
     """The process group backend that moves tensors of a device."""
     return {"cuda": "nccl", "xpu": "xccl"}.get(device_type, "gloo")

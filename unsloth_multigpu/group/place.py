@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unsloth_multigpu.group.manager import find_accelerator, local_device
+from unsloth_multigpu.group.manager import find_accelerator, local_device, ranks_share_device
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.words import gib
@@ -54,12 +54,14 @@ def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
         num_threads = torch.get_num_threads()
         return f"{num_ranks} on the CPU, {num_threads} thread{'s' if num_threads > 1 else ''} each"
     module = torch.get_device_module(device)
-    if module.device_count() < identity.local_world_size:
-        # The launcher lets each rank see its own card only.
-        indices = [device.index]
-        num_ranks += f" on {identity.local_world_size} devices, rank {identity.rank}"
-    else:
+    num_visible, indices = module.device_count(), [device.index]
+    if num_visible >= identity.local_world_size:
         indices = list(range(identity.local_world_size))
+    elif ranks_share_device(num_visible, os.environ):
+        num_ranks += " that share one card,"
+    else:
+        # The launcher lets each rank see its own card only.
+        num_ranks += f" on {identity.local_world_size} devices, rank {identity.rank}"
     properties = [module.get_device_properties(index) for index in indices]
     return f"{num_ranks} on {describe_devices([(p.name, p.total_memory) for p in properties])}"
 

@@ -6,9 +6,9 @@ compute on the CPU. `device.cpp` is the device, `nccl.cpp` the collectives, `cud
 
     run = run_python([script], tmp_path, {**PLAIN, **cards(2)})
 
-What it has as a card has: memory that the host cannot touch, counted for each device, with a limit; generators of its own;
-collectives that run behind the host's back; one card per rank. What it has not: speed, kernels of its own (Triton's are
-interpreted), overlap of streams, torch.compile, a driver (nvidia-smi), NCCL's transports.
+What it has as a card has: memory that the host cannot touch, counted for each device, with a limit; generators of its
+own; collectives that run behind the host's back; one card per rank. What it has not: speed, kernels (Triton's
+are interpreted), overlap of streams, torch.compile, a driver (nvidia-smi), NCCL's transports.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import pytest
 
 from tests.helpers.fake_cuda.build import built, why_not
 
+# What `torch.cuda.nccl.version()` says: several ranks may share a card.
+NCCL_VERSION = (2, 30, 3)
 needs_device = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 
@@ -33,7 +35,6 @@ def cards(
     capability: str = "7.5",
     memory: str = "",
     report: Path | str = "",
-    nccl: str = "2.30.3",
 ) -> dict[str, str]:
     """Variables of a process that has CUDA devices in host memory.
 
@@ -43,7 +44,6 @@ def cards(
         capability: Of all devices. "7.5" is a T4, which has no bfloat16; "8.0", "9.0".
         memory: Bytes of each device, or "NUMBER=BYTES" for one of them, separated by commas; 16 GiB by default.
         report: Each process writes what it did with the devices into this file's name with ".PID" behind, at its end.
-        nccl: The version that `torch.cuda.nccl.version()` says.
     """
     numbers = ",".join(map(str, range(visible))) if isinstance(visible, int) else visible
     count = of if of is not None else max((int(n) for n in numbers.split(",") if n.isdigit()), default=-1) + 1
@@ -51,7 +51,6 @@ def cards(
         "FAKE_CUDA": str(built()),
         "FAKE_CUDA_DEVICES": str(count),
         "FAKE_CUDA_CAPABILITY": capability,
-        "FAKE_CUDA_NCCL": nccl,
         "CUDA_VISIBLE_DEVICES": numbers,
     }
     if memory:
@@ -63,8 +62,14 @@ def cards(
 
 @dataclass(frozen=True)
 class Report:
-    """What a process did with the devices: the numbers of those that it opened, peaks in bytes of the visible ones, and how
-    often the host waited, as (kind, "file:line function", count)."""
+    """What a process did with the devices.
+
+    Args:
+        rank: The value of RANK; "" = it was none.
+        opened: Numbers of the devices that it opened.
+        peak_bytes: Of each visible device.
+        waits: How often the host waited for a device, as (kind, "file:line function", count).
+    """
 
     rank: str
     opened: list[int]

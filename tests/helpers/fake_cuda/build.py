@@ -53,7 +53,16 @@ def _compile(folder: Path, source: str, library: str, *links: str) -> None:
     include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     places = [f"-L{torch / 'lib'}", f"-L{folder}", f"-Wl,-rpath,{torch / 'lib'},-rpath,$ORIGIN"]
     partial = folder / f"{library}.part"
-    command = ["g++", *_FLAGS, *(f"-I{path}" for path in include), str(HERE / source), *places, "-o", str(partial), *links]
+    command = [
+        "g++",
+        *_FLAGS,
+        *(f"-I{path}" for path in include),
+        str(HERE / source),
+        *places,
+        "-o",
+        str(partial),
+        *links,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"g++ could not build {source} for torch {version('torch')}:\n" + done.stderr[:3000])
@@ -63,6 +72,6 @@ def _compile(folder: Path, source: str, library: str, *links: str) -> None:
 def _torch() -> Path:
     """torch's folder. It is not imported: its first import has to find the device."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent
-

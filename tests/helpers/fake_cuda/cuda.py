@@ -1,7 +1,7 @@
 """Gives this process the devices of device.cpp, when it imports torch.
 
-`install()` comes before `import torch`. Nothing is patched in a torch that is there already: the library is loaded before
-torch asks for a device, and the names that a CPU build of `torch._C` lacks are added before `torch.cuda` and
+`install()` comes before `import torch`. Nothing is patched in a torch that is there already: the library is loaded
+before torch asks for a device, and the names that a CPU build of `torch._C` lacks are added before `torch.cuda` and
 `torch.distributed` are imported, so that both are torch's own code.
 """
 
@@ -66,7 +66,7 @@ def _torch(run: Any, module: Any) -> None:
     import torch
 
     torch.version.cuda = "12.8"
-    torch.cuda.nccl.version = lambda: tuple(map(int, os.environ.get("FAKE_CUDA_NCCL", "2.30.3").split(".")))
+    torch.cuda.nccl.version = lambda: (2, 30, 3)
     _teach(torch.UntypedStorage)
     if os.environ.get("FAKE_CUDA_REPORT"):
         _report_at_exit(os.environ["FAKE_CUDA_REPORT"])
@@ -173,7 +173,8 @@ def _library() -> Any:
 @functools.cache
 def _nccl() -> Any:
     spec = importlib.util.spec_from_file_location("fake_nccl", os.path.join(os.environ["FAKE_CUDA"], "fake_nccl.so"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -270,34 +271,26 @@ def _stream_base(stream: Any) -> Any:
 
 
 def _event_base(event: Any) -> Any:
-    class CudaEventBase:
-        """Holds an event of `torch.Event`, which does not measure against one of a derived class."""
-
+    class CudaEventBase(event):  # type: ignore[misc]
         def __new__(cls, enable_timing: bool = False, **options: bool) -> Any:
-            made = object.__new__(cls)
-            made._event = event(device="cuda", enable_timing=enable_timing)
+            made = event.__new__(cls, device="cuda", enable_timing=enable_timing)
+            # `torch.Event` does not measure against an event of a derived class.
+            made.timed = event(device="cuda", enable_timing=enable_timing)
             return made
 
         def __init__(self, *args: object, **kwargs: object) -> None:
             pass
 
         def record(self, stream: Any = None) -> None:
-            self._event.record(stream)
-
-        def wait(self, stream: Any = None) -> None:
-            self._event.wait(stream)
-
-        def query(self) -> bool:
-            return bool(self._event.query())
-
-        def synchronize(self) -> None:
-            self._event.synchronize()
+            super().record(stream)
+            self.timed.record(stream)
 
         def elapsed_time(self, end: Any) -> float:
-            return float(self._event.elapsed_time(getattr(end, "_event", end)))
+            return float(self.timed.elapsed_time(getattr(end, "timed", end)))
 
-        cuda_event = property(lambda self: self._event.event_id)
-        device = property(lambda self: self._event.device)
+        @property
+        def cuda_event(self) -> int:
+            return int(self.event_id)
 
     return CudaEventBase
 
@@ -389,7 +382,7 @@ def _process_group_nccl(functions: Any) -> Any:
     return kind
 
 
-def _active_collectives(includeCollectives: bool = True, onlyActive: bool = False) -> str:  # noqa: N803
+def _active_collectives(includeCollectives: bool = True, onlyActive: bool = False) -> str:
     """What NCCL's flight recorder says of the default group's collectives that have not ended."""
     active = _groups[0].active() if _groups else []
     return json.dumps(

@@ -106,9 +106,10 @@ gc.set_threshold(100_000, 20, 1000)
 atexit.register(gc.freeze)
 
 if os.environ.get("FAKE_CUDA"):
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "fake_cuda"))
-    import cuda
+    from importlib.util import module_from_spec, spec_from_file_location
 
-    del sys.path[0]
-    sys.modules["fake_cuda"] = sys.modules.pop("cuda")
+    tests_helpers = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    fake_cuda = spec_from_file_location("fake_cuda", os.path.join(tests_helpers, "fake_cuda", "cuda.py"))
+    sys.modules["fake_cuda"] = module_from_spec(fake_cuda)
+    fake_cuda.loader.exec_module(sys.modules["fake_cuda"])
     sys.modules["fake_cuda"].install()
