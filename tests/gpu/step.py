@@ -48,7 +48,7 @@ class Step:
         only_cards: It sees so many cards; None = all.
         num_ranks: Ranks, placed by `place_ranks`. Where there are fewer cards, they share one, over NCCL or gloo.
         only_nccl: It is left out where these ranks would share a card over gloo.
-        needs_driver: It measures speed or asks the driver: a device in host memory has nothing to say.
+        needs_driver: It measures speed, asks the driver or compiles for a card: a device in host memory has nothing to say.
         variables: Of its environment.
         prints: It prints its result in place of writing a file.
         judge: What is wrong with its result, in words.
@@ -147,7 +147,6 @@ def _small_steps(bench: _Bench) -> tuple[Step, ...]:
             60,
             _fact("waits"),
             num_ranks=2,
-            needs_driver=True,
             judge=judge_waits(is_cuda),
         ),
         Step("fp16", 2, "two ranks skip the steps of one process", 60, _fact("fp16"), num_ranks=2, judge=judge_fp16),
@@ -185,6 +184,7 @@ def _small_steps(bench: _Bench) -> tuple[Step, ...]:
             "what torch compiles again for another number of rows",
             50,
             _fact("recompiled"),
+            needs_driver=True,
             judge=judge_recompiled,
         ),
     )
@@ -434,12 +434,11 @@ def judge_waits(is_cuda: bool) -> Judge:
 
 
 def judge_fp16(result: Result) -> list[str]:
-    """Scales that move alike, wherever they begin; the same steps skipped, and the norms of the others."""
+    """The same scales, the same steps skipped, and the norms of the others."""
     one, ours = result["loss_scale"]["one_process"], result["loss_scale"]["ours"]
     problems = []
     for name in ("scales", "skipped"):
-        values = [[v / found[name][0] if name == "scales" else v for v in found[name]] for found in (one, ours)]
-        if values[0] != values[1]:
+        if one[name] != ours[name]:
             problems.append(f"{name}: {ours[name]}, in one process {one[name]}")
     pairs = [(float(a), float(b)) for a, b in zip(one["norms"], ours["norms"], strict=True)]
     largest = max((abs(a - b) / a for a, b in pairs if isfinite(a) and isfinite(b)), default=inf)

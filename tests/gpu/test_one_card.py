@@ -22,6 +22,7 @@ def result_of(name, folder):
     return outcome["result"]
 
 
+@NEEDS_DRIVER
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_two_ranks_on_one_card_train_as_one_process(tmp_path, train):
     result = result_of(f"shared_{train}", tmp_path)

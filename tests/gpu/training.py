@@ -34,6 +34,8 @@ FAULTY_STEP = 3
 INIT_SCALE = 2.0**26
 TOO_MANY_BYTES = 2**50
 SKIPPED = (os.path.dirname(torch.__file__) + os.sep, warnings.__file__)
+if "fake_cuda" in sys.modules:
+    SKIPPED += (sys.modules["fake_cuda"].__file__,)
 rank = int(os.environ.get("RANK", "0"))
 
 

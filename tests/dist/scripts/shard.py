@@ -235,7 +235,7 @@ for job in args.jobs.split(","):
             kind, common = kind.removeprefix(prefix), {**common, **told}
     trainer = trainer_of(kind, topics(num_rows, max_words=60), common, str(folder / "checkpoints"))
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    before = {n: whole_of(p.detach()).clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {n: whole_of(p.detach()).cpu().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     watcher = GradientNorms()
     trainer.add_callback(watcher)
     seen = []
@@ -250,7 +250,7 @@ for job in args.jobs.split(","):
     trainer.train(resume_from_checkpoint=earlier and str(earlier))
     StepFeed._computed = original
     model = trainer.model
-    after = {n: whole_of(p.detach()).contiguous() for n, p in model.named_parameters() if p.requires_grad}
+    after = {n: whole_of(p.detach()).cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     states = [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
     facts = {

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,6 @@ def _missing_names(cuda: Any) -> dict[str, Any]:
     def refuse(*args: object, **kwargs: object) -> Any:
         raise NotImplementedError("The CUDA device in host memory does not have this.")
 
-    sync_mode = [0]
     return {
         "_has_cuda": True,
         "_cuda_getDeviceCount": lambda: count,
@@ -242,8 +242,8 @@ def _missing_names(cuda: Any) -> dict[str, Any]:
         "_cuda_resetPeakMemoryStats": library.fake_cuda_reset_peak,
         "_cuda_resetAccumulatedMemoryStats": lambda device: None,
         "_cuda_memorySnapshot": lambda *args: {"segments": [], "device_traces": []},
-        "_cuda_set_sync_debug_mode": lambda mode: sync_mode.__setitem__(0, mode),
-        "_cuda_get_sync_debug_mode": lambda: sync_mode[0],
+        "_cuda_set_sync_debug_mode": _set_sync_debug_mode,
+        "_cuda_get_sync_debug_mode": lambda: _sync_debug_mode,
         "_cuda_sleep": lambda cycles: None,
         "_CudaDeviceProperties": types.SimpleNamespace,
         "_CudaStreamBase": _stream_base(torch._C.Stream),
@@ -416,9 +416,18 @@ def trace_waits() -> None:
 
 
 _hook: Any = None
+_sync_debug_mode = 0
+
+
+def _set_sync_debug_mode(mode: int) -> None:
+    global _sync_debug_mode
+    _sync_debug_mode = mode
+    trace_waits()
 
 
 def _count_wait(kind: int) -> None:
+    if _sync_debug_mode and _KINDS[kind] != "synchronize":
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
     frame: Any = sys._getframe(1)
     while frame is not None and _is_of_torch(frame.f_code.co_filename):
         frame = frame.f_back
