@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.gpu.card import BACKEND, needs_cards, visible
-from tests.helpers.run import PLAIN, ROOT, finish, free_port, run_python, start
+from tests.gpu.card import BACKEND, IS_FAKE, needs_cards, visible
+from tests.helpers.run import PLAIN, ROOT, finish, free_port, light, run_python, start
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -20,6 +20,8 @@ VISIBLE = visible(2) if not needs_cards(2).args[0] else {}
 # Rows x batch size x accumulation: the second shape divides neither by the step nor by the ranks.
 KINDS = ("trainer_peft", "sft_lora", "sft_full", "dpo")
 JOBS = [f"{kind}:{shape}" for kind in KINDS for shape in ("24x4x2", "26x3x3")]
+# Interpreted, Unsloth's kernels are too slow for these sizes: tests/e2e/test_gpu_path.py has smaller ones.
+LIBRARIES = light("unsloth", "unsloth_zoo") if IS_FAKE else {}
 # Unsloth's kernels compute in the card's own precision.
 BOUNDS = {"trainer_peft": 1e-4, "sft_lora": 1e-2, "sft_full": 1e-2, "dpo": 1e-2}
 
@@ -33,7 +35,7 @@ def trained(tmp_path_factory):
     for num_cards in (1, 2):
         out = folder / str(num_cards)
         arguments = ["--num-gpus", str(num_cards), "--jobs", ",".join(JOBS), "--model", model, "--out", str(out)]
-        run = run_python([SCRIPTS / "parity.py", *arguments], folder, visible(num_cards))
+        run = run_python([SCRIPTS / "parity.py", *arguments], folder, {**LIBRARIES, **visible(num_cards)})
         assert run.code == 0, run.err
         for job in JOBS:
             path = out / f"{job.replace(':', '_')}_0"

@@ -149,7 +149,8 @@ struct Arena {
   }
 
   void give_back(size_t offset, size_t bytes) {
-    if (bytes >= size_t(1) << 20) madvise(base + (offset + 4095) / 4096 * 4096, bytes - 4096, MADV_DONTNEED);
+    size_t first_page = (offset + 4095) / 4096 * 4096, last_page = (offset + bytes) / 4096 * 4096;
+    if (bytes >= size_t(1) << 20) madvise(base + first_page, last_page - first_page, MADV_DONTNEED);
     auto [block, _] = free_blocks.emplace(offset, bytes);
     auto next = std::next(block);
     if (next != free_blocks.end() && block->first + block->second == next->first) {

@@ -1,0 +1,198 @@
+"""The CUDA devices in host memory do what a card does, where tests rely on it."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fake_cuda import cards, needs_device, reports
+from tests.helpers.run import PLAIN, Finished, finish, free_port, run_python, start
+
+pytestmark = needs_device
+
+
+def run(folder: Path, source: str, **options: str) -> Finished:
+    script = folder / "script.py"
+    script.write_text("import torch\n" + textwrap.dedent(source))
+    return run_python([script], folder, {**PLAIN, **cards(2, **options)})
+
+
+def test_device_is_torchs_own_cuda(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 2
+        assert torch.accelerator.current_accelerator().type == "cuda"
+        assert torch.cuda.get_device_capability() == (8, 0)
+        x = torch.randn(8, 8, device="cuda:1", requires_grad=True)
+        (x @ x).sum().backward()
+        assert x.grad.device == torch.device("cuda:1")
+        for other in (torch.ones(8), torch.ones(8, device="cuda:0")):
+            try:
+                x + other
+            except RuntimeError as error:
+                assert "Expected all tensors to be on the same device" in str(error)
+            else:
+                raise AssertionError("mixed devices")
+        with torch.autocast("cuda", torch.float16):
+            assert (x @ x).dtype == torch.float16
+        scaler, optimizer = torch.amp.GradScaler("cuda"), torch.optim.AdamW([x], fused=True)
+        scaler.scale((x * 1e38).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**15  # It overflowed.
+        pinned = torch.ones(4).pin_memory()
+        assert pinned.is_pinned() and pinned.to("cuda", non_blocking=True).sum().item() == 4
+        torch.save(x, "x.pt")
+        assert torch.load("x.pt", map_location="cpu").device.type == "cpu"
+        assert torch.load("x.pt").device == torch.device("cuda:1")
+        """,
+        capability="8.0",
+    )
+    assert done.code == 0, done.err
+
+
+def test_generators_are_the_devices_own(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        torch.manual_seed(1)
+        before, of_cpu = torch.cuda.get_rng_state(0), torch.get_rng_state()
+        assert before.numel() == 16 and of_cpu.numel() != 16
+        first = torch.nn.functional.dropout(torch.ones(64, device="cuda:0"))
+        second = torch.nn.functional.dropout(torch.ones(64, device="cuda:0"))
+        assert not first.equal(second) and torch.get_rng_state().equal(of_cpu)
+        assert not torch.cuda.get_rng_state(0).equal(before)
+        torch.cuda.set_rng_state(before, 0)
+        assert torch.nn.functional.dropout(torch.ones(64, device="cuda:0")).equal(first)
+        generator = torch.Generator("cuda").manual_seed(3)
+        assert torch.randn(4, device="cuda", generator=generator).equal(
+            torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+        )
+        """,
+    )
+    assert done.code == 0, done.err
+
+
+def test_memory_is_counted_and_has_an_end(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        x = torch.empty(1000, 1000, device="cuda:1")
+        assert torch.cuda.memory_allocated(1) == 4_000_256 and torch.cuda.memory_allocated(0) == 0
+        try:
+            torch.empty(2_000_000, device="cuda:1")
+        except torch.OutOfMemoryError as error:
+            assert "CUDA out of memory. Tried to allocate 7.63 MiB. GPU 1" in str(error)
+        else:
+            raise AssertionError("no limit")
+        torch.empty(2_000_000, device="cuda:0")
+        del x
+        assert torch.cuda.memory_allocated(1) == 0 and torch.cuda.max_memory_allocated(1) == 4_000_256
+        """,
+        memory="1=10000000",
+    )
+    assert done.code == 0, done.err
+
+
+def test_host_cannot_read_device_memory(tmp_path):
+    done = run(tmp_path, "import ctypes\nctypes.string_at(torch.ones(4, device='cuda').data_ptr(), 4)")
+    assert done.code == -signal.SIGSEGV
+
+
+def test_report_tells_devices_and_waits(tmp_path):
+    source = """
+        import os
+        os.environ["RANK"] = "0"
+        x = torch.ones(4, device="cuda:1")
+        x.sum().item(), x.cpu(), x.nonzero()
+        torch.cuda.synchronize(1)
+    """
+    assert run(tmp_path, source, report=str(tmp_path / "report")).code == 0
+    (report,) = reports(tmp_path / "report")
+    assert report.opened == [1]
+    assert sorted(kind for kind, _, _ in report.waits) == ["data-dependent", "item", "synchronize", "to host"]
+    assert all("script.py" in place for _, place, _ in report.waits)
+
+
+RANK = """
+import os, threading, time
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group("nccl")
+x = torch.full((4,), rank + 1.0, device="cuda")
+dist.all_reduce(x)
+assert x.tolist() == [3.0] * 4
+"""
+
+
+def ranks(folder: Path, source: str, visible: str = "0,1") -> list[Finished]:
+    script = folder / "rank.py"
+    script.write_text("import torch\n" + RANK + textwrap.dedent(source))
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **cards(visible, of=2)}
+    started = [start([script], folder, {**PLAIN, **shared, "RANK": str(rank)}) for rank in range(2)]
+    return [finish(process, 60.0) for process in started]
+
+
+def test_collective_runs_behind_the_hosts_back(tmp_path):
+    done = ranks(
+        tmp_path,
+        """
+        begin, later = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        if rank == 1:
+            time.sleep(1.0)
+        called_s = time.monotonic()
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        later.record()
+        if rank == 0:
+            assert time.monotonic() - called_s < 0.5 and not work.is_completed() and not later.query()
+        assert x[0].item() == 6.0
+        assert work.is_completed() and later.query()
+        if rank == 0:
+            assert begin.elapsed_time(later) > 500
+        parts = [torch.empty(4, dtype=torch.int64, device="cuda") for _ in range(2)]
+        dist.all_gather(parts, torch.full((4,), rank, device="cuda"))
+        assert [part[0].item() for part in parts] == [0, 1]
+        half = torch.empty(2, device="cuda")
+        dist.reduce_scatter_tensor(half, torch.arange(4.0, device="cuda"), op=dist.ReduceOp.AVG)
+        assert half.tolist() == [2.0 * rank, 2.0 * rank + 1]
+        dist.destroy_process_group()
+        """,
+    )
+    assert [rank.code for rank in done] == [0, 0], [rank.err for rank in done]
+
+
+def test_abort_leaves_data_unreduced_without_an_error(tmp_path):
+    done = ranks(
+        tmp_path,
+        """
+        if rank == 0:
+            dist.all_reduce(x)
+            threading.Timer(0.5, dist.group.WORLD._get_backend(torch.device("cuda")).abort).start()
+            assert x[0].item() == 3.0
+            open("aborted", "w").close()
+        while not os.path.exists("aborted"):
+            time.sleep(0.05)
+        os._exit(0)
+        """,
+    )
+    assert [rank.code for rank in done] == [0, 0], [rank.err for rank in done]
+
+
+@pytest.mark.parametrize(
+    ("source", "visible", "message"),
+    [
+        ("dist.all_reduce(torch.ones(1))", "0,1", "No backend type associated with device type cpu"),
+        ("dist.all_reduce(torch.ones(1, device=1 - rank))", "0,1", "NCCL would open a second communicator"),
+        ("", "0", "Duplicate GPU detected"),
+    ],
+)
+def test_collective_refuses_what_nccl_refuses(tmp_path, source, visible, message):
+    done = ranks(tmp_path, source, visible)
+    assert all(rank.code == 1 and message in rank.err for rank in done), [rank.err for rank in done]
