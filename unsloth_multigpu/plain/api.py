@@ -65,7 +65,8 @@ def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the weights of a model, wrapped or not, by the names that it has without wrappers. Rank 0 writes.
 
     The other ranks that make the call wait until the file is there. The file is whole at any time: it is written next
-    to `path`, and renamed. Folders are made. `load_state_dict` reads it, and `model.load_state_dict(torch.load(path))`.
+    to `path`, and renamed. Folders are made. `load_state_dict` reads it, and so does
+    `model.load_state_dict(torch.load(path, map_location="cpu"))`; without that all ranks would open rank 0's GPU.
 
     Save to one path either on all ranks or on rank 0 alone, not now so and now so: the others would take an earlier
     save of rank 0's for the one that they wait for.

@@ -80,7 +80,7 @@ def train(model, client):
     for _ in range(client.config["steps"]):
         rows = torch.randperm(len(x))[:8]
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
+        loss = nn.functional.cross_entropy(model(x[rows].to(client.device)), y[rows].to(client.device))
         loss.backward()
         optimizer.step()
     return len(x), {"loss": loss.item()}

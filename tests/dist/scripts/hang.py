@@ -24,6 +24,8 @@ class Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(4))
 
     def forward(self, x, labels=None):
+        if rank == 1 and kind == "late" and num_steps:  # Before what the ranks exchange.
+            time.sleep(0.3 if num_steps < STEP else 3600)
         return {"loss": ((x * self.weight).sum(-1) - labels).square().mean()}
 
 

@@ -20,6 +20,7 @@ def train(seed):
     data = [(rows[i, :8], rows[i, 8:], i) for i in range(NUM_SAMPLES)]
     torch.manual_seed(seed)
     model = ump.wrap_model_multi_gpu(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    device = next(model.parameters()).device
     start = [p.tolist() for p in model.parameters()]
     loader = ump.distributed_loader(data, BATCH_SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -27,7 +28,7 @@ def train(seed):
     for _ in range(NUM_EPOCHS):
         epochs.append([])
         for x, y, index in loader:
-            loss = nn.functional.mse_loss(model(x), y)
+            loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             (loss * loader.loss_weight).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -47,7 +48,7 @@ def main():
         with torch.no_grad():
             model.module[2].bias.mul_(factor if factor > 1 else 0.5)
         ump.save_state_dict(model, out / "weights.pt")
-        facts[f"bias x {factor}"] = torch.load(out / "weights.pt")["2.bias"].tolist()
+        facts[f"bias x {factor}"] = torch.load(out / "weights.pt", map_location="cpu")["2.bias"].tolist()
         dist.barrier()
     again = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     ump.load_state_dict(again, out / "weights.pt")

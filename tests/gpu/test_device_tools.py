@@ -1,0 +1,253 @@
+"""Commands, notebooks, clients and plain loops on cards of their own. Needs two GPUs; some need them in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from tests.gpu.card import IS_FAKE, IS_REHEARSAL, needs_cards, visible
+from tests.helpers.fake_cuda import cards, needs_device, reports
+from tests.helpers.run import BARE, LIGHT, PLAIN, ROOT, finish, light, orphans, run_python, start, wait_until
+from unsloth_multigpu.cli.main import main
+from unsloth_multigpu.wire.run import find_runs
+
+SCRIPTS = ROOT / "tests" / "dist" / "scripts"
+COMMAND = ("-m", "unsloth_multigpu.cli.main")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+pytestmark = [needs_cards(2), pytest.mark.skipif(IS_REHEARSAL, reason="needs GPUs, and a rehearsal has CPU ranks")]
+VISIBLE = visible(2) if not needs_cards(2).args[0] else {}
+NAMES = ["cuda:0", "cuda:1"]
+HANG_TIMEOUT_S = 8.0
+
+
+# Commands.
+
+
+def test_doctor_finds_both_devices_and_no_fault(tmp_path: Path) -> None:
+    # It imports what it finds. Unsloth takes as long as all the rest.
+    run = run_python([*COMMAND, "doctor", "--json"], tmp_path, {**light("unsloth", "unsloth_zoo"), **VISIBLE})
+    assert run.code == 0, run.out
+    rows = json.loads(run.out)["rows"]
+    assert [row["name"] for row in rows if row["section"] == "devices"][1:3] == NAMES
+    copies = {row["name"] for row in rows if row["section"] == "copies between devices"}
+    assert copies == {"cuda:0 -> cuda:1", "cuda:1 -> cuda:0"}
+    (reduced,) = (row["facts"] for row in rows if row["section"] == "all-reduce")
+    assert (reduced["num_ranks"], reduced["backend"], reduced["num_wrong_by_rank"]) == (2, "nccl", [0, 0])
+
+
+def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
+    script = [SCRIPTS / "tiny_train.py", "--out", tmp_path / "log.json"]
+    run = run_python([*COMMAND, "verify", "--steps", "2", *script], tmp_path, {**BARE, **VISIBLE})
+    assert run.code == 0, run.out + run.err
+    assert "One process and 2 ranks agree over 2 steps." in run.out
+    found = json.loads((tmp_path / "receipt.json").read_text())
+    assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 2]
+    assert not found["runs"]["many"]["device"].startswith("cpu")
+    # Of a card the peak is what torch has allocated there, and not the size of the process.
+    peaks = [rank["peak_bytes"] for rank in found["figures"]["many"]["ranks"]]
+    assert all(2**18 < peak < 2**27 for peak in peaks), peaks
+
+
+@needs_device
+def test_plan_measures_a_training_by_the_smallest_device(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    sizes = [24 * 2**30, 12 * 2**30]
+    variables = cards(2, memory=",".join(f"{index}={size}" for index, size in enumerate(sizes)))
+    command = [*COMMAND, "plan", "--json", "--gpus", "1,2", SCRIPTS / "plan_me.py", tmp_path / "model", "lora"]
+    run = run_python(command, tmp_path, {**PLAIN, **variables})
+    assert run.code == 0, run.err
+    found = json.loads(run.out)
+    assert [device["total_bytes"] for device in found["devices"]] == sizes
+    assert found["device_bytes"] == min(sizes)
+    assert all(row["fits"] for row in found["forecasts"])
+
+
+# A rank that is late, and then does not come.
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run says whose rank 1 sleeps before it computes gradients, and what `top` shows once rank 0 is stuck."""
+    folder = tmp_path_factory.mktemp("late")
+    script = folder / "hang.py"  # The folder's name in the command line marks the processes of this run.
+    script.write_text((SCRIPTS / "hang.py").read_text())
+    process = start([script, HANG_TIMEOUT_S, "late"], folder, {**BARE, **VISIBLE})
+    top = ["top", "--once", str(process.pid)]
+    wait_until(lambda: any(run.pid == process.pid for run in find_runs()), 60.0, "the run's folder")
+    wait_until(lambda: '"is_stuck": true' in said(*top, "--json"), 120.0, "a rank that is stuck")
+    ranks, table = json.loads(said(*top, "--json"))["ranks"], said(*top)
+    run = finish(process)
+    left = orphans(str(folder))
+    return {"ranks": ranks, "table": table, "code": run.code, "out": run.out, "err": run.err, "left": left}
+
+
+def said(*arguments: str) -> str:
+    """What a command prints, in this process: one of its own would come behind the end of what hangs."""
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        assert main(arguments) == 0
+    return screen.getvalue()
+
+
+def test_top_shows_the_devices_of_a_running_job(late: dict[str, Any]) -> None:
+    for rank in late["ranks"]:
+        assert not (rank["device"] or "cpu").startswith("cpu"), rank
+        # Of a card: what torch has allocated there, and not the size of the process.
+        assert 0 < rank["memory_bytes"] <= rank["peak_bytes"] < 2**27, rank
+        assert rank["device"] in late["table"]
+
+
+def test_hang_is_told_with_the_pending_collective_and_its_sizes(late: dict[str, Any]) -> None:
+    assert [rank["collective"] for rank in late["ranks"]] == ["all_reduce [4]", None]
+    # A cell may be broken into lines.
+    assert re.search(r"in\b.*all_reduce\b.*\[4\].*no\b.*progress\b.*for", late["table"], re.DOTALL), late["table"]
+    assert late["code"] == 124, late["err"]
+    hang = r"rank 1 hangs: no progress for \d+ s in step 4, computing \(hang\.py:\d+ in forward\)"
+    assert re.search(hang, late["err"]), late["err"]
+    assert late["left"] == []
+
+
+def test_rank_that_sleeps_before_a_collective_lets_the_other_wait(late: dict[str, Any]) -> None:
+    """By events: the host of rank 0 does not stand still in the exchange, but later."""
+    lines = re.findall(r"'multigpu/waiting': '([\d.]+)', 'multigpu/slowest_rank': (\d)", late["out"])
+    assert len(lines) == 3, late["out"]
+    for waiting, slowest in lines[1:]:
+        assert (float(waiting) > 0.1, slowest) == (True, "1"), lines
+
+
+# A notebook.
+
+ENABLE = """
+import unsloth_multigpu as ump
+ump.enable_multi_gpu(num_gpus=2)
+import torch, torch.distributed as dist
+from transformers import Trainer, TrainerCallback, TrainingArguments
+rank = dist.get_rank()
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+    def forward(self, x, labels=None):
+        if rank == 1 and log.step == log.fails_behind:
+            raise ValueError("one")
+        return {"loss": ((x * self.weight).sum(-1) - labels).square().mean()}
+class Log(TrainerCallback):
+    step, fails_behind, says = 0, None, False
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.step, self.weights = 0, {}
+    def on_step_end(self, args, state, control, **kwargs):
+        self.step = state.global_step
+        self.weights[self.step] = model.weight.detach().cpu().clone()
+        if self.says and self.step == 4:
+            print("go", flush=True)
+model, log = Model(), Log()
+torch.manual_seed(0)
+rows = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(8)]
+arguments = dict(per_device_train_batch_size=2, learning_rate=0.1, save_strategy="no", report_to="none", disable_tqdm=1)
+def make(max_steps):
+    arguments_of_run = TrainingArguments(output_dir="out", max_steps=max_steps, **arguments)
+    return Trainer(model=model, args=arguments_of_run, train_dataset=rows, callbacks=[log])
+def are_equal():
+    weights = [torch.zeros(4, device=model.weight.device) for _ in range(2)]
+    dist.all_gather(weights, model.weight.detach())
+    return bool((weights[0] == weights[1]).all())
+"""
+TRAINS = (
+    "log.fails_behind, log.says = None, False\nprint(make(4).train().global_step, are_equal(), model.weight.device)"
+)
+TRAINED = "4 True cuda:0"
+FAILS = "log.fails_behind = 2\ntrainer = make(6)\ntrainer.train()"
+LEFT = "print(trainer.state.global_step, sorted(log.weights), bool((model.weight.cpu() == log.weights[2]).all()))"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    pytest.importorskip("jupyter_client", reason="needs jupyter_client and ipykernel")
+    pytest.importorskip("ipykernel", reason="needs jupyter_client and ipykernel")
+    from tests.helpers.notebook import NotebookRun
+
+    with NotebookRun(tmp_path_factory.mktemp("notebook"), {**PLAIN, **VISIBLE}) as notebook:
+        cell = notebook.run(ENABLE, 120.0)
+        assert cell.error == "", cell.traceback
+        yield notebook
+
+
+def last_line(cell: Any) -> str:
+    assert cell.error == "", cell.traceback
+    return cell.text.splitlines()[-1]
+
+
+def test_worker_that_fails_in_a_step_lets_rank_0_make_none_on_its_own_gradients(notebook: Any) -> None:
+    """Aborted, a collective of NCCL ends without an error: rank 0 has to have the exception by then."""
+    assert last_line(notebook.run(TRAINS, 60.0)) == TRAINED
+    cell = notebook.run(FAILS, 60.0)
+    assert (cell.error, "rank 1 raised ValueError: one" in cell.value) == ("DistributedError", True), cell
+    assert last_line(notebook.run(LEFT, 60.0)) == "2 [1, 2] True"
+    assert last_line(notebook.run(TRAINS, 60.0)) == TRAINED
+
+
+def test_stop_in_a_training_ends_the_cell_and_the_next_one_trains(notebook: Any) -> None:
+    message = notebook.begin("log.says = True\nmake(10**6).train()")
+    notebook.wait_for_text("go")
+    begin_s = time.monotonic()
+    notebook.interrupt()
+    assert notebook.finish(message, 60.0).error == "KeyboardInterrupt"
+    assert time.monotonic() - begin_s < 30.0
+    assert last_line(notebook.run(TRAINS, 60.0)) == TRAINED
+
+
+# Clients, a plain loop, eight ranks.
+
+
+def test_clients_see_one_device_each_and_the_server_opens_none(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="Flower needs Python 3.11")
+    run = run_python([ROOT / "tests" / "gpu" / "clients.py", tmp_path], tmp_path, {**LIGHT, **VISIBLE})
+    assert run.code == 0, run.err
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["2"] == [{"cuda:0": [0, 2, 4], "cuda:1": [1, 3]}] * 2
+    slots = sorted(facts["slots of 2"], key=lambda slot: slot["visible"])
+    assert [slot["visible"] for slot in slots] == VISIBLE["CUDA_VISIBLE_DEVICES"].split(",")
+    assert all((slot["count"], slot["weights_on"]) == (1, ["cuda:0"]) for slot in slots)
+    assert len({slot["card"] for slot in slots}) == 2
+    assert not facts["server has opened a card"]
+    one, two = (load_file(tmp_path / f"{num_gpus}.safetensors") for num_gpus in (1, 2))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
+
+
+def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
+    report = {"FAKE_CUDA_REPORT": str(tmp_path / "report")} if IS_FAKE else {}
+    run = run_python([*TORCHRUN, SCRIPTS / "plain.py", tmp_path], tmp_path, {**VISIBLE, **report})
+    assert run.code == 0, run.err
+    ranks = [json.loads((tmp_path / f"plain_{rank}.json").read_text()) for rank in range(2)]
+    alone = "from plain import *; m, s, e = train(0); print(json.dumps([s, e, [p.tolist() for p in m.parameters()]]))"
+    begin, epochs, weights = json.loads(run_python(["-c", alone], SCRIPTS, visible(1)).out)
+    for rank in ranks:
+        assert (rank["kind"], rank["start"]) == ("DistributedDataParallel", begin)
+        for mine, his in zip(rank["loaded"], weights, strict=True):
+            assert torch.allclose(torch.tensor(mine), torch.tensor(his), atol=1e-5)
+    for left, right, whole in zip(ranks[0]["epochs"], ranks[1]["epochs"], epochs, strict=True):
+        assert [a + b for a, b in zip(left, right, strict=True)] == whole
+    if IS_FAKE:
+        assert [each.opened for each in reports(tmp_path / "report")] == [[0], [1]]
+
+
+@needs_device
+def test_each_of_eight_ranks_opens_its_own_device(tmp_path: Path) -> None:
+    variables = cards(8, report=tmp_path / "report")
+    script = [SCRIPTS / "tiny_train.py", "--num-gpus", "8", "--batch-size", "10", "--out", tmp_path / "log.json"]
+    run = run_python(script, tmp_path, {**BARE, **variables})
+    assert run.code == 0, run.err
+    assert "8 ranks on 8 x " in run.err
+    assert [each.opened for each in reports(tmp_path / "report")] == [[rank] for rank in range(8)]
