@@ -15,7 +15,7 @@ SLACK_S = 30.0
 
 
 def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
-    """First an endless loop while samples are got, behind slow steps; then, started again, a stopped process."""
+    """First an endless loop while samples are got, behind a long callback; then, started again, a stopped process."""
     script = tmp_path / "hang.py"  # The folder's name in the command line marks the processes of this run.
     script.write_text(SCRIPT.read_text())
     arguments = [script, HANG_TIMEOUT_S, "spin", "stop"]
@@ -32,13 +32,13 @@ def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
     assert script.read_text().splitlines()[int(found[1]) - 1].strip() in ("while True:", "pass")
     assert "Starting all ranks again (1)" in looping
     assert "Hint: Raise hang_timeout_s=6 where this only takes long." in err
-    # The slow run before it was left alone.
-    assert times["spin_since"] - times["spin_begin"] > HANG_TIMEOUT_S
+    # Before it a callback was left alone: behind a step it has five times the limit.
+    assert times["spin_since"] - times["spin_begin"] > 3 * HANG_TIMEOUT_S
     assert HANG_TIMEOUT_S <= looping_s - times["spin_since"] < HANG_TIMEOUT_S + SLACK_S
 
     stopped_s, stopped = next((t, line) for t, line in lines if "no sign of life" in line)
     assert re.search(
-        r"rank 1 hangs: no sign of life for \d+ s in step 3, .*\(hang\.py:\d+ in on_step_end\)", stopped
+        r"rank 1 hangs: no sign of life for \d+ s in step 3, .*\(hang\.py:\d+ in on_optimizer_step\)", stopped
     ), err
     assert HANG_TIMEOUT_S <= stopped_s - times["stop_since"] < HANG_TIMEOUT_S + SLACK_S
 
