@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.helpers.run import BARE, orphans, start, wait_until
+from tests.helpers.run import BARE, orphans, run_python, start, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
 HANG_TIMEOUT_S = 6.0
@@ -48,3 +48,13 @@ def test_hung_ranks_are_named_and_the_run_ends(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")
     assert not list(Path("/tmp").glob(f"unsloth_multigpu_{process.pid}_*"))
+
+
+def test_rank_that_hangs_before_there_is_a_group_is_named(tmp_path):
+    """No watchdog sees it: what a script does before the training may take hours. The rank that waits has a limit."""
+    run = run_python([SCRIPT.with_name("late.py"), 4, tmp_path], tmp_path, BARE)
+    assert run.code == 124, run.err
+    assert "\nunsloth_multigpu: rank 1 did not come to open the process group within 4 seconds; it hangs" in run.err
+    assert "RankTimeoutError: rank 1 did not come" in run.err
+    assert "rank 0 failed" not in run.err
+    wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
+from unsloth_multigpu.group.arrival import meet
 from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.random_state import read_random_state, write_random_state
 from unsloth_multigpu.group.waits import Waits
@@ -83,11 +84,27 @@ class DDPManager:
         """The same store, with what earlier attempts left in it where their launcher keeps it."""
         return PrefixStore(_PREFIX, self.connect_store())
 
+    def meet(self) -> None:
+        """Waits until all ranks are about to open the process group. Nothing where there is one, or one process.
+
+        Raises:
+            RankTimeoutError: It names the ranks that have not come within `timeout_s`.
+        """
+        if self.identity.world_size > 1 and not dist.is_initialized():
+            meet(
+                self.store,
+                self.identity.rank,
+                self.identity.world_size,
+                timeout_s=self.config.timeout_s,
+                hint="Let all ranks run the same code up to the training. Raise timeout_s where it only takes long.",
+            )
+
     def open_group(self) -> None:
         """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
         if self.identity.world_size == 1:
             return  # For one process, the exchanges below return its own values.
         if not dist.is_initialized():
+            self.meet()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
             backend = self.config.ddp_backend or default_backend(device_type)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,11 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store
 
-from unsloth_multigpu.errors import RankTimeoutError
+from unsloth_multigpu.group.arrival import meet
 
 # All ranks begin to make a group at the same time, so this limit is long enough.
 _MEET_LIMIT_S = 60.0
-_POLL_S = 0.002
 
 Address = tuple[str, int]
 
@@ -47,26 +45,11 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
     # The store itself would make a file that others can read.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     store = FileStore(str(path), world_size)
-    _meet(store, rank, world_size, min(timeout_s, _MEET_LIMIT_S))
+    meet(store, rank, world_size, timeout_s=min(timeout_s, _MEET_LIMIT_S), hint="Restart the kernel.")
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
     dist.barrier()
-
-
-def _meet(store: FileStore, rank: int, world_size: int, limit_s: float) -> None:
-    """Waits for the other ranks in Python, where Stop and the monitor reach it: torch waits in C++ for `timeout_s`."""
-    store.set(f"here/{rank}", "1")
-    deadline_s = time.monotonic() + limit_s
-    missing = [f"here/{other}" for other in range(world_size)]
-    while missing := [key for key in missing if not store.check([key])]:
-        if time.monotonic() > deadline_s:
-            ranks = ", ".join(key.rpartition("/")[2] for key in missing)
-            raise RankTimeoutError(
-                f"rank(s) {ranks} did not come to open the process group within {limit_s:g} seconds.",
-                hint="Restart the kernel.",
-            )
-        time.sleep(_POLL_S)
 
 
 def store_of_group() -> Store:
