@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
+from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
 from unsloth_multigpu.group.arrival import meet
 from unsloth_multigpu.group.farewell import Farewell
-from unsloth_multigpu.group.random_state import read_random_state, write_random_state
+from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -107,9 +108,10 @@ class DDPManager:
             self.meet()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
-            backend = self.config.ddp_backend or default_backend(device_type)
+            backend = self.config.ddp_backend or backend_of(device_type)
             if self.config.shard_offload and device_type != "cpu":
-                backend = f"cpu:gloo,{device_type}:{backend}"  # Parts are gathered from the host's memory to be saved.
+                # Parts are gathered from the host's memory to be saved.
+                backend = f"cpu:{CPU_BACKEND},{device_type}:{backend}"
             dist.init_process_group(backend, timeout=timeout)
         if dist.get_world_size() != self.identity.world_size or dist.get_rank() != self.identity.rank:
             raise DivergenceError(
@@ -157,7 +159,7 @@ class DDPManager:
         """
         mine = json.dumps([torch.initial_seed(), read_random_state()])
         seed, state = json.loads(self._store_of_run.compare_set("draws", "", mine))
-        if not any(getattr(torch, name).is_initialized() for name in ("cuda", "xpu")):
+        if device_in_use() == "cpu":
             torch.manual_seed(seed)  # Also of the devices, once they are opened.
         write_random_state(state)
         # A running process cannot change its string hash, and `list(set(labels))` would differ from rank to rank.
@@ -267,9 +269,7 @@ class DDPManager:
         lengths = [int(row[0]) for row in self.gather_floats([len(data)])]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
         padded[: len(data)] = data
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        self._finish(dist.all_gather(gathered, padded, async_op=True))
-        return [bytes(g[:n].tolist()).decode() for g, n in zip(gathered, lengths, strict=True)]
+        return [bytes(row[:n]).decode() for row, n in zip(self._gather_rows(padded), lengths, strict=True)]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, in the order of ranks. Collective."""
@@ -292,10 +292,14 @@ class DDPManager:
     def _gather(self, values: Sequence[float], dtype: torch.dtype) -> list[list[Any]]:
         if self.identity.world_size == 1:
             return [list(values)]
-        mine = torch.tensor(values, dtype=dtype, device=_wire_device())
-        gathered = [torch.empty_like(mine) for _ in range(self.identity.world_size)]
-        self._finish(dist.all_gather(gathered, mine, async_op=True))
-        return [g.tolist() for g in gathered]
+        return self._gather_rows(torch.tensor(values, dtype=dtype, device=_wire_device()))
+
+    def _gather_rows(self, mine: torch.Tensor) -> list[list[Any]]:
+        """Every rank's flat tensor of one length. They come from the device in one copy, for which the host waits."""
+        gathered = mine.new_empty(self.identity.world_size, len(mine))
+        self._finish(dist.all_gather(list(gathered), mine, async_op=True))
+        rows: list[list[Any]] = gathered.tolist()
+        return rows
 
 
 def left_alone(rank: int, what: str) -> DistributedError:
@@ -328,15 +332,9 @@ def find_accelerator() -> torch.device | None:
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, where there is none.
         return None
-    # Apple's device has no process group.
-    if accelerator is None or accelerator.type == "mps" or not torch.get_device_module(accelerator).is_available():
+    if accelerator is None or accelerator.type == WITHOUT_GROUP:
         return None
-    return accelerator
-
-
-def default_backend(device_type: str) -> str:
-    """The process group backend that moves tensors of a device."""
-    return {"cuda": "nccl", "xpu": "xccl"}.get(device_type, "gloo")
+    return accelerator if torch.get_device_module(accelerator).is_available() else None
 
 
 def gradient_backend(device: torch.device) -> str:
@@ -348,7 +346,7 @@ def gradient_backend(device: torch.device) -> str:
 def _wire_device() -> torch.device:
     """The device on which a tensor must be for the default group to send it."""
     # A group without a named backend has gloo for the CPU in addition to the accelerator's own.
-    if str(dist.get_backend()) not in ("nccl", "xccl"):
+    if kind_of(str(dist.get_backend())) is None:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store
 
+from unsloth_multigpu.accelerator import KINDS, kind_of
 from unsloth_multigpu.group.arrival import meet
 
 # All ranks begin to make a group at the same time, so this limit is long enough.
@@ -39,7 +40,7 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
         timeout_s: Limit of one collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if backend != "gloo":
+    if kind_of(backend) is not None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     path = run_dir / f"store_{generation}"
     # The store itself would make a file that others can read.
@@ -98,12 +99,12 @@ def _shut(descriptor: int, here: Address, there: Address) -> None:
 
 
 def _abort_backends() -> None:
-    """NCCL's and XCCL's, together: one after the other they can wait for each other (pytorch#119797)."""
+    """Those of accelerators, together: one after the other they can wait for each other (pytorch#119797)."""
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     backends = []
     for group, (name, _) in list(c10d._world.pg_map.items()):
-        if "nccl" in name or "xccl" in name:
-            backends.append(group._get_backend(torch.device("cuda" if "nccl" in name else "xpu")))
+        kinds = [kind for kind, of in KINDS.items() if of.backend in name]
+        backends += [group._get_backend(torch.device(kind)) for kind in kinds[:1]]
     grouped = [backend for backend in backends[:1] if hasattr(backend, "_group_start")]
     for backend in grouped:
         backend._group_start()
