@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.accelerator import CPU_BACKEND, kind_of
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
 from unsloth_multigpu.row import CommandOption, Nodes, Scope, did_you_mean, rows, take_values
@@ -260,9 +261,10 @@ def _check_together(config: MultiGPUConfig) -> None:
             "batches.",
             hint="Leave one of them out.",
         )
-    if config.ddp_backend == "nccl" and config.device == "cpu":
+    if kind_of(config.ddp_backend or CPU_BACKEND) is not None and config.device == "cpu":
         raise ConfigError(
-            'ddp_backend="nccl" cannot run with device="cpu".', hint='Use ddp_backend="gloo" or leave it out.'
+            f'ddp_backend="{config.ddp_backend}" cannot run with device="cpu".',
+            hint='Use ddp_backend="gloo" or leave it out.',
         )
 
 

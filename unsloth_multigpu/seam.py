@@ -143,7 +143,7 @@ SEAMS: dict[str, InstanceSeam] = {
         InstanceSeam(
             "callback_handler",
             "call_event",
-            "Callbacks see the gradient_accumulation_steps of the script.",
+            "Callbacks see the gradient_accumulation_steps of the script, and have a time of their own.",
             ("event", "args", "state", "control"),
         ),
         InstanceSeam(

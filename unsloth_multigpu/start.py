@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unsloth_multigpu.accelerator import HIDDEN, KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch.cluster import read_cluster, take
 from unsloth_multigpu.logs import get_logger, tell
@@ -87,7 +88,7 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
     from unsloth_multigpu.group.manager import ranks_share_device
 
     kind, available = visible_accelerators()
-    if config.device in ("cuda", "xpu") and kind != config.device:
+    if config.device in KINDS and kind != config.device:
         found = f"this machine has {available} {kind} accelerator(s)" if available else "no such device is visible"
         raise SetupError(
             f"device={config.device!r}, but {found}.",
@@ -107,7 +108,7 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
                 what += f", which share {num_cores} core(s)"
             logger.warning("%s: num_gpus=%d runs as %d %s", reason, num_devices, num_devices, what)
         if available:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ.update(HIDDEN)
         return num_devices
     num_devices = config.num_gpus or available
     if num_devices > available and not (config.enable_ddp and ranks_share_device(available, os.environ)):
@@ -230,8 +231,9 @@ def _refuse_earlier_trainer(num_ranks: int) -> None:
 
 def _warn_of_early_work(num_ranks: int) -> None:
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        held_bytes = sum(torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count()))
+    opened = [] if torch is None else [m for name in KINDS if (m := getattr(torch, name, None)) and m.is_initialized()]
+    if opened:
+        held_bytes = sum(module.memory_allocated(i) for module in opened for i in range(module.device_count()))
         logger.warning(
             "enable_multi_gpu() comes after work on a GPU: this process keeps %s there while the ranks train. "
             "Make it the first line of the script.",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS
 from unsloth_multigpu.row import (
     Choice,
     Count,
@@ -134,8 +135,8 @@ class OptionTable:
     )
     device: str = option(
         "auto",
-        Choice(("auto", "cpu", "cuda", "xpu")),
-        '"auto", "cpu", "cuda" (ROCm too) or "xpu". "auto": accelerators if there are any, else the CPU.',
+        Choice(("auto", "cpu", *KINDS)),
+        '"auto", "cpu", "cuda" (ROCm too), "xpu" or "npu". "auto": accelerators if there are any, else the CPU.',
         section=PLACE,
         commands=_EVERY_COMMAND,
     )
@@ -336,7 +337,7 @@ class OptionTable:
     )
     ddp_backend: str | None = option(
         None,
-        Choice(("nccl", "gloo", "xccl")),
+        Choice((*(kind.backend for kind in KINDS.values()), CPU_BACKEND)),
         "Backend of the process group.",
         otherwise="by device",
         section=OLDER,

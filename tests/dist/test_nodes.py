@@ -166,5 +166,10 @@ def test_ranks_choose_the_same_on_all_nodes(outcome):
     assert len(seeds) == 1
 
 
+def test_ranks_take_the_interface_that_leads_to_the_other_node(outcome):
+    for host, run in zip(outcome.elastic.hosts, outcome.went, strict=True):
+        assert f"interfaces {host.interface} ={host.interface}\n" in run.out
+
+
 def test_nothing_is_left(outcome):
     wait_until(lambda: not orphans(str(outcome.alone.parent)), 30, "end of all processes")

@@ -18,7 +18,7 @@ from tests.helpers.run import environment_with
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace with a loopback interface and one end of the wire.
+    """A network namespace with a loopback interface, one end of the wire, and a bridge that leads nowhere.
 
     Args:
         namespace: Its name for `ip netns`.
@@ -79,6 +79,9 @@ def two_hosts(network: int = 0) -> Iterator[tuple[Host, Host]]:
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", host.interface)
             _ip("-n", host.namespace, "link", "set", host.interface, "up")
+            _ip("-n", host.namespace, "link", "add", "br-a", "type", "bridge")
+            _ip("-n", host.namespace, "address", "add", "172.18.0.1/16", "dev", "br-a")
+            _ip("-n", host.namespace, "link", "set", "br-a", "up")
         yield first, second
     finally:
         for host in hosts:

@@ -396,6 +396,7 @@ def test_device_is_found(visible, given, expected, monkeypatch) -> None:
     [
         (("cpu", 0), "cuda", "--device cuda, but this machine has 0 CUDA"),
         (("cuda", 2), "auto", "--ranks 3, but 2 GPUs"),
+        (("xpu", 2), "auto", "This machine has xpu, and bench measures CUDA devices and CPUs"),
     ],
 )
 def test_device_that_is_missing_is_refused(visible, given, reason, monkeypatch) -> None:

@@ -24,6 +24,15 @@ CONNECTION_ERRORS = [
 CLOSED = CONNECTION_ERRORS[0]
 
 
+def of_nccl(kind: str, last: str) -> str:
+    """As torch words it."""
+    place = (
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with ...)"
+    )
+    what = f"{kind}: System call failed or device error. \nLast error:\n{last}"
+    return f"DistBackendError: {place}, NCCL version 2.27.5\n{what}"
+
+
 def at_steps(steps: dict[int, int]) -> dict[int, Beat]:
     return {rank: Beat(step=step) for rank, step in steps.items()}
 
@@ -115,6 +124,16 @@ def test_exit_code_of_an_error_of_ours_is_kept() -> None:
     assert find_cause(run.events, {0: 1}).exit_code == 64
 
 
+def test_rank_that_does_not_come_is_to_blame_and_not_the_one_that_has_waited() -> None:
+    late = "RankTimeoutError: rank 1 did not come to open the process group within 5 seconds.\nHint: Let all ranks"
+    run = Run(3).fails(0, CLOSED).fails(2, late, exit_code=124).fails(0, late, exit_code=124)
+    cause = find_cause(run.events, {0: 124, 1: -signal.SIGTERM, 2: 124}, is_one_node=False)
+    assert (cause.rank, cause.exit_code) == (1, 124)
+    assert cause.message.startswith("rank 1 did not come to open the process group within 5 seconds; it hangs")
+    cause = find_cause(run.fails(1, "ValueError: bad row").events, {0: 124, 1: 1, 2: 124})
+    assert cause.message.startswith("rank 1 failed: ValueError")
+
+
 @pytest.mark.parametrize("broken", CONNECTION_ERRORS)
 def test_own_error_comes_before_an_earlier_broken_connection(broken: str) -> None:
     run = Run().training(0, 1).fails(0, broken).fails(1, "ValueError: bad row")
@@ -132,6 +151,77 @@ def test_broken_connection_alone_is_the_cause(broken: str) -> None:
     cause = find_cause(run.events, {0: 1, 1: 1})
     assert (cause.rank, cause.exit_code) == (1, 1)
     assert broken.rpartition(".cc:534] ")[2] in cause.message
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "hint"),
+    [
+        (
+            of_nccl(
+                "ncclSystemError",
+                "Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888), error: No space left on "
+                "device (28)",
+            ),
+            "DistBackendError: Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888), error: No ",
+            "--shm-size=8g",
+        ),
+        (
+            of_nccl("ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"),
+            "DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
+            "parts of one card (MIG)",
+        ),
+        (
+            of_nccl("ncclUnhandledCudaError", "Cuda failure 2 'out of memory'"),
+            "DistBackendError: Cuda failure 2 'out of memory'",
+            "nvidia-smi",
+        ),
+        (
+            of_nccl("ncclInternalError", "Bootstrap : no socket interface found"),
+            "DistBackendError: Bootstrap : no socket interface found",
+            "NCCL_SOCKET_IFNAME",
+        ),
+        (
+            of_nccl(
+                "ncclUnhandledCudaError", "Cuda failure 217 'peer access is not supported between these two devices'"
+            ),
+            "DistBackendError: Cuda failure 217 'peer access is not supported between these two devices'",
+            "NCCL_P2P_DISABLE=1",
+        ),
+        (
+            "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO)",
+            "DistBackendError: NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO)",
+            "`unsloth-multigpu doctor`",
+        ),
+    ],
+    ids=["shm", "duplicate", "memory", "interface", "peer", "cuda"],
+)
+def test_failure_of_nccl_has_a_reason_and_a_remedy_and_is_not_hidden_by_what_follows(
+    error: str, message: str, hint: str
+) -> None:
+    run = Run().training(0, 1).fails(1, error, step=0)
+    cause = find_cause(run.events, {0: -signal.SIGABRT, 1: 1}, gone={0, 1})
+    assert cause.rank == 1
+    assert cause.message.startswith(f"rank 1 failed before the first step: {message}")
+    assert cause.traceback.startswith("Traceback of rank 1\nHint: ")
+    assert hint in cause.traceback
+
+
+def test_failure_of_nccl_that_a_lost_rank_causes_too_is_a_consequence_with_a_hint() -> None:
+    error = of_nccl("ncclSystemError", "socketPollConnect: connect to 10.0.0.2<41234> returned Connection timed out")
+    run = Run().training(0, 1).fails(1, error, step=0)
+    assert find_cause(run.events, {0: -signal.SIGKILL, 1: 1}, gone={0, 1}).rank == 0
+    assert "NCCL_SOCKET_IFNAME" in find_cause(run.events, {1: 1}).traceback
+    # What this package says of it already.
+    told = f"OutOfMemoryError: rank 1 ran out of memory\nHint: Lower it.\n{of_nccl('', 'out of memory')}"
+    cause = find_cause(Run().fails(1, told).events, {1: 1})
+    assert cause.message == "rank 1 failed: OutOfMemoryError: rank 1 ran out of memory"
+    assert "Hint: " not in cause.traceback
+
+
+@pytest.mark.parametrize("name", ["NCCL", "XCCL", "oneCCL", "HCCL"])
+def test_each_backend_may_tell_of_a_lost_rank(name: str) -> None:
+    run = Run().training(0, 1).fails(1, f"RuntimeError: {name} collective failed").fails(0, "ValueError: bad row")
+    assert find_cause(run.events, {0: 1, 1: 1}).rank == 0
 
 
 # Ranks that leave without an error.
@@ -236,7 +326,11 @@ def test_living_rank_between_two_trainings_is_no_early_exit() -> None:
         (signal.SIGKILL, 137, "; the usual cause is that the machine ran out of memory (see dmesg)"),
         (signal.SIGSEGV, 139, "; a native library crashed, its stack is in the rank's log"),
         (signal.SIGBUS, 135, "; a native library crashed, its stack is in the rank's log"),
-        (signal.SIGABRT, 134, ""),
+        (
+            signal.SIGABRT,
+            134,
+            "; NCCL's watchdog or an assertion on the device does that, the reason is in the rank's log",
+        ),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])

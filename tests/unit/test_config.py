@@ -239,7 +239,12 @@ WHOLE = "expected a whole number of at least"
         ("rdzv_id", "job", "rdzv_id='job' is for several nodes", "or set nnodes"),
         ("device", "cuda:1", "device='cuda:1'; expected 'auto' or 'cpu' or 'cuda' or 'xpu'", "device='auto'"),
         ("device", ["cpu"], "device=['cpu']; expected", "device='auto'"),
-        ("ddp_backend", "mpi", "ddp_backend='mpi'; expected 'nccl' or 'gloo' or 'xccl'", "ddp_backend='nccl'"),
+        (
+            "ddp_backend",
+            "mpi",
+            "ddp_backend='mpi'; expected 'nccl' or 'xccl' or 'hccl' or 'gloo'",
+            "ddp_backend='nccl'",
+        ),
         ("timeout_s", 0, "timeout_s=0; expected seconds above 0", "timeout_s=1800"),
         ("timeout_s", -1.5, "timeout_s=-1.5; expected seconds above 0", "timeout_s=1800"),
         ("timeout_s", float("nan"), "timeout_s=nan; expected seconds above 0", "timeout_s=1800"),
@@ -484,7 +489,9 @@ def test_one_process_that_sees_several_cards_leaves_them_out_of_data_parallel(en
 
 def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
     """TrainingArguments as the patch leaves them in a rank of two."""
-    (patch,) = (p for p in trainer_patches(config, 2, "cuda", print, print) if p.target.endswith("__post_init__"))
+    manager: Any = SimpleNamespace(meet=lambda: None)
+    patches = trainer_patches(config, 2, "cuda", print, lambda: manager)
+    (patch,) = (p for p in patches if p.target.endswith("__post_init__"))
     args = SimpleNamespace(
         per_device_train_batch_size=8, ddp_backend=None, gradient_checkpointing=False, ddp_timeout=1800, use_cpu=False
     )

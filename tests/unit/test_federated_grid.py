@@ -112,7 +112,7 @@ def test_devices_are_those_that_were_asked_for(monkeypatch, visible, asked, chos
         (("cuda", 2), {"num_gpus": 3}, r"num_gpus=3, but 2 cuda device\(s\) are visible"),
         (("cuda", 2), {"num_gpus": 1, "auto_gpu": False}, "auto_gpu=False, but num_gpus=1"),
         (("cuda", 2), {"num_gpus": None, "device": "cuda:2", "auto_gpu": False}, "shows 2 cuda"),
-        (("cpu", 0), {"num_gpus": None, "device": "cuda", "auto_gpu": False}, "shows no cuda or xpu"),
+        (("cpu", 0), {"num_gpus": None, "device": "cuda", "auto_gpu": False}, "shows no accelerator"),
     ],
 )
 def test_devices_that_are_not_there_are_an_error(monkeypatch, visible, asked, message):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.train.loop import Loop
@@ -97,9 +98,20 @@ class Noting(FakeTrainer):
         self.note("flos")
 
 
+class OfTheScript(TrainerCallback):
+    """Stands before ours, as a script's callbacks do. What it does may take long."""
+
+    def __init__(self, trainer: Noting) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._trainer.note(f"callback behind step {self._trainer.page.step}")
+
+
 def test_training_is_marked_phase_by_phase() -> None:
     page = BeatPage(None, 0)
     trainer = Noting(page)
+    trainer.add_callback(OfTheScript(trainer))
     page.mark(step=7)
     with Loop(trainer, [Guard(trainer, page)]).steering():
         assert (page.phase, page.step) == (Phase.SETUP, 0)
@@ -128,6 +140,7 @@ def test_training_is_marked_phase_by_phase() -> None:
         ("step", "WARM_UP", 0),
         ("step", "WARM_UP", 1),
         ("update", "WARM_UP", 2),  # Who reads a number here waits for all that the device was asked to do.
+        ("callback behind step 1", "UPDATE", 0),
         ("log", "UPDATE", 0),
         ("flos", "UPDATE", 0),
         ("evaluate", "EVALUATE", 0),
@@ -136,6 +149,7 @@ def test_training_is_marked_phase_by_phase() -> None:
         ("samples", "DATA", 0),
         ("step", "COMPUTE", 0),
         ("update", "UPDATE", 1),
+        ("callback behind step 2", "UPDATE", 0),
         ("log", "SAVE", 0),
         ("flos", "SAVE", 0),
         ("evaluate", "EVALUATE", 0),

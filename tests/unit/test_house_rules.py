@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from unsloth_multigpu.accelerator import CHOOSERS, CPU_BACKEND, HIDDEN, KINDS, WITHOUT_GROUP
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "unsloth_multigpu"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -36,6 +38,7 @@ LAYERS = {
     "options": 0,
     "report": 0,
     "text_table": 0,
+    "accelerator": 0,
     "words": 0,
     "wire": 1,
     "part": 2,
@@ -490,6 +493,42 @@ def test_tool_check_catches_a_planted_violation(source: str, module: str) -> Non
 )
 def test_tool_check_lets_the_allowed_pass(source: str) -> None:
     assert tool_violations(source, "tools.verify.command") == []
+
+
+# `accelerator` alone knows which kinds there are. "cuda" stands for itself where something is of CUDA only.
+OF_ACCELERATORS = {
+    CPU_BACKEND,
+    WITHOUT_GROUP,
+    *CHOOSERS,
+    *HIDDEN,
+    *(KINDS.keys() - {"cuda"}),
+    *(kind.backend for kind in KINDS.values()),
+}
+
+
+def accelerator_violations(source: str, module: str) -> list[str]:
+    """Texts that are the name of a kind of accelerator, of its backend, or of a variable that chooses devices."""
+    texts = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return [f"{module}:{n.lineno}: {n.value}" for n in texts if n.value in OF_ACCELERATORS and module != "accelerator"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_module_asks_what_accelerators_there_are(path: Path) -> None:
+    assert accelerator_violations(path.read_text(encoding="utf-8"), module_name(path)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for kind in ('cuda', 'xpu'): f(kind)",
+        "backend = 'nccl' if device == 'cuda' else other",
+        "os.environ['CUDA_VISIBLE_DEVICES'] = ''",
+        "dist.new_group(backend='gloo')",
+    ],
+)
+def test_accelerator_check_catches_a_planted_violation(source: str) -> None:
+    assert len(accelerator_violations(source, "launch.rank")) == 1
+    assert accelerator_violations(source, "accelerator") == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_name)

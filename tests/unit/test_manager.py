@@ -48,6 +48,17 @@ def test_wait_has_an_end(store: dist.HashStore) -> None:
     assert manager.wait_for("key", "a word of rank 1", timeout_s=0.05) == "word"
 
 
+@pytest.mark.timeout(20)
+def test_rank_that_does_not_come_to_the_group_is_named(store: dist.HashStore) -> None:
+    identity = dataclasses.replace(ONE_OF_TWO, world_size=4, local_world_size=4)
+    managers = [DDPManager(dataclasses.replace(identity, rank=r), MultiGPUConfig(timeout_s=0.05)) for r in range(4)]
+    for rank, missing in ((2, "ranks 0, 1, 3"), (0, "ranks 1, 3"), (3, "rank 1")):
+        with pytest.raises(RankTimeoutError, match=f"^{missing} did not come to open the process group within 0.05 s"):
+            managers[rank].open_group()
+    managers[1].meet()
+    managers[0].meet()
+
+
 def test_group_of_another_size_is_refused(lone_group: None) -> None:
     with pytest.raises(DivergenceError, match="has rank=0 world_size=1, the launcher said rank=0 world_size=2"):
         DDPManager(ONE_OF_TWO, MultiGPUConfig()).open_group()

@@ -30,13 +30,13 @@ def test_one_node_stays_on_its_loopback_interface() -> None:
     assert socket_interfaces(MultiGPUConfig()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def test_gloo_takes_the_interface_that_leads_to_the_others_and_nccl_finds_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert socket_interfaces(config_of()) == {"GLOO_SOCKET_IFNAME": "lo"}
-    monkeypatch.setattr(nodes, "_interfaces", lambda: {"10.0.0.2": "eth1", "127.0.0.1": "lo"})
+def test_ranks_take_the_interface_that_leads_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert socket_interfaces(config_of()) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    # NCCL by itself would take the first one.
+    monkeypatch.setattr(nodes, "_interfaces", lambda: {"172.18.0.1": "br-1", "10.0.0.2": "eth1", "127.0.0.1": "lo"})
     monkeypatch.setattr(nodes, "address_towards", lambda host, port: "10.0.0.2")
-    assert socket_interfaces(config_of("10.0.0.1:29400")) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    chosen = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert socket_interfaces(config_of("10.0.0.1:29400")) == chosen
     # The machine's own name leads to its loopback interface, where no other node is.
     monkeypatch.setattr(nodes, "address_towards", lambda host, port: "127.0.1.1")
     assert socket_interfaces(config_of("myself:29400")) == {}

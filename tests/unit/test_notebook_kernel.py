@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import FileStore
 
 from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import (
@@ -25,11 +24,10 @@ from unsloth_multigpu.errors import (
     DistributedError,
     DivergenceError,
     LaunchError,
-    RankTimeoutError,
     SetupError,
 )
 from unsloth_multigpu.notebook import process
-from unsloth_multigpu.notebook.group import _connections, _meet, _shut
+from unsloth_multigpu.notebook.group import _connections, _shut
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL, Monitor
 from unsloth_multigpu.notebook.process import Channel
@@ -381,13 +379,6 @@ def test_interrupt_that_comes_late_ends_no_other_cell():
         with pytest.raises(KeyboardInterrupt):
             worker._raise_pending(RAISE_SIGNAL, None)
         worker.channel.close()
-
-
-def test_ranks_meet_in_python_with_a_limit(tmp_path):
-    store = FileStore(str(tmp_path / "store"), 2)
-    with pytest.raises(RankTimeoutError, match=r"rank\(s\) 1 did not come to open the process group within 0.01 s"):
-        _meet(store, 0, 2, 0.01)
-    _meet(store, 1, 2, 5.0)
 
 
 def test_connection_that_is_closed_meanwhile_is_passed_over():

@@ -19,7 +19,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.notebook.magic import prefix_output, visible_memory
+from unsloth_multigpu.notebook.magic import memory_by_card, prefix_output
 from unsloth_multigpu.notebook.patches import notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables
@@ -505,12 +505,9 @@ def test_output_of_a_worker_has_its_rank_before_each_line() -> None:
     assert long.count("\n") == 1001
 
 
-def test_memory_is_that_of_the_visible_cards() -> None:
-    table = "0, GPU-aa, 1024\n1, GPU-bb, 2048\n2, GPU-cc, [N/A]\n"
-    assert visible_memory(table, {}) == ["1.00 GiB", "2.00 GiB", "-"]
-    assert visible_memory(table, {"CUDA_VISIBLE_DEVICES": "1,0"}) == ["2.00 GiB", "1.00 GiB"]
-    assert visible_memory(table, {"CUDA_VISIBLE_DEVICES": "GPU-b"}) == ["2.00 GiB"]
-    assert visible_memory("", {}) == []
+def test_memory_is_that_of_the_card_whatever_its_number_is() -> None:
+    assert memory_by_card("GPU-aa, 1024\nGPU-bb, 2048\nGPU-cc, [N/A]\n") == {"aa": "1.00 GiB", "bb": "2.00 GiB"}
+    assert memory_by_card("") == {}
 
 
 def test_a_token_is_told_to_nobody() -> None:

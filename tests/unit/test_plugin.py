@@ -18,6 +18,7 @@ import pytest
 
 import unsloth_multigpu as ump
 from unsloth_multigpu import errors, plugin, session, start, versions
+from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.hooks.trainer import trainer_patches
 from unsloth_multigpu.options import ENV_PREFIX
@@ -304,7 +305,8 @@ def test_ranks_that_are_compared_are_given_no_time_to_save(monkeypatch: pytest.M
 
     monkeypatch.setattr(plugin, "start_this_command", begin)
     monkeypatch.setattr(plugin, "this_command", list)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # As `device="cpu"` sets it.
+    for name, value in HIDDEN.items():
+        monkeypatch.setenv(name, value)  # As `device="cpu"` sets it.
     with pytest.raises(Begun):
         ump.enable_multi_gpu(num_gpus=2, device="cpu")
     assert started == [not is_compared]

@@ -335,13 +335,14 @@ def test_small_tensors_take_few_launches_each() -> None:
     assert num_calls(11) - num_calls(1) <= 10 * 8
 
 
-def test_gathered_integers_keep_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_integers_keep_64_bits_and_come_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import torch.distributed as dist
 
     from unsloth_multigpu.group.manager import DDPManager
 
     def all_gather(into: list[Any], mine: Any, async_op: bool) -> Any:
+        assert len({tensor.untyped_storage().data_ptr() for tensor in into}) == 1
         for tensor in into:
             tensor.copy_(mine)
         return SimpleNamespace(wait=lambda: None)

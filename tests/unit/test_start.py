@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from unsloth_multigpu import start
+from unsloth_multigpu.accelerator import HIDDEN
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.launch import launcher
 from unsloth_multigpu.launch.cause import find_cause
@@ -29,7 +30,8 @@ SEVERAL_NODES = {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"
 @pytest.fixture(autouse=True)
 def visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ranks_to_start` hides devices from this process; the variable comes back after each test."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for name in HIDDEN:
+        monkeypatch.setenv(name, "0,1")
 
 
 def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
@@ -123,6 +125,8 @@ def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch, device: str, visi
     see(monkeypatch, "cuda", 2)
     ranks_to_start(MultiGPUConfig(num_gpus=2, device=device))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    # Of Intel, which has no empty mask.
+    assert os.environ["ONEAPI_DEVICE_SELECTOR"] == (visible or "*:cpu")
 
 
 @pytest.mark.parametrize(("num_gpus", "is_error"), [(2, True), (1, False)])
@@ -226,13 +230,14 @@ def test_interrupt_is_the_supervisors_or_the_ranks_own(
 
 
 @pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_work_before_the_line_is_named_with_its_cost(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    cuda = SimpleNamespace(
+    opened = SimpleNamespace(
         is_initialized=lambda: True, device_count=lambda: 2, memory_allocated=lambda i: i * 3 * 2**30
     )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{kind: opened}))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setattr(start.time, "process_time", lambda: 42.4)
     with pytest.raises(Ended):

@@ -238,6 +238,25 @@ def test_attempts_of_which_no_rank_reached_the_line_are_passed_over(tmp_path: Pa
     assert [attempt for _, attempt in told] == [3, 4]
 
 
+def test_attempt_that_ended_before_the_watch_looked_is_told_as_itself(tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+    watch = Watch(
+        tmp_path,
+        lambda cause, attempt: told.append((cause.message, attempt)),
+        log_dir=tmp_path / "logs",
+        num_ranks=1,
+        config=MultiGPUConfig(max_restarts=2, nnodes="1:2", rdzv_endpoint="127.0.0.1:1", rdzv_id="run"),
+    )
+    page = BeatPage(tmp_path, 0)
+    for attempt in (0, 1):
+        watch.begin_round(attempt)
+        watch.begin_start()
+        facts = {"error": f"ValueError: {attempt}", "exit_code": 1, "traceback": "Traceback\n"}
+        EventWriter(tmp_path, 0, attempt, page).write("exception", **facts)
+    watch.begin_round(2)
+    assert told == [("rank 0 failed: ValueError: 0", 1), ("rank 0 failed: ValueError: 1", 2)]
+
+
 LOST_NODE = (
     "rank 0 lost its connection to another node after step 1; that node's own message names the cause. "
     "The other ranks were stopped."

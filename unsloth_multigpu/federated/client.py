@@ -14,6 +14,7 @@ import torch
 from flwr.app import ArrayRecord
 from torch import nn
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
     check_layout,
@@ -66,7 +67,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
     import numpy
 
-    backend = getattr(torch, device.type) if device.type in ("cuda", "xpu") else None
+    backend = getattr(torch, device.type) if device.type in KINDS else None
     state = None if backend is None else backend.get_rng_state(device)
     with kept_random_state():
         try:
@@ -81,8 +82,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def visible_device() -> torch.device:
     """The device of this process: a slot sees at most one."""
-    for kind in ("cuda", "xpu"):
-        if getattr(torch, kind).is_available():
+    for kind in KINDS:
+        if hasattr(torch, kind) and getattr(torch, kind).is_available():
             return torch.device(kind, 0)
     return torch.device("cpu")
 

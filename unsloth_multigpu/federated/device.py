@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from unsloth_multigpu.accelerator import HIDDEN, KINDS, only
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import ENV_PREFIX
 from unsloth_multigpu.wire.process import threads_of_each
@@ -13,14 +13,7 @@ from unsloth_multigpu.wire.process import threads_of_each
 # By which launchers tell a process that it is one of several: a Trainer in a slot would look for the others.
 _OF_RANKS = {"GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"}
 _OF_LAUNCHERS = (ENV_PREFIX, "GROUP_WORLD_", "OMPI_COMM_", "PMI_", "PMIX_", "ROLE_", "TORCHELASTIC_")
-_VISIBLE = {"cuda": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
-_NO_DEVICE = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "",
-    # oneAPI has no empty mask; this one leaves no GPU.
-    "ONEAPI_DEVICE_SELECTOR": "*:cpu",
-    "ACCELERATE_USE_CPU": "true",
-}
+_NO_DEVICE = {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
 
 
 @dataclass(frozen=True)
@@ -28,11 +21,11 @@ class SlotDevice:
     """A device of this machine, by its place among those that this process sees.
 
     Args:
-        kind: "cuda" (also ROCm), "xpu" or "cpu".
+        kind: Of `accelerator.KINDS`, or "cpu".
         index: Counts the visible devices of that kind; "cpu" slots are counted as if each had one.
     """
 
-    kind: Literal["cuda", "cpu", "xpu"]
+    kind: str
     index: int
 
     def __str__(self) -> str:
@@ -67,7 +60,7 @@ def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu:
     if asked_kind == "cpu":
         return [SlotDevice("cpu", 0)]
     if asked_kind != kind or index >= num_visible:
-        found = f"{num_visible} {kind}" if num_visible else "no cuda or xpu"
+        found = f"{num_visible} {kind}" if num_visible else "no accelerator"
         raise SetupError(
             f"device={device!r}, but this machine shows {found} device(s).",
             hint="Set device='cpu', or check CUDA_VISIBLE_DEVICES, the driver and the installed torch.",
@@ -101,19 +94,17 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
 
 
 def _only(device: SlotDevice, environment: Mapping[str, str]) -> dict[str, str]:
-    """The visible entry with the device's number: "GPU-8932f937", or "5" of CUDA_VISIBLE_DEVICES="4,5"."""
-    names = _VISIBLE[device.kind]
-    shown = {name: environment[name].split(",") for name in names if environment.get(name)}
-    for name, entries in shown.items():
-        if device.index >= len(entries):
-            raise SetupError(
-                f"{device} is to be used, but {name}={environment[name]!r}.",
-                hint=f"Do not change {name} after torch has counted the devices.",
-            )
-    return {name: entries[device.index].strip() for name, entries in shown.items()} or {names[-1]: str(device.index)}
+    try:
+        return only(device.kind, device.index, environment)
+    except IndexError as hiding:
+        name = str(hiding)
+        raise SetupError(
+            f"{device} is to be used, but {name}={environment[name]!r}.",
+            hint=f"Do not change {name} after torch has counted the devices.",
+        ) from hiding
 
 
-def visible_accelerators() -> tuple[Literal["cuda", "cpu", "xpu"], int]:
+def visible_accelerators() -> tuple[str, int]:
     """Kind and number of the devices that a slot may have for itself; ("cpu", 0) where there is none."""
     import torch
 
@@ -121,6 +112,6 @@ def visible_accelerators() -> tuple[Literal["cuda", "cpu", "xpu"], int]:
 
     accelerator = find_accelerator()
     # Others have no variable that hides all but one, or are one device anyway.
-    if accelerator is None or accelerator.type not in _VISIBLE:
+    if accelerator is None or accelerator.type not in KINDS:
         return "cpu", 0
-    return ("cuda" if accelerator.type == "cuda" else "xpu"), torch.get_device_module(accelerator).device_count()
+    return accelerator.type, torch.get_device_module(accelerator).device_count()

@@ -15,6 +15,7 @@ from torch import nn
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import is_quantized_tensor, to_tensor
 from unsloth_multigpu.federated.aggregation import find_pairs, not_projectable, partner_of, residual_names
+from unsloth_multigpu.group.precision import sum_dtype
 
 
 class BaseWeights:
@@ -202,8 +203,7 @@ def _name_on_disk(name: str, mark: str) -> str:
 
 def _device_of_doubles(device: torch.device) -> torch.device:
     """Some of Intel's GPUs have no 64-bit numbers."""
-    has_none = device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64
-    return torch.device("cpu") if has_none else device
+    return device if sum_dtype(device) == torch.float64 else torch.device("cpu")
 
 
 def _is_transposed(layer: Any, name_a: str) -> bool:

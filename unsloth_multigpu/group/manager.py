@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
+from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
+from unsloth_multigpu.group.arrival import meet
 from unsloth_multigpu.group.farewell import Farewell
-from unsloth_multigpu.group.random_state import read_random_state, write_random_state
+from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -83,16 +85,33 @@ class DDPManager:
         """The same store, with what earlier attempts left in it where their launcher keeps it."""
         return PrefixStore(_PREFIX, self.connect_store())
 
+    def meet(self) -> None:
+        """Waits until all ranks are about to open the process group. Nothing where there is one, or one process.
+
+        Raises:
+            RankTimeoutError: It names the ranks that have not come within `timeout_s`.
+        """
+        if self.identity.world_size > 1 and not dist.is_initialized():
+            meet(
+                self.store,
+                self.identity.rank,
+                self.identity.world_size,
+                timeout_s=self.config.timeout_s,
+                hint="Let all ranks run the same code up to the training. Raise timeout_s where it only takes long.",
+            )
+
     def open_group(self) -> None:
         """Makes sure that the default process group exists. accelerate makes it when TrainingArguments are built."""
         if self.identity.world_size == 1:
             return  # For one process, the exchanges below return its own values.
         if not dist.is_initialized():
+            self.meet()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
-            backend = self.config.ddp_backend or default_backend(device_type)
+            backend = self.config.ddp_backend or backend_of(device_type)
             if self.config.shard_offload and device_type != "cpu":
-                backend = f"cpu:gloo,{device_type}:{backend}"  # Parts are gathered from the host's memory to be saved.
+                # Parts are gathered from the host's memory to be saved.
+                backend = f"cpu:{CPU_BACKEND},{device_type}:{backend}"
             dist.init_process_group(backend, timeout=timeout)
         if dist.get_world_size() != self.identity.world_size or dist.get_rank() != self.identity.rank:
             raise DivergenceError(
@@ -140,7 +159,7 @@ class DDPManager:
         """
         mine = json.dumps([torch.initial_seed(), read_random_state()])
         seed, state = json.loads(self._store_of_run.compare_set("draws", "", mine))
-        if not any(getattr(torch, name).is_initialized() for name in ("cuda", "xpu")):
+        if device_in_use() == "cpu":
             torch.manual_seed(seed)  # Also of the devices, once they are opened.
         write_random_state(state)
         # A running process cannot change its string hash, and `list(set(labels))` would differ from rank to rank.
@@ -250,9 +269,7 @@ class DDPManager:
         lengths = [int(row[0]) for row in self.gather_floats([len(data)])]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
         padded[: len(data)] = data
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        self._finish(dist.all_gather(gathered, padded, async_op=True))
-        return [bytes(g[:n].tolist()).decode() for g, n in zip(gathered, lengths, strict=True)]
+        return [bytes(row[:n]).decode() for row, n in zip(self._gather_rows(padded), lengths, strict=True)]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, in the order of ranks. Collective."""
@@ -275,10 +292,14 @@ class DDPManager:
     def _gather(self, values: Sequence[float], dtype: torch.dtype) -> list[list[Any]]:
         if self.identity.world_size == 1:
             return [list(values)]
-        mine = torch.tensor(values, dtype=dtype, device=_wire_device())
-        gathered = [torch.empty_like(mine) for _ in range(self.identity.world_size)]
-        self._finish(dist.all_gather(gathered, mine, async_op=True))
-        return [g.tolist() for g in gathered]
+        return self._gather_rows(torch.tensor(values, dtype=dtype, device=_wire_device()))
+
+    def _gather_rows(self, mine: torch.Tensor) -> list[list[Any]]:
+        """Every rank's flat tensor of one length. They come from the device in one copy, for which the host waits."""
+        gathered = mine.new_empty(self.identity.world_size, len(mine))
+        self._finish(dist.all_gather(list(gathered), mine, async_op=True))
+        rows: list[list[Any]] = gathered.tolist()
+        return rows
 
 
 def left_alone(rank: int, what: str) -> DistributedError:
@@ -311,10 +332,9 @@ def find_accelerator() -> torch.device | None:
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, where there is none.
         return None
-    # Apple's device has no process group.
-    if accelerator is None or accelerator.type == "mps" or not torch.get_device_module(accelerator).is_available():
+    if accelerator is None or accelerator.type == WITHOUT_GROUP:
         return None
-    return accelerator
+    return accelerator if torch.get_device_module(accelerator).is_available() else None
 
 
 def ranks_share_device(num_visible: int, environment: Mapping[str, str]) -> bool:
@@ -327,11 +347,6 @@ def ranks_share_device(num_visible: int, environment: Mapping[str, str]) -> bool
     return num_visible == 1 and environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def default_backend(device_type: str) -> str:
-    """The process group backend that moves tensors of a device."""
-    return {"cuda": "nccl", "xpu": "xccl"}.get(device_type, "gloo")
-
-
 def gradient_backend(device: torch.device) -> str:
     """The backend by which the default group sends tensors on `device`."""
     config = str(dist.get_backend_config())  # "cpu:gloo,cuda:nccl"
@@ -341,7 +356,7 @@ def gradient_backend(device: torch.device) -> str:
 def _wire_device() -> torch.device:
     """The device on which a tensor must be for the default group to send it."""
     # A group without a named backend has gloo for the CPU in addition to the accelerator's own.
-    if str(dist.get_backend()) not in ("nccl", "xccl"):
+    if kind_of(str(dist.get_backend())) is None:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from unsloth_multigpu.accelerator import CHOOSERS, KINDS
 from unsloth_multigpu.group.manager import find_accelerator, local_device, ranks_share_device
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.words import gib
-
-# By which users choose devices.
-_CHOOSERS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
 def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment: Mapping[str, str]) -> str:
@@ -29,18 +27,20 @@ def describe_lone_process(num_visible: int, config: MultiGPUConfig, environment:
         return f"enable_ddp=False: this process computes {config.num_gpus or max(1, num_visible)} replicas in turn"
     if config.device == "cpu":
         return "device='cpu': this process trains alone, on the CPU"
-    chosen = "".join(f" ({name}={environment[name]!r})" for name in _CHOOSERS if name in environment)
+    chosen = "".join(f" ({name}={environment[name]!r})" for name in CHOOSERS if name in environment)
     if not num_visible:
         build = "" if _built_for() else f", torch {torch.__version__} is built for the CPU only"
         return f"no GPU is visible{chosen}{build}: this process trains alone, on the CPU"
     if num_visible > 1:
         return f"{num_visible} GPUs are visible{chosen}, num_gpus=1: this process trains alone"
-    return f"1 GPU is visible{chosen}: this process trains alone"
+    slices = [name for name in CHOOSERS if environment.get(name, "").count("MIG-") > 1]
+    why = ", and CUDA shows a process one part of a card (MIG)" if slices else ""
+    return f"1 GPU is visible{chosen}{why}: this process trains alone"
 
 
 def _built_for() -> str | None:
     """What this torch was built for: a version of CUDA, ROCm or XPU; None for the CPU alone."""
-    versions = (getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu"))
+    versions = (getattr(torch.version, name, None) for name in ("hip", *KINDS))
     return next((version for version in versions if version), None)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.wire.digest import digest_int64
 
 _Item = TypeVar("_Item")
@@ -22,7 +23,7 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
     """What JSON can carry, about 20 KB; `write_random_state` puts it back, here or in another process.
 
     Args:
-        device_type: "cuda" and "xpu" add the state of the current device.
+        device_type: An accelerator adds the state of the current device.
     """
     import numpy
 
@@ -40,7 +41,7 @@ def read_random_state(device_type: str = "cpu") -> dict[str, Any]:
 
 def device_in_use() -> str:
     """The kind of accelerator that this process has opened; "cpu" before that: asking an accelerator would open it."""
-    in_use = [name for name in ("cuda", "xpu") if getattr(torch, name).is_initialized()]
+    in_use = [name for name in KINDS if hasattr(torch, name) and getattr(torch, name).is_initialized()]
     return in_use[0] if in_use else "cpu"
 
 

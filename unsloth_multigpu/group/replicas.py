@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from unsloth_multigpu.errors import DivergenceError
+from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import is_sharded, part_of
 from unsloth_multigpu.wire.digest import digest_int64
 
@@ -99,7 +100,8 @@ class ReplicaProof:
 
     def _check_sum(self, parts: Sequence[torch.Tensor], step: int) -> None:
         """Of what no two ranks hold there is nothing to compare: it is a number on all of them. Collective."""
-        sums = [float(part_of(p.detach()).sum(dtype=torch.float64)) for p in parts]
+        own = [part_of(p.detach()) for p in parts]
+        sums = [float(part.sum(dtype=sum_dtype(part.device))) for part in own]
         rows = self._manager.gather_floats([math.fsum(sums)])
         if broken := [rank for rank, (total,) in enumerate(rows) if not math.isfinite(total)]:
             raise DivergenceError(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.group.precision import sum_dtype
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
@@ -193,8 +195,8 @@ def _belongs_to_adapters(model: Any) -> Callable[[str, torch.Tensor], bool]:
 def norm_of_parts(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Norm of gradients together, of which some are sharded. Collective, over the ranks that share them.
 
-    The powers of all elements are added up in 64 bits: the norm of 32-bit norms of parts rounds more than one process
-    does.
+    The powers of all elements are added up in 64 bits, where the device has them: the norm of 32-bit norms of parts
+    rounds more than one process does.
 
     Args:
         gradients: All on one device.
@@ -221,9 +223,10 @@ def norm_of_parts(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.
 
 
 def _together(tensors: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The largest element, or the sum of powers, as one 64-bit number."""
-    norms = [torch.linalg.vector_norm(t, norm_type, dtype=torch.float64).to(device) for t in tensors if t.numel()] or [
-        torch.zeros((), dtype=torch.float64, device=device)
+    """The largest element, or the sum of powers, as one number of the widest type that `device` has."""
+    dtype = sum_dtype(device)
+    norms = [torch.linalg.vector_norm(t, norm_type, dtype=dtype).to(device) for t in tensors if t.numel()] or [
+        torch.zeros((), dtype=dtype, device=device)
     ]
     stacked = torch.stack(norms)
     return stacked.max() if norm_type == float("inf") else (stacked**norm_type).sum()

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.patching import Patch
 
@@ -17,7 +18,7 @@ _LOADERS = {
     "transformers.modeling_utils:PreTrainedModel.from_pretrained": "transformers>=4.57,<6",
 }
 # Maps that mean "wherever the accelerator is".
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "cuda", "xpu")
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", *KINDS)
 _OFF_DEVICE = ("cpu", "meta", "disk")
 
 

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 
 from unsloth_multigpu.errors import DistributedError, RankTimeoutError
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED
+from unsloth_multigpu.launch.remedy import find_remedy, last_error
 from unsloth_multigpu.wire.beat import Beat
 from unsloth_multigpu.wire.event import Event
 from unsloth_multigpu.words import gib, signal_name
 
-# Errors of gloo, NCCL and the store that say that *another* rank went away: a consequence, never the cause.
+# Errors of gloo, NCCL, its like on other devices, and the store that say that *another* rank went away: a consequence,
+# never the cause.
 _COMMUNICATION_ERROR = re.compile(
-    r"gloo/transport|Connection (closed|reset|refused)|connectFullMesh|NCCL|DistBackendError|DistNetworkError"
-    r"|DistStoreError|Timed out waiting|Broken pipe|Socket Timeout|RankTimeoutError",
+    r"gloo/transport|Connection (closed|reset|refused)|connectFullMesh|[NXH]CCL|oneCCL|DistBackendError"
+    r"|DistNetworkError|DistStoreError|Timed out waiting|Broken pipe|Socket Timeout|RankTimeoutError",
     re.IGNORECASE,
 )
 
@@ -39,6 +41,8 @@ _OF_SHARDS = re.compile(
     r"^\w*RuntimeError: .*(mixed torch\.Tensor and DTensor"
     r"|FSDP (requires a single root module|state has already been lazily initialized))"
 )
+# Of the ranks that wait for another one before there is a process group (`group.arrival`).
+_HAS_NOT_COME = re.compile(r"^RankTimeoutError: (ranks? (\d+)[\d, ]* did not come to open the process group .*)\.")
 # A hang is reported by the supervisor, not by the rank.
 HANG = "hang"
 
@@ -122,6 +126,8 @@ def find_cause(
         return alike
     if ended := _from_exit_codes(silent, gone, steps, memory):
         return ended
+    if missing := next(filter(None, map(_from_missing, exceptions)), None):
+        return missing
     if exceptions and not is_one_node:
         rank, step = exceptions[0].rank, exceptions[0].step
         lost = f"rank {rank} lost its connection to another node{where(step)}"
@@ -178,8 +184,10 @@ def _from_early_exit(left: Event, exit_codes: Mapping[int, int], is_gone: bool, 
 
 def _is_communication_error(event: Event) -> bool:
     error = str(event.facts.get("error", ""))
-    # When NCCL itself runs out of memory, its error reads like a broken connection.
-    return "ran out of memory" not in error and bool(_COMMUNICATION_ERROR.search(error))
+    remedy = find_remedy(error)
+    # NCCL's own failures read like broken connections; one of memory is told in our words.
+    is_own = "ran out of memory" in error or (remedy is not None and remedy.is_own)
+    return not is_own and bool(_COMMUNICATION_ERROR.search(error))
 
 
 def _is_second_hand(event: Event) -> bool:
@@ -190,6 +198,15 @@ def _is_second_hand(event: Event) -> bool:
 def _from_exception(event: Event) -> Cause:
     message = f"rank {event.rank} failed{where(event.step)}: {_first_line(event)}"
     return Cause(event.rank, int(event.facts["exit_code"]), message, str(event.facts["traceback"]) + _hint(event))
+
+
+def _from_missing(event: Event) -> Cause | None:
+    """A rank that another one has waited for; None where the error is another one."""
+    found = _HAS_NOT_COME.match(str(event.facts["error"]))
+    if found is None:
+        return None
+    code, text = int(event.facts["exit_code"]), str(event.facts["traceback"])
+    return Cause(int(found[2]), code, f"{found[1]}; it hangs, or takes long, before the training", text)
 
 
 def _from_exceptions_of_all(own: Sequence[Event], ranks: Collection[int]) -> Cause | None:
@@ -223,7 +240,10 @@ def _from_exits_of_all(
 
 def _first_line(event: Event) -> str:
     """The text above has all of a long one."""
-    line = str(event.facts["error"]).strip().split("\n")[0].rstrip(".: ")
+    error = str(event.facts["error"]).strip()
+    line = error.split("\n")[0].rstrip(".: ")
+    if "ran out of memory" not in line and (said := last_error(error)):
+        line = f"{line.partition(':')[0]}: {said}"
     line = _OF_C.sub("", line)
     if len(line) > _MAX_CHARACTERS:  # What has happened may stand behind a path.
         line = _LONG_PATH.sub(r".../\1", line)
@@ -233,6 +253,8 @@ def _first_line(event: Event) -> str:
 def _hint(event: Event) -> str:
     """What to do about an error whose text does not say it; "" for others."""
     error = str(event.facts["error"])
+    if "Hint: " not in error and (remedy := find_remedy(error)):
+        return f"Hint: {remedy.hint}\n"
     if error.startswith("RuntimeError: 0 active drivers"):
         return (
             "Hint: Triton needs a GPU. SFTTrainer of trl 1.15 calls it wherever it is installed, that of trl 1.16 on a "
@@ -277,6 +299,8 @@ def _death_message(rank: int, code: int, step: int, memory: Memory) -> str:
         likely = "; the usual cause is that the machine ran out of memory (see dmesg" + (held and f"; {held}") + ")"
     elif code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL):
         likely = "; a native library crashed, its stack is in the rank's log"
+    elif code == -signal.SIGABRT:
+        likely = "; NCCL's watchdog or an assertion on the device does that, the reason is in the rank's log"
     return f"rank {rank} was killed by {signal_name(-code)}{where(step)}{likely}"
 
 

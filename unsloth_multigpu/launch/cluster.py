@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import num_nodes
 
 # SkyPilot names no port. Its nodes reach each other on all of them.
 _SKYPILOT_PORT = 29400
 # Words of torchrun for "as many as there are accelerators".
-_ALL_ACCELERATORS = ("auto", "gpu", "xpu")
+_ALL_ACCELERATORS = ("auto", "gpu", *KINDS)
 _OF_NODES = ("nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
 
 

@@ -38,7 +38,8 @@ def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
     """Variables that name the network interface of gloo and NCCL.
 
     With one node, only its loopback interface is used. With several, gloo would take the interface of this host's name,
-    which often is loopback; it gets the one that leads to `rdzv_endpoint`. NCCL finds all interfaces itself.
+    which often is loopback, and NCCL the first one that is neither loopback nor Docker's: a bridge, a VPN. Both get the
+    one that leads to `rdzv_endpoint`. Data that NCCL sends over InfiniBand takes its own way.
 
     Raises:
         LaunchError: `rdzv_endpoint` names no host that this machine can reach.
@@ -47,7 +48,8 @@ def socket_interfaces(config: MultiGPUConfig) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     address = address_towards(*split_endpoint(config))
     interface = _interfaces().get(address)
-    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    # NCCL would take "eth1" for all names that begin like it.
+    return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def split_endpoint(config: MultiGPUConfig) -> tuple[str, int]:

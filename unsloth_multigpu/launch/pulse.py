@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
+from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS
 from unsloth_multigpu.wire.beat import BeatPage
 from unsloth_multigpu.wire.process import only_here
 from unsloth_multigpu.wire.stack import stack_path
@@ -122,12 +123,13 @@ def pending_operation() -> str:
 
 
 def _recorders() -> list[Callable[..., Any]]:
-    """What writes the default group's records as JSON. NCCL has its own recorder, which is empty for other backends."""
+    """What writes the default group's records as JSON. A device's backend may have its own, empty for others."""
     functions: Any = sys.modules.get("torch._C._distributed_c10d")
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    by_name = {name: getattr(functions, f"_dump_{name}_trace_json", None) for name in ("nccl", "fr")}
+    own = [kind.backend for kind in KINDS.values()]
+    by_name = {name: getattr(functions, f"_dump_{name}_trace_json", None) for name in (*own, "fr")}
     recorders = {name: dump for name, dump in by_name.items() if dump is not None}
     backend = str(c10d.get_backend()) if c10d is not None and c10d.is_initialized() else ""
-    own = {"nccl": "nccl", "gloo": "fr"}.get(backend)
+    name = "fr" if backend == CPU_BACKEND else backend
     # A group may have a backend for each kind of device.
-    return [recorders[own]] if own in recorders else list(recorders.values())
+    return [recorders[name]] if name in recorders else list(recorders.values())

@@ -72,6 +72,8 @@ class Watch:
         self._hang_timeout_s = config.hang_timeout_s
         self._is_one_node = is_one_node(config)
         self._stop = threading.Event()
+        # Of what is known of an attempt: the thread and the engine's thread both go on to the next one.
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="unsloth_multigpu-watch", daemon=True)
         self._num_kills_before = count_memory_kills()
         self._held_bytes: dict[int, int] = {}
@@ -137,15 +139,16 @@ class Watch:
 
     def begin_round(self, attempt: int) -> None:
         """Called before the nodes meet, which may take long: why they meet again is reported at once."""
-        self._next_round = attempt
-        if self.is_told or (self._is_one_node and self._hang is None):
-            return  # On one node the next events come soon, and with them all that is known.
-        events = self._read_events()
-        cause = self._find_cause(events, self._own_exit_codes())
-        # Without the text of an error, more may be known later.
-        if self._hang is not None or (cause.traceback and not {e.kind for e in events} & {*STOPS}):
-            self.is_told = True
-            self._on_restart(cause, attempt)
+        with self._lock:
+            events = self.events()  # First: of this round, although the thread may not have seen it yet.
+            self._next_round = attempt
+            if self.is_told or (self._is_one_node and self._hang is None):
+                return  # On one node the next events come soon, and with them all that is known.
+            cause = self._find_cause(events, self._own_exit_codes())
+            # Without the text of an error, more may be known later.
+            if self._hang is not None or (cause.traceback and not {e.kind for e in events} & {*STOPS}):
+                self.is_told = True
+                self._on_restart(cause, attempt)
 
     def begin_start(self) -> None:
         """Called when the nodes have met: the ranks of the round are started next."""
@@ -153,12 +156,13 @@ class Watch:
 
     def events(self) -> list[Event]:
         """Events of the latest attempt."""
-        # Ranks of an attempt may all have died before the line, and left no event.
-        later = range(self._attempt + 1, self._round + 1)
-        while (begun := next((n for n in later if read_events(self._run_dir, n)), None)) is not None:
-            self._go_to(begun)
-            later = range(begun + 1, self._round + 1)
-        return self._read_events()
+        with self._lock:
+            # Ranks of an attempt may all have died before the line, and left no event.
+            later = range(self._attempt + 1, self._round + 1)
+            while (begun := next((n for n in later if read_events(self._run_dir, n)), None)) is not None:
+                self._go_to(begun)
+                later = range(begun + 1, self._round + 1)
+            return self._read_events()
 
     def _go_to(self, attempt: int) -> None:
         if not self.is_told:
@@ -167,10 +171,11 @@ class Watch:
 
     def cause(self, exit_codes: Mapping[int, int]) -> Cause:
         """Why the latest attempt ended; see `find_cause`."""
-        events = self.events()
-        if self._attempt < self._round:  # No rank of the latest attempt has reached the line.
-            self._go_to(self._round)
-            events = self._read_events()
+        with self._lock:
+            events = self.events()
+            if self._attempt < self._round:  # No rank of the latest attempt has reached the line.
+                self._go_to(self._round)
+                events = self._read_events()
         if not self.gone:
             self._beats = read_beats(self._run_dir)
         return self._find_cause(events, {**self._own_exit_codes(), **exit_codes})

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 
 HINT = "Leave enable_ddp=False, the legacy path, out: DDP trains in one process per device."
-
-INDEXED = ("cuda", "xpu")
 
 
 def find_devices(first: torch.device, num_gpus: int | None) -> list[torch.device]:
@@ -23,7 +22,7 @@ def find_devices(first: torch.device, num_gpus: int | None) -> list[torch.device
     Raises:
         SetupError: Fewer devices are visible than `num_gpus`.
     """
-    if first.type not in INDEXED:
+    if first.type not in KINDS:
         return [first] * (num_gpus or 1)
     indices = range(torch.accelerator.device_count())
     devices = [first, *(torch.device(first.type, i) for i in indices if i != (first.index or 0))]

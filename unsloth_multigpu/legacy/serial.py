@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.group.replicas import persistent_buffers
 from unsloth_multigpu.legacy.replica import (
     HINT,
-    INDEXED,
     check_gradients,
     copy_of,
     find_devices,
@@ -184,7 +184,7 @@ class SerialTrainer(Part):
         self._shard, self._is_weighed = shard, False
         try:
             # Kernels written in Triton run on the current device, wherever their tensors are.
-            with getattr(torch, device.type).device(device) if device.type in INDEXED else nullcontext():
+            with getattr(torch, device.type).device(device) if device.type in KINDS else nullcontext():
                 loss = step()
         finally:
             self._shard = None

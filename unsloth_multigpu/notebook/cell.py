@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
 
 # Magics that change the machine, ask the user, measure, or speak to the front end. They must run once only.
@@ -32,7 +33,7 @@ FRONT_ENDS = ("ipykernel.", "google.colab.")
 # The module of aliases: commands of the system by a name that the user has chosen.
 _ALIASES = "IPython.core.alias."
 # Parts of the messages of torch and gloo when another rank has ended, or when the group was aborted.
-_BROKEN = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "ProcessGroup", "process group")
+_BROKEN = ("Connection closed by peer", "Connection reset", CPU_BACKEND, "NCCL", "ProcessGroup", "process group")
 # Calls whose values only rank 0 has, by how they end in the source.
 _VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput", "userdata.get")
 _CHANGING = "add append clear discard extend insert pop popitem remove reverse setdefault sort update"

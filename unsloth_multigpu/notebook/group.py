@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store
 
-from unsloth_multigpu.errors import RankTimeoutError
+from unsloth_multigpu.accelerator import KINDS, kind_of
+from unsloth_multigpu.group.arrival import meet
 
 # All ranks begin to make a group at the same time, so this limit is long enough.
 _MEET_LIMIT_S = 60.0
-_POLL_S = 0.002
 
 Address = tuple[str, int]
 
@@ -41,32 +40,17 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
         timeout_s: Limit of one collective, in seconds.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if backend != "gloo":
+    if kind_of(backend) is not None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     path = run_dir / f"store_{generation}"
     # The store itself would make a file that others can read.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     store = FileStore(str(path), world_size)
-    _meet(store, rank, world_size, min(timeout_s, _MEET_LIMIT_S))
+    meet(store, rank, world_size, timeout_s=min(timeout_s, _MEET_LIMIT_S), hint="Restart the kernel.")
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
     dist.barrier()
-
-
-def _meet(store: FileStore, rank: int, world_size: int, limit_s: float) -> None:
-    """Waits for the other ranks in Python, where Stop and the monitor reach it: torch waits in C++ for `timeout_s`."""
-    store.set(f"here/{rank}", "1")
-    deadline_s = time.monotonic() + limit_s
-    missing = [f"here/{other}" for other in range(world_size)]
-    while missing := [key for key in missing if not store.check([key])]:
-        if time.monotonic() > deadline_s:
-            ranks = ", ".join(key.rpartition("/")[2] for key in missing)
-            raise RankTimeoutError(
-                f"rank(s) {ranks} did not come to open the process group within {limit_s:g} seconds.",
-                hint="Restart the kernel.",
-            )
-        time.sleep(_POLL_S)
 
 
 def store_of_group() -> Store:
@@ -115,12 +99,12 @@ def _shut(descriptor: int, here: Address, there: Address) -> None:
 
 
 def _abort_backends() -> None:
-    """NCCL's and XCCL's, together: one after the other they can wait for each other (pytorch#119797)."""
+    """Those of accelerators, together: one after the other they can wait for each other (pytorch#119797)."""
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
     backends = []
     for group, (name, _) in list(c10d._world.pg_map.items()):
-        if "nccl" in name or "xccl" in name:
-            backends.append(group._get_backend(torch.device("cuda" if "nccl" in name else "xpu")))
+        kinds = [kind for kind, of in KINDS.items() if of.backend in name]
+        backends += [group._get_backend(torch.device(kind)) for kind in kinds[:1]]
     grouped = [backend for backend in backends[:1] if hasattr(backend, "_group_start")]
     for backend in grouped:
         backend._group_start()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ class RankMagics:
             beat, pid = beats.get(rank, Beat()), os.getpid() if worker is None else worker.pid
             age = f"{now_s - beat.progress_s:.0f} s" if beat.progress_s else "-"
             place = (str(beat.step) if beat.step >= 0 else "-", beat.phase.name.lower(), age)
-            memory = used[rank] if "cpu" not in devices[rank] and rank < len(used) else "-"
+            memory = used.get(beat.device_id.removeprefix("GPU-"), "-")
             log = "-" if worker is None else str(worker.log)
             rows.append((str(rank), str(pid), devices[rank], self._state(worker), *place, _rss(pid), memory, log))
         return "\n".join(aligned(rows))
@@ -174,31 +174,25 @@ def _rss(pid: int) -> str:
         return "-"
 
 
-def _device_memory() -> list[str]:
-    """Memory in use on each visible NVIDIA card, by all processes. Asking CUDA would open each card in this process."""
+def _device_memory() -> dict[str, str]:
+    """Memory in use on each NVIDIA card, by all processes. Asking CUDA would open each card in this process."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return []
-    command = [program, "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
+        return {}
+    command = [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return visible_memory(done.stdout, os.environ)
+        return {}
+    return memory_by_card(done.stdout)
 
 
-def visible_memory(table: str, environment: Mapping[str, str]) -> list[str]:
-    """Memory in use by visible card.
+def memory_by_card(table: str) -> dict[str, str]:
+    """Memory in use by the card's UUID: nvidia-smi counts cards by their place on the bus, CUDA by their speed.
 
     Args:
-        table: Lines `index, uuid, MiB` of nvidia-smi.
-        environment: CUDA_VISIBLE_DEVICES counts.
+        table: Lines `uuid, MiB` of nvidia-smi.
     """
-    cards = [[field.strip() for field in line.split(",")] for line in table.splitlines()]
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")] if visible else [index for index, *_ in cards]
-    used = []
-    for name in names:
-        found = [mib for index, uuid, mib in cards if name == index or uuid.startswith(name)]
-        used.append(f"{int(found[0]) / 1024:.2f} GiB" if found and found[0].isdecimal() else "-")
-    return used
+    rows = (line.split(",") for line in table.splitlines())
+    cards = {uuid.strip().removeprefix("GPU-"): mib.strip() for uuid, mib in rows}
+    return {uuid: f"{int(mib) / 1024:.2f} GiB" for uuid, mib in cards.items() if mib.isdecimal()}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError, SetupError, VersionError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
@@ -107,14 +108,15 @@ def read_state(*, had_workers: bool) -> KernelState:
     transformers = sys.modules.get("transformers.modeling_utils")
     model_class = getattr(transformers, "PreTrainedModel", None)
     partial_state = getattr(accelerate, "PartialState", None)
-    has_opened = torch is not None and torch.cuda.is_initialized()
+    modules = () if torch is None else (getattr(torch, name, None) for name in KINDS)
+    opened = next((module for module in modules if module is not None and module.is_initialized()), None)
     return KernelState(
         is_main_thread=threading.current_thread() is threading.main_thread(),
         had_workers=had_workers,
         has_group=bool(dist and dist.is_available() and dist.is_initialized()) or "WORLD_SIZE" in os.environ,
         has_accelerator=partial_state is not None and bool(partial_state._shared_state),
         has_model=model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()),
-        num_devices=torch.cuda.device_count() if torch is not None and has_opened else None,
+        num_devices=None if opened is None else opened.device_count(),
         is_one_device=partial_state is not None and not _is_accelerates(partial_state._prepare_backend),
     )
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.accelerator import backend_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
 from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.logs import Console, get_logger
@@ -244,13 +245,13 @@ class Notebook:
 
     def _open_group(self) -> None:
         """Makes a new group on all ranks in place of the old one, and makes their trainers equal."""
-        from unsloth_multigpu.group.manager import default_backend, local_device
+        from unsloth_multigpu.group.manager import local_device
 
         config = self._config
         self._generation += 1
         order = {
             "generation": self._generation,
-            "backend": config.ddp_backend or default_backend(local_device(self._identity, config).type),
+            "backend": config.ddp_backend or backend_of(local_device(self._identity, config).type),
             "timeout_s": config.timeout_s,
             "pids": self.kernel.pids,
             **self.program.order(),

@@ -40,7 +40,9 @@ class GroupManager(DDPManager):
 
     @property
     def store(self) -> Store:
-        """Keys and values shared by all ranks; the group must be open."""
+        """Keys and values shared by all ranks. Before there is a group, that of the launcher's variables."""
+        if not dist.is_initialized():
+            return super().store
         return PrefixStore("unsloth_multigpu/plain", _get_default_store())
 
     def open_group(self) -> None:

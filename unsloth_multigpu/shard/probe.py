@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import PatchRegistry
@@ -235,7 +236,7 @@ def _devices() -> list[dict[str, Any]]:
     """The accelerators that torch sees in this process."""
     import torch
 
-    kind = next((k for k in ("cuda", "xpu") if getattr(torch, k).is_available()), None)
+    kind = next((k for k in KINDS if hasattr(torch, k) and getattr(torch, k).is_available()), None)
     if kind is None:
         return []
     module, found = getattr(torch, kind), []

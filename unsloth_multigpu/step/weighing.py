@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.precision import sum_dtype
 
 IGNORED = -100
 ROWS, SUM = "rows", "sum"
@@ -56,11 +57,12 @@ def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[
     if weighing in (_LABELLED_ROWS, _NEXT_LABELLED_ROWS):
         return float(_shifted(labels, weighing == _NEXT_LABELLED_ROWS).ne(IGNORED).any(1).sum())
     if weighing in (_CLASSES, _NEXT_CLASSES):
-        table = torch.tensor(class_weights, dtype=torch.float64, device=labels.device)
+        table = torch.tensor(class_weights, dtype=sum_dtype(labels.device), device=labels.device)
         counted = _shifted(labels, weighing == _NEXT_CLASSES)
         return float(table[counted[counted.ne(IGNORED)]].sum())
     kind, _, name = weighing.partition(_OF)
-    values = _shifted(inputs[name], kind in (_AFTER_FIRST, _NEXT_LABELLED)).double()
+    values = _shifted(inputs[name], kind in (_AFTER_FIRST, _NEXT_LABELLED))
+    values = values.to(sum_dtype(values.device))
     if kind in (_LABELLED, _NEXT_LABELLED):
         values = values * _shifted(labels, kind == _NEXT_LABELLED).ne(IGNORED)
     return float(values.sum())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.logs import get_logger
@@ -80,7 +81,7 @@ class AsyncParameterServerSync(GradientSync):
         super().begin()
         self._loop_thread = threading.get_ident()
         # A group of its own: its messages come from threads, and it goes over gloo where the model's go over NCCL.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        self._group = dist.new_group(backend=CPU_BACKEND, timeout=timedelta(seconds=self._timeout_s))
         if self.rank == 0:
             self._server = WeightServer(self.optimizer, self.parameters, self._clock, self._group, self._timeout_s)
         else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError, RankTimeoutError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig, variable
 from unsloth_multigpu.wire.identity import read_identity
@@ -113,13 +114,11 @@ def device_variables(device: str, num_gpus: int) -> dict[str, str]:
 
     if device == "cpu":
         # Set here and not by the run: a library may count the cards before the script asks for the CPU.
-        return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+        return {**HIDDEN, "ACCELERATE_USE_CPU": "true"}
     kind, num_devices = visible_accelerators()
     if num_gpus > 1 or num_devices < 2:
         return {}
-    names = ("ZE_AFFINITY_MASK",) if kind == "xpu" else ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    name = next((name for name in names if os.environ.get(name)), names[-1])
-    return {name: os.environ.get(name, "0").split(",")[0]}
+    return only(kind, 0, os.environ)
 
 
 def thread_variables(device: str, num_ranks: int) -> dict[str, str]:

@@ -99,8 +99,6 @@ class OneDecision(Part):
         }
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        # The page must say so before this rank waits: ranks may have computed different numbers of micro-batches.
-        self._beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
         self.agree(Moment.STEP, control)
 
     def on_substep_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:

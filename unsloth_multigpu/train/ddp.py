@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from unsloth_multigpu.accelerator import kind_of
 from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.group.manager import DDPManager, gradient_backend
@@ -332,7 +333,7 @@ def check_compression(compression: str, backend: str, hook_of_script: str, *, is
         )
     # bf16: torch refuses it. powersgd: each bucket sends twice, the second time when the first has arrived. gloo knows
     # messages by their order only, and buckets arrive in another order on each rank: it hangs, or mixes them up.
-    if compression in ("bf16", "powersgd") and backend not in ("nccl", "xccl"):
+    if compression in ("bf16", "powersgd") and kind_of(backend) is None:
         raise SetupError(
             f"grad_compression={compression!r} needs NCCL or XCCL; the gradients of this run go over {backend}.",
             hint='Use grad_compression="fp16" or leave it out.',

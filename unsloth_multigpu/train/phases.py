@@ -52,6 +52,7 @@ class Guard(Part):
             "training_step": self._training_step,
             "_maybe_log_save_evaluate": self._log_save_evaluate,
             "store_flos": self._store_flos,
+            "call_event": self._call_event,
             "evaluate": functools.partial(self._within, Phase.EVALUATE),
             "_save_checkpoint": functools.partial(self._within, Phase.SAVE),
             "_load_best_model": functools.partial(self._within, Phase.SAVE),
@@ -74,14 +75,20 @@ class Guard(Part):
         self._is_warm = True
         self.beat.mark(is_done=True)
 
-    def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        self.beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
-
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark()
 
     def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         self.beat.mark(Phase.ENDED)
+
+    def _call_event(
+        self, original: Override, event: str, args: ArgumentsLike, state: StateLike, *rest: Any, **kwargs: Any
+    ) -> Any:
+        if event == "on_step_end":
+            # Before the first callback: those of the script come before ours, and have the time of a callback. Ranks
+            # may also have computed different numbers of micro-batches, and wait for each other behind this.
+            self.beat.mark(Phase.UPDATE, step=state.global_step, micro_batch=0)
+        return original(event, args, state, *rest, **kwargs)
 
     def _batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compiler.enter()

@@ -49,15 +49,17 @@ class Fault(TrainerCallback):
         if state.global_step == 0 and rank == 1:
             note("begin")
 
-    def on_step_end(self, args, state, control, **kwargs):
-        global num_steps
-        num_steps = state.global_step
-        if kind == "spin":  # No step takes as long as the limit, all together take longer.
-            time.sleep(0.4 * float(sys.argv[1]))
-        if rank == 1 and state.global_step == STEP and kind == "stop":
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if rank == 1 and state.global_step == STEP - 1 and kind == "stop":
             note()
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(3600)  # It is let go on for its stack, and would end well before it is killed.
+
+    def on_step_end(self, args, state, control, **kwargs):
+        global num_steps
+        num_steps = state.global_step
+        if rank == 1 and state.global_step == STEP - 1 and kind == "spin":  # No hang: it makes a sample, say.
+            time.sleep(3 * float(sys.argv[1]))
         if rank == 1 and state.global_step == STEP and kind == "leave":
             note()
             control.should_training_stop = True

@@ -80,3 +80,4 @@ for name in sys.argv[3:]:
 print(
     "ranks", world_size, "round", os.environ.get("TORCHELASTIC_RESTART_COUNT"), "seed", os.environ.get("PYTHONHASHSEED")
 )
+print("interfaces", os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME"))

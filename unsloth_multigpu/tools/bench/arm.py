@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.strategy import ParameterServer
@@ -234,10 +235,10 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
         # A rank makes no progress during the turns of the other arms.
         variables.setdefault(f"{ENV_PREFIX}HANG_TIMEOUT_S", f"{options.timeout_of_turns_s:g}")
     if options.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
+        variables |= HIDDEN
     elif num_devices(arm, options) == 1:
         # A Trainer alone would spread its batches over all visible cards.
-        variables["CUDA_VISIBLE_DEVICES"] = inherited.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        variables |= only("cuda", 0, inherited)
     if options.library == UNSLOTH:
         # Rows are tokens already: no processes to prepare them.
         variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}

@@ -161,6 +161,9 @@ def _on_device(options: BenchOptions, *, is_warm: bool) -> BenchOptions:
 
     kind, count = visible_accelerators()
     if kind != "cuda" or not count:
+        if options.device == "auto" and count:
+            what = f"This machine has {kind}, and bench measures CUDA devices and CPUs."
+            raise SetupError(what, hint="Give --device cpu.")
         if options.device == "auto":
             return dataclasses.replace(options, device="cpu")
         raise SetupError(

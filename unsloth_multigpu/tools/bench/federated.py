@@ -115,7 +115,7 @@ def _device(given: str) -> str:
     kind, count = visible_accelerators()
     if kind == "cuda" and count:
         return "cuda"
-    if given == "auto":
+    if given == "auto" and not count:
         return "cpu"
     raise SetupError(
         "--device cuda, but this machine has no CUDA device.",

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.tools.bench.arm import Arm, num_accumulated, num_devices, speed_of
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
 from unsloth_multigpu.tools.bench.option import HEAD_SIZE, UNSLOTH, BenchOptions
@@ -214,7 +215,7 @@ def _training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
         "gradient_checkpointing": options.has_checkpointing,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if options.has_checkpointing else None,
         "use_cpu": options.device == "cpu",
-        "ddp_backend": "gloo" if options.is_card_shared else None,
+        "ddp_backend": CPU_BACKEND if options.is_card_shared else None,
         "seed": options.seed,
         "data_seed": _ORDER_SEED,
         "logging_steps": 1,

@@ -114,6 +114,7 @@ def _describe(kind: str, index: int) -> dict[str, Any]:
 def _measure() -> dict[str, Any]:
     import torch
 
+    from unsloth_multigpu.accelerator import KINDS
     from unsloth_multigpu.start import visible_accelerators
 
     kind, count = visible_accelerators()
@@ -121,7 +122,7 @@ def _measure() -> dict[str, Any]:
     return {
         "kind": kind,
         # What torch was built for; None in a build for the CPU.
-        "cuda": torch.version.cuda,
+        **{name: getattr(torch.version, name, None) for name in KINDS},
         "rocm": torch.version.hip,
         "devices": [_describe(kind, index) for index in range(count)],
         "copies": [asdict(pair) for pair in check_copies(devices)],

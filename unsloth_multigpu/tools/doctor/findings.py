@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unsloth_multigpu import versions
+from unsloth_multigpu.accelerator import CHOOSERS, KINDS
 from unsloth_multigpu.tools.doctor.nearest import installed_stack, nearest_row, read_rows
 from unsloth_multigpu.words import GIB, gib
 
@@ -87,9 +88,8 @@ def driver_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
     if "error" in devices:
         return []
     driver, _ = _nvidia_driver()
-    built_for = f"CUDA {devices['cuda']}" if devices.get("cuda") else f"ROCm {devices.get('rocm')}"
-    if not devices.get("cuda") and not devices.get("rocm"):
-        built_for = "the CPU"
+    names = {"ROCm": "rocm", **{name.upper(): name for name in KINDS}}
+    built_for = next((f"{shown} {devices[name]}" for shown, name in names.items() if devices.get(name)), "the CPU")
     text = f"NVIDIA driver {driver or 'none'}, torch is built for {built_for}"
     return [CheckRow("devices", "driver", "ok" if driver else "note", text, facts={"driver": driver})]
 
@@ -114,7 +114,7 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
         rows.append(CheckRow("devices", f"{devices['kind']}:{index}", "ok", text, facts=gpu))
     if not rows:
         _, num_known = _nvidia_driver()
-        if num_known and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        if num_known and not os.environ.keys() & set(CHOOSERS):
             text = f"nvidia-smi lists {num_known}, torch {versions.installed_version('torch')} sees none"
             hint = "Install a torch that is built for CUDA and for this driver: https://pytorch.org/get-started/locally"
             rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))

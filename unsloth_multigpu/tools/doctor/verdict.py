@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from unsloth_multigpu.accelerator import CHOOSERS
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.words import gib
 
@@ -59,8 +60,8 @@ def what_runs(rows: Sequence[CheckRow], config: MultiGPUConfig) -> str:
     num_ranks = min(config.num_gpus or len(cards), len(cards))
     if num_ranks == 1:
         one = names[0].replace(" each)", ")")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None and len(cards) == 1 else ""
+        chosen = ", ".join(f"{name}={os.environ[name]}" for name in CHOOSERS if name in os.environ)
+        why = f" ({chosen})" if chosen and len(cards) == 1 else ""
         seen = f"1 GPU is visible{why}" if len(cards) == 1 else f"{len(cards)} GPUs are visible, and num_gpus=1 is set"
         return f"{seen}: enable_multi_gpu() trains in this process alone, on {one}."
     counted = Counter(names[:num_ranks])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
@@ -179,7 +180,7 @@ class Recorder(FirstSteps):
 
 def _facts(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
     device = trainer.args.device
-    on_card = device.type in ("cuda", "xpu")
+    on_card = device.type in KINDS
     return {
         "world_size": int(trainer.args.world_size),
         "device": getattr(torch, device.type).get_device_name(device) if on_card else f"cpu, {platform.machine()}",

@@ -1,0 +1,64 @@
+"""Accelerators other than CUDA's, pretended: what this package asks of each kind, it asks of all."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS, backend_of, kind_of, only
+from unsloth_multigpu.group.precision import sum_dtype
+from unsloth_multigpu.notebook.refusal import read_state
+from unsloth_multigpu.tools.doctor.findings import driver_rows
+
+
+def test_backend_and_kind_lead_to_each_other() -> None:
+    assert [kind_of(backend_of(kind)) for kind in KINDS] == list(KINDS)
+    assert (backend_of("cpu"), kind_of(CPU_BACKEND), kind_of("undefined")) == (CPU_BACKEND, None, None)
+
+
+def test_one_device_is_named_as_the_variable_names_it() -> None:
+    assert only("npu", 1, {}) == {"ASCEND_RT_VISIBLE_DEVICES": "1"}
+    assert only("xpu", 1, {"ZE_AFFINITY_MASK": "4, 5"}) == {"ZE_AFFINITY_MASK": "5"}
+    with pytest.raises(IndexError, match="ZE_AFFINITY_MASK"):
+        only("xpu", 2, {"ZE_AFFINITY_MASK": "4,5"})
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_kernel_that_has_opened_a_device_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    others = dict.fromkeys(("cuda", "xpu"), SimpleNamespace(is_initialized=lambda: False))
+    opened = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 1)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{**others, kind: opened}))  # type: ignore[arg-type]
+    assert read_state(had_workers=False).num_devices == 1
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**others))  # type: ignore[arg-type]
+    assert read_state(had_workers=False).num_devices is None
+
+
+@pytest.mark.parametrize(
+    ("properties", "dtype"),
+    [({"has_fp64": False}, torch.float32), ({"has_fp64": True}, torch.float64), ({}, torch.float64)],
+)
+def test_sums_are_as_wide_as_the_device(
+    monkeypatch: pytest.MonkeyPatch, properties: dict[str, Any], dtype: torch.dtype
+) -> None:
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**properties))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert sum_dtype(torch.device("xpu", 0)) == dtype
+    assert sum_dtype(torch.device("cpu")) == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("builds", "said"),
+    [
+        ({"xpu": "20250301"}, "XPU 20250301"),
+        ({"rocm": "6.4"}, "ROCm 6.4"),
+        ({"cuda": "13.0"}, "CUDA 13.0"),
+        ({}, "the CPU"),
+    ],
+)
+def test_doctor_says_what_torch_is_built_for(builds: dict[str, str], said: str) -> None:
+    (row,) = driver_rows({"cuda": None, "xpu": None, "rocm": None, **builds})
+    assert row.text.endswith(f"torch is built for {said}")
