@@ -35,6 +35,8 @@ _ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     # torch.compile would generate CUDA code.
     "UNSLOTH_COMPILE_DISABLE": "1",
+    # GRPO would share a prompt's prefix by FlexAttention, which has no backward pass on the CPU.
+    "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
     # Else accelerate sees torch.cuda.is_available() and asks for NCCL and cuda:LOCAL_RANK.
     "ACCELERATE_USE_CPU": "true",
     # unsloth/_gpu_init.py looks for libcuda and, as root, runs ldconfig on the whole machine if there is none.
