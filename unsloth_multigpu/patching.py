@@ -45,6 +45,7 @@ class Patch:
         reason: Why the target is touched, in one sentence, for `doctor --seams`.
         needs: Parameters of the original that `wrap` relies on.
         optional: The target may be missing in a part of the supported range.
+        after: The module whose import puts the function there, where that is another one than the target's.
     """
 
     target: str
@@ -53,6 +54,7 @@ class Patch:
     reason: str
     needs: tuple[str, ...] = ()
     optional: bool = False
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class PatchRegistry:
         for seam in self._seams:
             seam.check_installed()
         try:
-            for name in dict.fromkeys(seam.module for seam in self._seams if seam.state == "waiting for import"):
+            for name in dict.fromkeys(seam.awaited for seam in self._seams if seam.state == "waiting for import"):
                 self._land_when_imported(name)
         except BaseException:
             self.undo()
@@ -119,15 +121,13 @@ class PatchRegistry:
         return [PatchRow(s.patch.target, s.patch.supports, s.patch.reason, s.state) for s in self._seams]
 
     def _land_when_imported(self, name: str) -> None:
-        module = _whole_module(name)
-        if module is not None:
-            self._land(name, module)
+        if _whole_module(name) is not None:
+            self._land(name)
             return
 
         def hook(_module: ModuleType) -> None:
             try:
-                # Not the argument: a lazy package puts another object into sys.modules while it is executed.
-                self._land(name, sys.modules[name])
+                self._land(name)
             except BaseException:
                 # wrapt forgets a hook before it calls it, and many libraries catch errors of imports and try again:
                 # the next try would pass without the patches. importlib drops a module whose import failed, so
@@ -138,12 +138,12 @@ class PatchRegistry:
 
         register_post_import_hook(hook, name)
 
-    def _land(self, name: str, module: ModuleType) -> None:
+    def _land(self, name: str) -> None:
         """Lands all patches of one module or none. Other modules keep theirs, so that `verify()` is still reached."""
-        seams = [seam for seam in self._seams if seam.module == name and seam.state == "waiting for import"]
+        seams = [seam for seam in self._seams if seam.awaited == name and seam.state == "waiting for import"]
         try:
             for seam in seams:
-                seam.land(module)
+                seam.land()
         except BaseException:
             for seam in reversed(seams):
                 seam.remove("waiting for import")
@@ -156,6 +156,7 @@ class _Seam:
     def __init__(self, patch: Patch) -> None:
         self.patch = patch
         self.module, _, self.path = patch.target.partition(":")
+        self.awaited = patch.after or self.module
         self.state: State = "waiting for import"
         self.holder: Any = None
         self.name = self.path.rpartition(".")[2]
@@ -182,8 +183,8 @@ class _Seam:
         elif self.module not in sys.modules and _find_spec(self.module) is None:
             self._record_absence()
 
-    def land(self, module: ModuleType) -> None:
-        self.holder, raw = _locate(module, self.path)
+    def land(self) -> None:
+        self.holder, raw = self._find()
         if raw is _MISSING or (self.patch.optional and self._is_alias()):
             self._record_absence()
             return
@@ -213,10 +214,10 @@ class _Seam:
             self.state = state
 
     def verify(self) -> None:
-        module = sys.modules.get(self.module)
-        if module is None or _is_initializing(module) or self.state in ("absent", "undone"):
+        awaited = sys.modules.get(self.awaited)
+        if awaited is None or _is_initializing(awaited) or self.state in ("absent", "undone"):
             return
-        raw = _locate(module, self.path)[1]
+        raw = self._find()[1]
         if self.state != "landed":
             raise PatchError(
                 f"{self.module} is imported, but the patch of {self.path} is not in it ({self.state}).",
@@ -233,6 +234,14 @@ class _Seam:
             hint="Let it keep the function that it found there and call it, as functools.wraps and closures do; or put "
             "it there before enable_multi_gpu().",
         )
+
+    def _find(self) -> tuple[Any, Any]:
+        """Returns (holder, raw descriptor or _MISSING). Binds nothing and wakes no lazy attribute."""
+        # Here and not what an import hook is given: a lazy package puts another object there while it is executed.
+        holder, raw = None, sys.modules.get(self.module, _MISSING)
+        for name in self.path.split("."):
+            holder, raw = raw, _MISSING if raw is _MISSING else inspect.getattr_static(raw, name, _MISSING)
+        return holder, raw
 
     def _is_alias(self) -> bool:
         # A renamed class keeps its old name as an alias. The patch of the new name covers both.
@@ -292,14 +301,6 @@ def _find_spec(name: str) -> ModuleSpec | None:
     else:
         locations = getattr(_find_spec(parent), "submodule_search_locations", None)
     return PathFinder.find_spec(name, locations) if locations else None
-
-
-def _locate(module: ModuleType, path: str) -> tuple[Any, Any]:
-    """Returns (holder, raw descriptor or _MISSING). Binds nothing and wakes no lazy attribute."""
-    holder, raw = None, module
-    for name in path.split("."):
-        holder, raw = raw, inspect.getattr_static(raw, name, _MISSING)
-    return holder, raw
 
 
 def _holds(raw: Any, function: Any, holder: Any) -> bool:

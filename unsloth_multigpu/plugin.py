@@ -211,7 +211,7 @@ def _open_here(
     from unsloth_multigpu.notebook.start import Opening, find_program, open_notebook
 
     had_workers = _session is not None and _session.had_workers
-    identity = read_identity(os.environ)
+    identity = read_identity(os.environ, is_kernel=shell is not None)
     if identity is None:
         if context.tool is None:  # A tool trains on this machine alone.
             config = config_on_cluster(config, given, is_notebook=shell is not None)

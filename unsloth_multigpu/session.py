@@ -6,13 +6,13 @@ import atexit
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.errors import ConfigError, MultiGPUError, SetupError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.refusal import MADE_UP_FOR, REFUSED, is_refusal
 from unsloth_multigpu.logs import Console, get_logger
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 _SERIAL = "unsloth_multigpu.legacy.serial:SerialTrainer"
 # How long a rank that serves the store stays where it has failed: what the others wait for then does not come.
 _FAILED_STAY_S = 3.0
-_OTHER_PARALLELISM = ("UNSLOTH_TP_SIZE",)
+_TENSOR_PARALLEL = "UNSLOTH_TP_SIZE"
 
 
 @dataclass
@@ -342,13 +342,13 @@ def _patches(session: Session) -> list[Patch]:
     patches = trainer_patches(
         config, identity.world_size, device_type, run, session.manager, notice, session.tool.adjust_arguments
     )
-    others = [f"{name}={os.environ[name]}" for name in _OTHER_PARALLELISM if os.environ.get(name, "0") not in ("", "0")]
+    others = other_parallelism(os.environ)
     session.tool.check_variables(others)
     if not config.enable_ddp and config.device != "cpu":
         from unsloth_multigpu.start import visible_accelerators
 
         # A device map over all visible cards would split the model, but each card is to hold a whole copy.
-        return [*patches, *placement_patches(visible_accelerators()[0], 0)]
+        return [*patches, *placement_patches(visible_accelerators()[0], 0, warns=False)]
     if identity.world_size == 1:
         return patches
     if others:
@@ -377,12 +377,27 @@ def _patches(session: Session) -> list[Patch]:
         *patches,
         *sharding,
         *device_patches(device_type, device_index, identity.local_rank),
-        *placement_patches(device_type, device_index),
+        *placement_patches(device_type, device_index, warns=identity.rank == 0 and config.shard == "off"),
         *offload_patches(identity.rank),
         *saving_patches(gate),
         *removal_patches(gate),
         *dataset_patches(session.context.run_dir, session.open_manager),
     ]
+
+
+def other_parallelism(environment: Mapping[str, str]) -> list[str]:
+    """The variable by which Unsloth is to share a model between ranks, as Unsloth reads it; empty where it is not to.
+
+    Raises:
+        ConfigError: Unsloth would refuse it, when a model is loaded.
+    """
+    text = environment.get(_TENSOR_PARALLEL, "").strip()
+    if text and not (text.isdecimal() and int(text)):
+        raise ConfigError(
+            f"{_TENSOR_PARALLEL}={text!r}; Unsloth expects a whole number from 1 on.",
+            hint=f"Unset {_TENSOR_PARALLEL} where ranks do not share a model.",
+        )
+    return [f"{_TENSOR_PARALLEL}={text}"] if text and int(text) > 1 else []
 
 
 def _claim_device(session: Session) -> str:

@@ -80,6 +80,8 @@ def runs(model: Path) -> tuple[Run, Run]:
 def test_sft_runs_unsloths_own_trainer(runs: tuple[Run, Run]) -> None:
     for run in runs:
         assert {rank["trainer"] for rank in run.ranks} == {"UnslothSFTTrainer"}
+        assert [rank["devices"] for rank in run.ranks] == [[f"cuda:{rank}"] for rank in range(len(run.ranks))]
+    assert {rank["backend"] for rank in runs[1].ranks} == {"nccl"}
     # An adapter uses all its parameters: looking for unused ones costs a walk over the graph in each step.
     assert not any(rank["find_unused_parameters"] for rank in runs[1].ranks)
 
@@ -154,6 +156,28 @@ def test_sharded_sft_equals_one_process_and_merges_into_its_files(runs: tuple[Ru
         assert max(float((parts[n] - w).abs().max() / w.abs().max()) for n, w in whole.items()) <= SHARDED
     for place in ("adapter", "merged"):
         assert {p.name for p in (run.out / place).iterdir()} == {p.name for p in (one.out / place).iterdir()}
+
+
+# Batch, accumulation and completions of a prompt in Unsloth's notebooks. It raises the batch to the completions of one.
+SHAPES = ("1,1,2", "1,1,4", "1,1,6", "1,1,8", "1,2,2", "1,2,4", "1,4,4", "1,4,8", "1,64,8", "2,2,4", "8,1,4")
+
+
+def test_grpo_equals_one_process_and_is_made_in_each_shape_of_the_notebooks(model: Path) -> None:
+    one, two = model.parent / "grpo_one", model.parent / "grpo_two"
+    with (
+        start_script("gpu_path_grpo.py", model, one, "--shapes", *SHAPES, "--plain") as one_process,
+        start_script("gpu_path_grpo.py", model, two, "--shapes", *SHAPES) as two_ranks,
+    ):
+        alone = finish_script(one_process, one, num_ranks=1).ranks[0]
+        first, second = finish_script(two_ranks, two, num_ranks=2).ranks
+    assert first["base"] == "UnslothGRPOTrainer"
+    assert [rank.pop("devices") for rank in (first, second)] == [["cuda:0"], ["cuda:1"]]
+    assert first == second
+    assert first["completions"] == alone["completions"]
+    assert set(map(len, first["completions"].values())) == {len(SHAPES)}
+    assert len(alone["grad_norms"]) == 2
+    for what in ("grad_norms", "losses", "rewards"):
+        assert first[what] == pytest.approx(alone[what], rel=TOLERANCE), what
 
 
 @pytest.mark.thorough

@@ -70,10 +70,25 @@ def test_map_of_other_cards_is_an_error(device_map: Any) -> None:
         local_device_map(device_map, "cuda", 1)
     assert f"device_map={device_map!r}" in str(error.value)
     assert "Hint: Leave device_map out." in str(error.value)
+    if isinstance(device_map, dict) and len(device_map) > 1:
+        assert "shard='on' divides it" in str(error.value)
+
+
+@pytest.mark.parametrize("target", ["FastLanguageModel", "FastModel", "PreTrainedModel"])
+def test_map_by_which_a_model_would_be_split_is_told(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    def told(device_map: Any, *, warns: bool = True) -> bool:
+        (patch,) = (p for p in placement_patches("cuda", 1, warns=warns) if f":{target}." in p.target)
+        caplog.clear()
+        assert patch.wrap(lambda **kwargs: kwargs)(device_map=device_map) == {"device_map": HERE}
+        return f"device_map={device_map!r} does not split" in caplog.text and "shard='auto'" in caplog.text
+
+    assert all(told(name) for name in ("auto", "balanced", "balanced_low_0", "sequential", "unsloth"))
+    assert not any(told(one_card) for one_card in ("cuda", 0, {"": 0}, {"": "cuda:1"}))
+    assert not told("auto", warns=False)
 
 
 def test_loader_gets_the_map_of_its_rank() -> None:
-    patch = placement_patches("cuda", 1)[0]
+    patch = placement_patches("cuda", 1, warns=False)[0]
     load = patch.wrap(lambda *args, **kwargs: (args, kwargs))
     assert load("model", device_map="auto", load_in_4bit=True) == (
         ("model",),
@@ -85,7 +100,7 @@ def test_loader_gets_the_map_of_its_rank() -> None:
 
 
 def test_ranks_on_the_cpu_place_nothing() -> None:
-    assert placement_patches("cpu", 1) == []
+    assert placement_patches("cpu", 1, warns=True) == []
 
 
 def test_offloaded_weights_are_a_file_of_each_rank() -> None:

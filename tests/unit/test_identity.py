@@ -64,6 +64,15 @@ def test_our_own_ranks_are_known_by_the_folder_of_the_run() -> None:
     assert identity.local_world_size == identity.world_size
 
 
+def test_kernel_of_a_group_of_one_is_no_rank() -> None:
+    # As jupyter-distributed sets them.
+    alone = {**without(TORCHRUN, "LOCAL_WORLD_SIZE"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    assert read_identity(alone, is_kernel=True) is None
+    assert read_identity(alone) == RankIdentity(0, 0, 1, 1, "torchrun", "node1", 29400)
+    of_two = {**alone, "WORLD_SIZE": "2"}
+    assert read_identity(of_two, is_kernel=True) == RankIdentity(0, 0, 2, 2, "torchrun", "node1", 29400)
+
+
 def test_accelerate_without_the_local_size_is_one_node() -> None:
     # As accelerate's notebook_launcher sets them.
     environment = {**without(TORCHRUN, "LOCAL_WORLD_SIZE"), "RANK": "1", "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "1"}

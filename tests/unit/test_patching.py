@@ -222,6 +222,29 @@ def test_target_in_a_module_that_replaces_itself_lands_in_the_replacement(write:
     patches.verify()
 
 
+def test_target_that_another_module_replaces_lands_after_that_import(write: Write) -> None:
+    home, other = write(), write("VALUE = 1\n")
+    source = f"""
+    import {home} as home
+    class Thing(home.Thing):
+        def method(self, x, scale=1):
+            return "replaced"
+    home.Thing = Thing
+    """
+    replacing = write(source)
+    patches = registry(f"{home}:Thing.method", f"{other}:Gone.__init__", after=replacing, optional=True)
+    patches.apply()
+    module, _ = importlib.import_module(home), importlib.import_module(other)
+    patches.verify()
+    assert (states(patches), module.Thing().method(2)) == (["waiting for import"] * 2, ("method", 2))
+    importlib.import_module(replacing)
+    assert states(patches) == ["landed", "absent"]
+    assert module.Thing().method(2) == ("ours", "replaced")
+    patches.verify()
+    patches.undo()
+    assert module.Thing().method(2) == "replaced"
+
+
 def test_undone_before_the_import_never_lands(write: Write) -> None:
     name = write()
     patches = registry(f"{name}:function")

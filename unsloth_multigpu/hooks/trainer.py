@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from unsloth_multigpu.errors import SetupError
@@ -28,6 +29,12 @@ logger = get_logger(__name__)
 
 _SUPPORTS = "transformers>=4.57,<6"
 _DEFAULT_DDP_TIMEOUT_S = 1800
+# Arguments whose `__init__`, as Unsloth writes it anew, raises the batch by the number of processes.
+_RAISED_BY_UNSLOTH = (
+    "trl.trainer.grpo_config:GRPOConfig.__init__",
+    "trl.trainer.rloo_config:RLOOConfig.__init__",
+    "trl.experimental.sdft.sdft_config:SDFTConfig.__init__",
+)
 # Of arguments that were divided: what each was. Plain numbers, because they are pickled with a checkpoint.
 _DIVIDED = "_unsloth_multigpu_divided"
 # What replaces `Trainer.train`: gets the trainer, its bound original `train`, and the arguments which that reads
@@ -98,6 +105,7 @@ def trainer_patches(
         ),
         *([evaluation, beginning, search] if world_size > 1 else []),
         *([*loaders, as_given] if world_size > 1 and config.keeps_global_batch else []),
+        *(_raised_argument_patches() if world_size > 1 else []),
         Patch(
             target="transformers.training_args:TrainingArguments.__post_init__",
             supports=_SUPPORTS,
@@ -128,6 +136,35 @@ def _evaluation_loader_patches(world_size: int, get_loaders: Callable[[], Evalua
         optional=True,
     )
     return [*built, older]
+
+
+def _raised_argument_patches() -> list[Patch]:
+    return [
+        Patch(
+            target=target,
+            supports="unsloth>=2026.10.7",
+            wrap=_told_world_size(1),
+            reason="Unsloth raises the batch to num_generations, where that is needed, by the processes that it sees; "
+            "what one process has is divided by the ranks.",
+            optional=True,
+            after="unsloth.models.llama",
+        )
+        for target in _RAISED_BY_UNSLOTH
+    ]
+
+
+@contextmanager
+def _told_world_size(world_size: int) -> Iterator[None]:
+    """What WORLD_SIZE says meanwhile, where it is set."""
+    before = os.environ.get("WORLD_SIZE")
+    if before is None:
+        yield
+        return
+    os.environ["WORLD_SIZE"] = str(world_size)
+    try:
+        yield
+    finally:
+        os.environ["WORLD_SIZE"] = before
 
 
 def followed_train_patch(is_followed: Callable[[], bool]) -> Patch:
@@ -326,6 +363,7 @@ def _adjusted_arguments(
     from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
 
     @functools.wraps(original)
+    @_told_world_size(world_size)  # Here transformers has accelerate read the rank.
     def __post_init__(self: ArgumentsLike) -> None:
         adjust(self)
         if world_size > 1:

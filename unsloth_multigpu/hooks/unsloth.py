@@ -9,7 +9,10 @@ from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.patching import Patch
+
+logger = get_logger(__name__)
 
 _REASON = "A device map that names card 0, or all cards, would put every rank's model there."
 _LOADERS = {
@@ -17,17 +20,20 @@ _LOADERS = {
     "unsloth.models.loader:FastModel.from_pretrained": "unsloth>=2026.10.7",
     "transformers.modeling_utils:PreTrainedModel.from_pretrained": "transformers>=4.57,<6",
 }
+# Maps by which one process splits a model over all cards that it sees, where it sees several.
+_SPLITTING = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", "unsloth_balanced")
 # Maps that mean "wherever the accelerator is".
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential", "unsloth", *KINDS)
+_AUTOMATIC = (*_SPLITTING, *KINDS)
 _OFF_DEVICE = ("cpu", "meta", "disk")
 
 
-def placement_patches(device_type: str, local_rank: int) -> list[Patch]:
+def placement_patches(device_type: str, local_rank: int, *, warns: bool) -> list[Patch]:
     """Patches of the functions that load models; none for CPU ranks.
 
     Args:
         device_type: "cuda", "xpu" or "cpu".
         local_rank: Index of the rank's device.
+        warns: Say that a map by which a model would be split does not split it.
     """
     if device_type == "cpu":
         return []
@@ -35,7 +41,7 @@ def placement_patches(device_type: str, local_rank: int) -> list[Patch]:
         Patch(
             target=target,
             supports=supports,
-            wrap=functools.partial(_placed, device_type, local_rank),
+            wrap=functools.partial(_placed, device_type, local_rank, warns),
             reason=_REASON,
             optional=True,
         )
@@ -88,15 +94,22 @@ def local_device_map(device_map: Any, device_type: str, local_rank: int) -> Any:
         )
     raise ConfigError(
         f"device_map={device_map!r} spreads one model over several devices; each rank has one.",
-        hint="Leave device_map out.",
+        hint="Leave device_map out. Where the model does not fit one card, shard='auto' or shard='on' divides it.",
     )
 
 
-def _placed(device_type: str, local_rank: int, original: Callable[..., Any]) -> Callable[..., Any]:
+def _placed(device_type: str, local_rank: int, warns: bool, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device_map") is not None:
-            kwargs["device_map"] = local_device_map(kwargs["device_map"], device_type, local_rank)
+        given = kwargs.get("device_map")
+        if given is not None:
+            kwargs["device_map"] = local_device_map(given, device_type, local_rank)
+        if warns and str(given) in _SPLITTING:
+            logger.warning(
+                "device_map=%r does not split the model here: each rank has one card and loads all of it there. Where "
+                "it does not fit, enable_multi_gpu(shard='auto'), or shard='on', divides it between the ranks",
+                given,
+            )
         return original(*args, **kwargs)
 
     return from_pretrained

@@ -26,7 +26,7 @@ class KernelState:
     Args:
         is_main_thread: The call comes from the main thread.
         had_workers: It was rank 0 before.
-        has_group: torch.distributed is initialised, or a launcher's variables are set.
+        has_group: torch.distributed is initialised, or a launcher's variables tell of other ranks.
         has_accelerator: A Trainer, TrainingArguments or an Accelerator were made.
         has_model: A model of transformers was loaded.
         num_devices: Accelerators that torch has opened in this kernel; None = none yet.
@@ -75,7 +75,7 @@ def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay
     if state.had_workers:
         raise SetupError("enable_multi_gpu() was in effect in this kernel before, its workers are gone.", hint=_RESTART)
     if state.has_group:
-        raise SetupError("This kernel already has a process group, or a launcher's variables.", hint=_RESTART)
+        raise SetupError("This kernel already has a process group, or is one of a launcher's ranks.", hint=_RESTART)
     if state.has_accelerator:
         raise SetupError(
             "A Trainer, TrainingArguments or an Accelerator were made in this kernel for one process.", hint=_RESTART
@@ -113,7 +113,8 @@ def read_state(*, had_workers: bool) -> KernelState:
     return KernelState(
         is_main_thread=threading.current_thread() is threading.main_thread(),
         had_workers=had_workers,
-        has_group=bool(dist and dist.is_available() and dist.is_initialized()) or "WORLD_SIZE" in os.environ,
+        has_group=os.environ.get("WORLD_SIZE", "1") != "1"
+        or bool(dist and dist.is_available() and dist.is_initialized()),
         has_accelerator=partial_state is not None and bool(partial_state._shared_state),
         has_model=model_class is not None and any(issubclass(type(o), model_class) for o in gc.get_objects()),
         num_devices=None if opened is None else opened.device_count(),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from unsloth_multigpu.accelerator import kind_of
@@ -60,9 +62,10 @@ class DDPWrapping(Part):
 
     def __init__(self, trainer: Any, manager: DDPManager) -> None:
         self._trainer = trainer
+        self._manager = manager
         self._config: MultiGPUConfig = manager.config
-        # False from the start of a training by DDP until its first forward pass.
-        self._is_forward_seen = True
+        # False from the start of a training by DDP until its first forward pass, or until gradients have met without.
+        self._is_exchange_seen = True
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -115,20 +118,41 @@ class DDPWrapping(Part):
             return  # A compiler wraps it, which would trace the hook; or it is the script's own DDP.
 
         def see(*_: Any) -> None:
-            self._is_forward_seen = True
+            self._is_exchange_seen = True
             handle.remove()
 
-        self._is_forward_seen = False
+        self._is_exchange_seen = False
         handle = wrapped.register_forward_pre_hook(see)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuses a step in which each rank has used its own gradients, before its weights are saved."""
-        if not self._is_forward_seen:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuses a step in which each rank has its own gradients. Unsloth's GRPO passes by DDP and exchanges them."""
+        if self._is_exchange_seen:
+            return
+        sums = gradient_sums(self._trainer.model)
+        if not are_close(self._manager.gather_floats(sums)):
             raise DivergenceError(
-                f"The forward pass passed by DDP in step {state.global_step}: the model that compute_loss is given was "
-                "not called, and the ranks' gradients did not meet.",
+                f"The forward pass passed by DDP in step {state.global_step + 1}: the model that compute_loss is given "
+                "was not called, and the ranks' gradients did not meet.",
                 hint="Call the model that compute_loss(model, inputs) is given, not self.model or model.module.",
             )
+        # Zeros show nothing, nor does what a scaler of fp16 losses leaves out.
+        self._is_exchange_seen = any(sums) and all(map(math.isfinite, sums))
+
+
+def gradient_sums(model: nn.Module) -> list[float]:
+    """The sum of each trained parameter's gradient, 0 where it has none. Clipping makes norms alike, but not sums."""
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    return [0.0 if g is None else float(g.sum(dtype=torch.float64)) for g in gradients]
+
+
+def are_close(rows: Sequence[Sequence[float]]) -> bool:
+    """False if ranks have other numbers than rounding gives: cards of several kinds clip by another norm each.
+
+    Args:
+        rows: A row of numbers for each rank.
+    """
+    allowed = 1e-3 * max(abs(number) for row in rows for number in row)
+    return not any(abs(mine - first) > allowed for row in rows for mine, first in zip(row, rows[0], strict=True))
 
 
 class ReadableDDP(nn.parallel.DistributedDataParallel):

@@ -48,13 +48,17 @@ class RankIdentity:
 SINGLE_PROCESS = RankIdentity(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="none")
 
 
-def read_identity(environment: Mapping[str, str], *, starts_ranks: bool = True) -> RankIdentity | None:
+def read_identity(
+    environment: Mapping[str, str], *, starts_ranks: bool = True, is_kernel: bool = False
+) -> RankIdentity | None:
     """Finds out whether a launcher started this process as one of its ranks.
 
     Args:
         environment: The variables of the process.
         starts_ranks: False where a process that is no rank is taken for one that works alone. In one of several pods
             of a job it would not know of the others.
+        is_kernel: The process is a notebook's. jupyter-distributed sets a rank's variables in a kernel without others,
+            too: that one may start ranks as any kernel.
 
     Returns:
         The rank's place, or None if no launcher started this process.
@@ -62,7 +66,8 @@ def read_identity(environment: Mapping[str, str], *, starts_ranks: bool = True) 
     Raises:
         LaunchError: The variables contradict each other or are incomplete.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    is_lone_kernel = is_kernel and environment.get("WORLD_SIZE") == "1"
+    if "RANK" in environment and "WORLD_SIZE" in environment and not is_lone_kernel:
         is_one_of_several = not starts_ranks and environment.get("PET_NNODES", "1") != "1"
         if is_one_of_several or not _counts_machines(environment):
             return _from_torchrun(environment)

@@ -15,6 +15,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("model")
 parser.add_argument("out", type=Path)
 parser.add_argument("--plain", action="store_true", help="without the plugin")
+parser.add_argument("--shapes", nargs="+", default=[])
 options = parser.parse_args()
 rank = int(os.environ.get("RANK", "0"))
 

@@ -32,6 +32,8 @@ _ENVIRONMENT = {
     "TRITON_LIBCUDA_PATH": "/nonexistent",
     # torch.compile would generate CUDA code.
     "UNSLOTH_COMPILE_DISABLE": "1",
+    # GRPO would share a prompt's prefix by FlexAttention, which has no backward pass on the CPU.
+    "UNSLOTH_GRPO_PREFIX_GROUPER": "0",
     "TORCHDYNAMO_DISABLE": "1",
 }
 _ALLOCATED, _PEAK, _LIMIT, _NUM_ALLOCATIONS, _NUM_FAILURES = range(5)

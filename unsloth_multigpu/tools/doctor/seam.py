@@ -58,7 +58,7 @@ def all_patches() -> list[Patch]:
         followed_train_patch(lambda: False),
         *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run, _not_in_a_run),
         *device_patches("cuda", 0, 1),
-        *placement_patches("cuda", 0),
+        *placement_patches("cuda", 0, warns=False),
         *offload_patches(0),
         *saving_patches(gate),
         *removal_patches(gate),
