@@ -246,8 +246,29 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     parent = os.getppid()
     second = dataclasses.replace(run, pid=parent, pid_begin_ticks=read_begin_ticks(parent), folder=str(other))
     (other / "run.json").write_text(json.dumps(dataclasses.asdict(second)))
-    assert main(["top", "--once"]) == SetupError.exit_code
-    assert "2 jobs run here." in capsys.readouterr().err
+    assert main(["top", "--once"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.startswith("2 jobs run here:\n")
+    assert {str(run.pid), str(parent)} <= set(listed.split())
+    assert main(["top", "--once", "--json"]) == SetupError.exit_code  # One object, and it is not clear which.
+
+
+def test_top_is_given_the_process_id_of_a_rank(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pages(run, TEN_STEPS)  # By this process.
+    parent = os.getppid()
+    other = dataclasses.replace(run, pid=parent, pid_begin_ticks=read_begin_ticks(parent))
+    (Path(run.folder) / "run.json").write_text(json.dumps(dataclasses.asdict(other)))
+    assert main(["top", "--once", str(os.getpid())]) == 0
+    assert f"train.py (pid {parent})" in capsys.readouterr().out
+
+
+def test_table_in_a_pipe_has_every_column_whole(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pages(run, TEN_STEPS, TEN_STEPS)
+    (Path(run.log_dir) / "rank_1.log").write_text("a long line of a log " * 20)
+    assert main(["top", "--once", str(run.pid)]) == 0
+    out = capsys.readouterr().out
+    assert {"doing", "samples/s", "tokens/s", "waiting", "memory", "log"} <= set(out.split())
+    assert "10 / 40" in out
 
 
 def test_missing_waiting_of_shards_is_said(run: Run) -> None:
