@@ -240,13 +240,13 @@ class OptionTable:
     )
     timeout_s: float = option(
         1800.0,
-        Seconds(example=1800.0),
+        Seconds(),
         "Limit, in seconds, of a collective and of a wait for another rank.",
         section=FAILING,
     )
     hang_timeout_s: float = option(
         120.0,
-        Seconds(example=120.0, least=2.0, never=True, reason="ranks beat every 0.5 seconds"),
+        Seconds(least=2.0, never=True, reason="ranks beat every 0.5 seconds"),
         "Seconds without progress after which a training rank is called hung and the run ends. Longer while it loads, "
         "saves, evaluates, compiles or makes its first step, and where micro-batches of this run take long (ten times "
         "the longest). 0 = never.",
@@ -255,7 +255,7 @@ class OptionTable:
     )
     grace_s: float = option(
         30.0,
-        Seconds(example=30.0),
+        Seconds(),
         "Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the run ends: the time to finish a step and to save.",
         section=FAILING,
         commands=_RUN_AND_CHAOS,

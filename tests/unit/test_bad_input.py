@@ -37,7 +37,7 @@ ump.enable_multi_gpu({arguments})
             {},
             [
                 "unsloth_multigpu.errors.ConfigError: global_batch='all'; expected 'keep' or 'scale'.",
-                "Hint: Set global_batch='keep'.",
+                "Hint: Set global_batch to one of them; `unsloth-multigpu doctor --options` says what each does.",
             ],
         ),
         (
@@ -45,7 +45,7 @@ ump.enable_multi_gpu({arguments})
             {},
             [
                 "unsloth_multigpu.errors.ConfigError: timeout_s=nan; expected seconds above 0",
-                "Hint: Set timeout_s=1800.0.",
+                "Hint: Leave timeout_s out.",
             ],
         ),
         (
