@@ -800,9 +800,10 @@ def test_closed_pipe_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trl", "triton", "is_told"), [("1.15.0", "3.7", True), ("1.16.0", "3.7", False), ("1.15.0", None, False)]
+    ("trl", "triton", "told"),
+    [("1.15.0", "3.7", "0 active drivers"), ("1.15.0", None, "no attribute 'apply'"), ("1.16.0", "3.7", None)],
 )
-def test_trl_that_calls_triton_without_a_gpu_is_told(monkeypatch, trl, triton, is_told):
+def test_trl_that_needs_triton_without_a_gpu_is_told(monkeypatch, trl, triton, told):
     monkeypatch.setattr(findings.versions, "installed_version", {"trl": trl, "triton": triton}.get)
-    rows = findings.device_rows({"kind": "cpu", "devices": []})
-    assert [row.name for row in rows if "0 active drivers" in row.text] == ["triton"] * is_told
+    rows = [row for row in findings.device_rows({"kind": "cpu", "devices": []}) if row.name == "triton"]
+    assert [told in row.text and "trl>=1.16" in row.hint for row in rows] == [True] * (told is not None)
