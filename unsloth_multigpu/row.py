@@ -153,7 +153,7 @@ class Count(Kind):
             raise ConfigError(
                 f"{name}={brief(value)}; expected a whole number of at least {self.minimum}{otherwise}.", hint=hint
             )
-        _check_size(name, value, hint)
+        _check_size(name, int(value), hint)
         return int(value)
 
 

@@ -305,7 +305,7 @@ def open_session(
     if identity.rank == 0:
         from unsloth_multigpu.group.place import start_sentence
 
-        logger.info("%s", start_sentence(identity, config))
+        logger.info("%s", start_sentence(identity, config, session.context.log_dir))
         _warn_of_untested(config, identity.world_size)
     return session
 

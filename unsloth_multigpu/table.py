@@ -288,7 +288,8 @@ class OptionTable:
         True,
         Switch(),
         "Two or more ranks: adds the numbers multigpu/tokens_per_s, waiting, padding, slowest_rank and "
-        "peak_memory_gib to each line with a training loss that the Trainer logs on rank 0.",
+        "peak_memory_gib to each line with a training loss that the Trainer logs on rank 0. The console shows them in "
+        "every tenth of these lines, trackers have them all.",
         section=SHOWN,
     )
     metrics_file: str | None = option(

@@ -35,6 +35,7 @@ from unsloth_multigpu.tools.forecast import command as forecast
 from unsloth_multigpu.tools.verify import command as verify
 from unsloth_multigpu.tools.verify.output import HEADING, RunOutput
 from unsloth_multigpu.tools.verify.run import ScriptRun
+from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.process import end_command
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,22 @@ def test_run_hands_every_option_on_by_the_environment(started, given):
     assert {name for case in HANDED_ON for name in case} == set(command_options("run"))
 
 
+def test_command_without_arguments_prints_its_help(capsys):
+    assert main.main([]) == 0
+    out, err = capsys.readouterr()
+    assert "watch a running job" in out
+    assert err == ""
+
+
+def test_run_takes_the_options_of_the_tool_that_takes_part(started, monkeypatch):
+    chaos = ToolRequest("unsloth_multigpu.tools.chaos.inject:Chaos", {"folder": "", "faults": [], "work": "aside"})
+    os.environ.update(chaos.variables())
+    told = []
+    monkeypatch.setattr(start, "supervise", lambda command, config, num_ranks: told.append(config.log_dir))
+    run("--num-gpus", "2", "train.py")
+    assert told == ["aside/logs"]
+
+
 def test_run_flag_wins_over_the_variable(started):
     os.environ["UNSLOTH_MULTIGPU_NUM_GPUS"] = "3"
     run("--num-gpus", "2", "train.py")
@@ -157,7 +174,6 @@ def test_run_starts_no_ranks_inside_a_rank(started):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required"),
         (["walk"], "invalid choice: 'walk'"),
         (["run"], "run: no script was given.\nHint: "),
         (["run", "--num-gpus", "2"], "run: no script was given.\nHint: "),
@@ -404,8 +420,8 @@ def test_error_ends_the_command_with_its_exit_code(started, monkeypatch, capsys,
 
     monkeypatch.setattr(start, "ranks_to_start", fail)
     assert main.main(["run", "train.py"]) == error.exit_code
-    more = f"More: {errors.page()}#{error.__name__.lower()}"
-    assert capsys.readouterr().err == f"error: It rains.\nHint: Take an umbrella.\n{more}\n"
+    more = f"More: {errors.page()}#{error.__name__.lower()}\n" if errors.page() else ""
+    assert capsys.readouterr().err == f"error: It rains.\nHint: Take an umbrella.\n{more}"
 
 
 def test_verify_starts_no_ranks_inside_a_rank(started, capsys):

@@ -602,7 +602,17 @@ def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureF
         package.warning("a warning")
         console.close()
     out, err = capsys.readouterr()
-    assert (out, err) == ("unsloth_multigpu: a fact\n", "unsloth_multigpu: a warning\n")
+    assert (out, err) == ("unsloth_multigpu: a fact\n", "unsloth_multigpu: warning: a warning\n")
+
+
+def test_console_is_not_left_to_what_unsloth_has_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    with unconfigured_logging() as package:
+        logging.basicConfig(level=logging.WARNING, format="[%(name)s|%(levelname)s]%(message)s")  # As its import does.
+        console = Console(debug=False)
+        package.info("a fact")
+        package.warning("a warning")
+        console.close()
+    assert capsys.readouterr().err == "unsloth_multigpu: a fact\nunsloth_multigpu: warning: a warning\n"
 
 
 def test_console_is_left_to_an_application_that_has_its_own() -> None:
