@@ -379,7 +379,9 @@ def lines_of(description: Description, numbers: Sequence[int], device_bytes: int
     return stream.getvalue().splitlines()
 
 
-@pytest.mark.parametrize(("loss", "told"), [("in chunks", "loss in chunks"), ("whole logits", "loss from whole logits")])
+@pytest.mark.parametrize(
+    ("loss", "told"), [("in chunks", "loss in chunks"), ("whole logits", "loss from whole logits")]
+)
 def test_first_line_says_how_the_loss_is_computed(loss: Any, told: str) -> None:
     assert lines_of(llama("lora", **LLAMA_70B, loss=loss), [1], None)[0].endswith(f", {told}")
 
