@@ -1,4 +1,4 @@
-"""The exception tree. Every error says what happened, what to do next and where to read more, and has an exit code.
+"""The exception tree. Every error says what happened and what to do next, and has an exit code.
 
 `docs/errors.md` lists the codes, which are stable, and has a section for each class. An error derives from the builtin
 that a caller would expect as well, so that `except ValueError` around a wrong argument works.
@@ -14,7 +14,8 @@ from typing import Any
 class MultiGPUError(Exception):
     """Base of all errors that this package raises.
 
-    Its text has three parts: the message, `Hint: ` with the next action, and `More: ` with the section of its class.
+    Its text is the message, then `Hint: ` with the next action and, where the package was built with an address of
+    `docs/errors.md`, `More: ` with the section of its class.
 
     Args:
         message: What happened, the value given, what was expected.
@@ -34,12 +35,13 @@ class MultiGPUError(Exception):
     def __str__(self) -> str:
         documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         # Not that of a builtin that it derives from as well: some make a text of their own from their fields.
-        return f"{BaseException.__str__(self)}\nHint: {self.hint}\nMore: {page()}#{documented.__name__.lower()}"
+        more = f"\nMore: {page()}#{documented.__name__.lower()}" if page() else ""
+        return f"{BaseException.__str__(self)}\nHint: {self.hint}{more}"
 
 
 @functools.cache
 def page() -> str:
-    """Where errors are explained: an address where the package was built with one, else the file of the repository."""
+    """The address where errors are explained; "" where the package was built without one."""
     import importlib.metadata as metadata
 
     with contextlib.suppress(metadata.PackageNotFoundError):  # The sources alone, without an installation.
@@ -47,7 +49,7 @@ def page() -> str:
             label, _, address = url.partition(", ")
             if label == "Errors":
                 return str(address)
-    return "docs/errors.md"
+    return ""
 
 
 class ConfigError(MultiGPUError, ValueError):

@@ -43,6 +43,14 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
+class _Formatter(logging.Formatter):
+    """Every line has the package's name, and a warning says that it is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"unsloth_multigpu: {kind}{super().format(record)}"
+
+
 class _NotebookHandler(logging.StreamHandler):  # type: ignore[type-arg]  # No class is subscripted in Python 3.10.
     """Facts go to stdout: a front end paints stderr as it paints an error."""
 
@@ -53,6 +61,8 @@ class _NotebookHandler(logging.StreamHandler):  # type: ignore[type-arg]  # No c
 
 class Console:
     """Shows this package's facts on stderr, unless the application has configured logging before.
+
+    What `import unsloth` configures is not the application's: its format would hide who speaks.
 
     While it is open records go no further: libraries put handlers of their own on the root logger.
     """
@@ -65,9 +75,9 @@ class Console:
             self._package.setLevel(logging.DEBUG)
         elif self._package.level == logging.NOTSET:
             self._package.setLevel(logging.INFO)
-        if not self._package.hasHandlers():
+        if not self._package.handlers and all(map(_is_of_unsloth, logging.getLogger().handlers)):
             self._handler = _NotebookHandler() if is_notebook else logging.StreamHandler()
-            self._handler.setFormatter(logging.Formatter("unsloth_multigpu: %(message)s"))
+            self._handler.setFormatter(_Formatter())
             self._package.addHandler(self._handler)
             self._package.propagate = False
 
@@ -77,3 +87,8 @@ class Console:
         self._package.setLevel(level)
         if self._handler is not None:
             self._package.removeHandler(self._handler)
+
+
+def _is_of_unsloth(handler: logging.Handler) -> bool:
+    # As unsloth and unsloth_zoo give it to logging.basicConfig.
+    return getattr(handler.formatter, "_fmt", None) == "[%(name)s|%(levelname)s]%(message)s"

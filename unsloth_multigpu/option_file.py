@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import Row, did_you_mean
+from unsloth_multigpu.row import Row, brief, did_you_mean
 
 PYPROJECT_TABLE = "tool.unsloth_multigpu"
 _NAME = "unsloth_multigpu"
@@ -63,12 +63,13 @@ def read_pyproject(file: Path, options: Mapping[str, Row]) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        table = tomllib.loads(text).get("tool", {}).get(_NAME, {})
+        tools = tomllib.loads(text).get("tool", {})
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} cannot be read: {error}.", hint="Mend it; other tools read it as well.") from None
     where = f"{file}, [{PYPROJECT_TABLE}]"
+    table = tools.get(_NAME, {}) if isinstance(tools, dict) else tools
     if not isinstance(table, dict):
-        raise ConfigError(f"{where} is {table!r}; expected a table.", hint="Write one option in a line below it.")
+        raise ConfigError(f"{where} is {brief(table)}; expected a table.", hint="Write one option in a line below it.")
     values = {}
     for name, value in table.items():
         row = _row(where, name, value, options)
@@ -119,7 +120,7 @@ def _row(where: str, name: str, value: Any, options: Mapping[str, Row]) -> Row:
     if name in options and (older := options[name].older):
         raise ConfigError(f"{where}: {name} is the older plugin's.", hint=f"Use {older.replacement}.")
     hint = did_you_mean(name, known) or f"Options: {', '.join(known)}."
-    raise ConfigError(f"{where}: {name}={value!r} names no option.", hint=hint)
+    raise ConfigError(f"{where}: {name}={brief(value)} names no option.", hint=hint)
 
 
 def _taken(where: str, row: Row, name: str, text: str) -> Any:

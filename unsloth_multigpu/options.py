@@ -15,7 +15,7 @@ from typing import Any
 from unsloth_multigpu.accelerator import CPU_BACKEND, kind_of
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
-from unsloth_multigpu.row import CommandOption, Nodes, Scope, did_you_mean, rows, take_values
+from unsloth_multigpu.row import CommandOption, Nodes, Scope, brief, did_you_mean, rows, take_values
 from unsloth_multigpu.strategy import DDP, STRATEGIES, Strategy
 from unsloth_multigpu.table import SECTIONS, OptionTable
 
@@ -185,7 +185,7 @@ def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
             meant = did_you_mean(keyword, {**{name: name for name in (*known, *older)}, **carried})
             rest = "`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(known)}."
             raise ConfigError(
-                f"enable_multi_gpu() got {keyword}={value!r}, which it does not know.", hint=f"{meant}{rest}"
+                f"enable_multi_gpu() got {keyword}={brief(value)}, which it does not know.", hint=f"{meant}{rest}"
             )
     return found
 
@@ -232,7 +232,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             carried = _carried(lambda cls, name: f"{variable('sync')}={cls.name}:{name}=...")
             meant = did_you_mean(name, {**{n: variable(n) for n in options}, "config": ENV_CONFIG, **carried})
             hint = f"{meant}Else unset it." if meant else f"Unset it. Variables: {known}."
-            raise ConfigError(f"{shown}={text!r} names no option.", hint=hint)
+            raise ConfigError(f"{shown}={brief(text)} names no option.", hint=hint)
         if text.strip() and text.strip().lower() != "none":
             kind = options[name].kind
             values[name] = kind.take(shown, kind.parse(shown, text.strip()))

@@ -11,6 +11,7 @@ import difflib
 import math
 import numbers
 import os
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -19,8 +20,8 @@ from typing import Any, ClassVar, NamedTuple
 from unsloth_multigpu.errors import ConfigError
 
 _TRUTH_VALUES = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
-# 31 years; torch counts in nanoseconds of 64 bits.
-_MAX_SECONDS = 1e9
+# Of seconds 31 years, where torch counts nanoseconds in 64 bits; of anything else more than a training has.
+_MOST = 1e9
 
 
 class Scope(Enum):
@@ -83,11 +84,11 @@ class Choice(Kind):
 
     Args:
         known: All of them.
-        hint: What to do, with {name} in it; None = take the first word.
+        hint: What to do, with {name} in it.
     """
 
     known: tuple[str, ...]
-    hint: str | None = None
+    hint: str = "Set {name} to one of them; `unsloth-multigpu doctor --options` says what each does."
 
     def words(self) -> tuple[str, ...]:
         """All of them."""
@@ -99,11 +100,20 @@ class Choice(Kind):
 
     def take(self, name: str, value: Any) -> Any:
         """One of the words."""
-        if value not in self.known:
-            hint = f"Set {name}={self.known[0]!r}." if self.hint is None else self.hint.format(name=name)
-            meant = did_you_mean(value, {word: repr(word) for word in self.known}) if isinstance(value, str) else ""
-            raise ConfigError(f"{name}={value!r}; expected {either(self.known)}.", hint=meant + hint)
+        if not isinstance(value, str) or value not in self.known:
+            raise ConfigError(
+                f"{name}={brief(value)}; expected {either(self.known)}.",
+                hint=self._meant_by(value) + self.hint.format(name=name),
+            )
         return value
+
+    def _meant_by(self, value: Any) -> str:
+        """The beginning of the hint: the word that is spelt like it, or the one that means yes or no."""
+        text = str(value).lower() if isinstance(value, str | int) else ""
+        if text in _TRUTH_VALUES:
+            words = ("on", "auto") if _TRUTH_VALUES[text] else ("off",)
+            return next((f"Did you mean {word!r}? " for word in words if word in self.known), "")
+        return did_you_mean(text, {word: repr(word) for word in self.known})
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class Count(Kind):
     Args:
         minimum: The smallest.
         none_means: What None stands for, where it stands for something.
-        hint: What to do; None = set the smallest that does something.
+        hint: What to do; None = leave it out.
     """
 
     minimum: int
@@ -131,18 +141,19 @@ class Count(Kind):
             return int(text)
         except ValueError:
             raise ConfigError(
-                f"{shown}={text!r}; expected a whole number.", hint=f"Set {shown}={max(self.minimum, 2)}, say."
+                f"{shown}={brief(text)}; expected a whole number.", hint=f"Set {shown}={max(self.minimum, 2)}, say."
             ) from None
 
     def take(self, name: str, value: Any) -> Any:
         """An int; of numpy's as well."""
+        hint = self.hint or f"Leave {name} out{f' for {self.none_means}' if self.none_means else ''}."
         # bool is an int in Python; num_gpus=True is a mistake and not one GPU.
         if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < self.minimum:
             otherwise = f", or None for {self.none_means}" if self.none_means else ""
             raise ConfigError(
-                f"{name}={value!r}; expected a whole number of at least {self.minimum}{otherwise}.",
-                hint=self.hint or f"Set {name}={max(self.minimum, 1)}.",
+                f"{name}={brief(value)}; expected a whole number of at least {self.minimum}{otherwise}.", hint=hint
             )
+        _check_size(name, int(value), hint)
         return int(value)
 
 
@@ -152,7 +163,7 @@ class Number(Kind):
 
     Args:
         expected: What it counts, as an error says it.
-        below: It must be smaller; None = it may be as large as one likes.
+        below: It must be smaller; None = it has no limit of its own.
     """
 
     expected: str = "a number of at least 0"
@@ -168,15 +179,16 @@ class Number(Kind):
         try:
             return float(text)
         except ValueError:
-            raise ConfigError(f"{shown}={text!r}; expected a number.", hint=f"Set {shown}=2, say.") from None
+            raise ConfigError(f"{shown}={brief(text)}; expected a number.", hint=f"Set {shown}=2, say.") from None
 
     def take(self, name: str, value: Any) -> Any:
         """A float."""
         if not is_number(value) or not 0 <= value < math.inf:
-            raise ConfigError(f"{name}={value!r}; expected {self.expected}.", hint=f"Leave {name} out.")
+            raise ConfigError(f"{name}={brief(value)}; expected {self.expected}.", hint=f"Leave {name} out.")
+        _check_size(name, value, f"Leave {name} out.")
         if self.below is not None and value >= self.below:
             raise ConfigError(
-                f"{name}={value!r} grows without a limit; expected a number below {self.below:g}.",
+                f"{name}={brief(value)} grows without a limit; expected a number below {self.below:g}.",
                 hint=f"Leave {name} out.",
             )
         return float(value)
@@ -187,13 +199,11 @@ class Seconds(Number):
     """A time.
 
     Args:
-        example: A usual one, for the hint.
         least: The shortest; None = any above 0.
         never: 0 is taken as well, and stands for no limit.
         reason: Why it cannot be shorter than `least`.
     """
 
-    example: float = 60.0
     least: float | None = None
     never: bool = False
     reason: str = ""
@@ -204,15 +214,15 @@ class Seconds(Number):
 
     def take(self, name: str, value: Any) -> Any:
         """A float, in seconds."""
-        hint = f"Set {name}={self.example}."
+        hint = f"Leave {name} out."
         if self.never:
             if Number("seconds of at least 0").take(name, value) == 0:
                 return 0.0
-        elif not is_number(value) or not 0 < value <= _MAX_SECONDS:
-            raise ConfigError(f"{name}={value!r}; expected seconds above 0, at most {_MAX_SECONDS:g}.", hint=hint)
+        elif not is_number(value) or not 0 < value <= _MOST:
+            raise ConfigError(f"{name}={brief(value)}; expected seconds above 0, at most {_MOST:g}.", hint=hint)
         if self.least is not None and value < self.least:
             raise ConfigError(
-                f"{name}={value!r}; {self.reason}, so expected at least {self.least:g}, or 0 for never.", hint=hint
+                f"{name}={brief(value)}; {self.reason}, so expected at least {self.least:g}, or 0 for never.", hint=hint
             )
         return float(value)
 
@@ -225,13 +235,15 @@ class Switch(Kind):
     def parse(self, shown: str, text: str) -> Any:
         """One of several spellings."""
         if text.lower() not in _TRUTH_VALUES:
-            raise ConfigError(f"{shown}={text!r}; expected a truth value.", hint=f"Set {shown}=1 or {shown}=0.")
+            raise ConfigError(f"{shown}={brief(text)}; expected a truth value.", hint=f"Set {shown}=1 or {shown}=0.")
         return _TRUTH_VALUES[text.lower()]
 
     def take(self, name: str, value: Any) -> Any:
         """A bool, and nothing that is only like one."""
         if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}; expected True or False.", hint=f"Set {name}=True or {name}=False.")
+            raise ConfigError(
+                f"{name}={brief(value)}; expected True or False.", hint=f"Set {name}=True or {name}=False."
+            )
         return value
 
 
@@ -245,7 +257,7 @@ class Text(Kind):
     def take(self, name: str, value: Any) -> Any:
         """The text."""
         if not isinstance(value, str) or not value:
-            raise ConfigError(f"{name}={value!r}; expected a text.", hint=f"Leave {name} out.")
+            raise ConfigError(f"{name}={brief(value)}; expected a text.", hint=f"Leave {name} out.")
         return value
 
 
@@ -261,7 +273,7 @@ class PrometheusFile(Kind):
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not value.endswith(".prom"):
             raise ConfigError(
-                f"{name}={value!r}; expected a file whose name ends with .prom: the collector reads no other.",
+                f"{name}={brief(value)}; expected a file whose name ends with .prom: the collector reads no other.",
                 hint=f'Set {name}="run.prom", say.',
             )
         return value
@@ -278,7 +290,7 @@ class Folder(Kind):
         """The name."""
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not value:
-            raise ConfigError(f"{name}={value!r}; expected a folder name.", hint=f'Set {name}="logs".')
+            raise ConfigError(f"{name}={brief(value)}; expected a folder name.", hint=f'Set {name}="logs".')
         return value
 
 
@@ -291,7 +303,7 @@ class Speeds(Kind):
             return tuple(float(part) for part in text.split(","))
         except ValueError:
             raise ConfigError(
-                f"{shown}={text!r}; expected numbers with commas between them.", hint=f"Set {shown}=1,0.5, say."
+                f"{shown}={brief(text)}; expected numbers with commas between them.", hint=f"Set {shown}=1,0.5, say."
             ) from None
 
     def take(self, name: str, value: Any) -> Any:
@@ -299,7 +311,7 @@ class Speeds(Kind):
         speeds = tuple(value) if isinstance(value, list) else value
         if not isinstance(speeds, tuple) or not speeds or not all(is_number(s) and 0 < s < math.inf for s in speeds):
             raise ConfigError(
-                f"{name}={value!r}; expected a tuple with a number above 0 for each rank.",
+                f"{name}={brief(value)}; expected a tuple with a number above 0 for each rank.",
                 hint=f"Set {name}=(1.0, 0.5), say, or leave it out.",
             )
         return tuple(float(s) for s in speeds)
@@ -319,7 +331,7 @@ class Nodes(Kind):
         counts = [int(p) for p in parts if p.isascii() and p.isdigit()]
         if len(counts) != len(parts) or len(parts) not in (1, 2) or not 1 <= counts[0] <= counts[-1]:
             raise ConfigError(
-                f'{name}={value!r}; expected a number, or "MIN:MAX".', hint=f'Set {name}="2" or {name}="1:4".'
+                f'{name}={brief(value)}; expected a number, or "MIN:MAX".', hint=f'Set {name}="2" or {name}="1:4".'
             )
         return value
 
@@ -334,7 +346,7 @@ class Endpoint(Kind):
     def take(self, name: str, value: Any) -> Any:
         """The text."""
         if not isinstance(value, str) or not value.rpartition(":")[2].isdigit():
-            raise ConfigError(f"{name}={value!r}; expected HOST:PORT.", hint=f'Set {name}="10.0.0.1:29400".')
+            raise ConfigError(f"{name}={brief(value)}; expected HOST:PORT.", hint=f'Set {name}="10.0.0.1:29400".')
         return value
 
 
@@ -465,9 +477,21 @@ def did_you_mean(name: str, known: Mapping[str, str]) -> str:
     return f"Did you mean {known[found[0]]}? " if found else ""
 
 
+def brief(value: object) -> str:
+    """A value as an error shows it: of a long text or container, the beginning and the end."""
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = 160
+    return shortener.repr(value)
+
+
 def is_number(value: object) -> bool:
     """True for an int or a float, of numpy's as well. bool is an int in Python, and no number here."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check_size(name: str, value: float, hint: str) -> None:
+    if value > _MOST:
+        raise ConfigError(f"{name}={brief(value)}; expected at most {_MOST:g}.", hint=hint)
 
 
 def _plain(value: Any) -> str:

@@ -189,6 +189,8 @@ class Session:
             refuse_sharded(trainer, arguments)
         if steered is not None:
             steered.of_tool = of_tool
+            if self.identity.world_size > 1 and self.identity.launcher != "notebook":
+                self._meet_after_failure(train_index)
             result = steered.run(original_train, self.program.note_training)
             self.report = steered.report
         elif of_tool is not None:
@@ -198,6 +200,19 @@ class Session:
         self.program.end_training()
         self.tool.end_training()
         return result
+
+    def _meet_after_failure(self, train_index: int) -> None:
+        """The script has caught an error of the last training. Another rank may still be in that one, where it would
+        take what this rank sends next for what it waits for. A notebook gives its ranks a new group instead.
+
+        Raises:
+            RankTimeoutError: Another rank did not come to this training.
+        """
+        manager = self.manager()
+        manager.publish(f"begun/{train_index}/{self.identity.rank}")
+        for rank in range(self.identity.world_size) if self.has_failed else ():
+            what = f"rank {rank} to leave the training that has failed on this rank"
+            manager.wait_for(f"begun/{train_index}/{rank}", what, timeout_s=self.config.timeout_s)
 
     def _run_alone(self, trainer: TrainerLike, original_train: Callable[[], Any], of_tool: Part) -> Any:
         """Trains in a process that only a tool looks at."""
@@ -305,7 +320,7 @@ def open_session(
     if identity.rank == 0:
         from unsloth_multigpu.group.place import start_sentence
 
-        logger.info("%s", start_sentence(identity, config))
+        logger.info("%s", start_sentence(identity, config, session.context.log_dir))
         _warn_of_untested(config, identity.world_size)
     return session
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.row import Count, Kind, Number, did_you_mean, either, option, rows, take_values
+from unsloth_multigpu.row import Count, Kind, Number, brief, did_you_mean, either, option, rows, take_values
 
 
 @dataclass(frozen=True)
@@ -198,13 +198,14 @@ def read_strategy(shown: str, text: str) -> Strategy:
         if key not in known:
             options = f"Options of {name}: {', '.join(known)}." if known else f"{name} has no options."
             raise ConfigError(
-                f"{shown}={text!r}; {name} has no option {key!r}.",
+                f"{shown}={brief(text)}; {name} has no option {key!r}.",
                 hint=did_you_mean(key, {k: k for k in known}) + options,
             )
         if not equals or key in given:
             what = "is given twice" if key in given else "has no value"
             raise ConfigError(
-                f"{shown}={text!r}; {key} {what}.", hint=f"Set {shown}={name}:{key}={known[key].default or 2}, say."
+                f"{shown}={brief(text)}; {key} {what}.",
+                hint=f"Set {shown}={name}:{key}={known[key].default or 2}, say.",
             )
         with _inside(shown, text):
             given[key] = known[key].kind.parse(key, value)
@@ -218,14 +219,14 @@ def _inside(shown: str, text: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{shown}={text!r}; {error.args[0]}", hint=error.hint) from None
+        raise ConfigError(f"{shown}={brief(text)}; {error.args[0]}", hint=error.hint) from None
 
 
 def _not_a_strategy(shown: str, value: Any) -> ConfigError:
     meant = did_you_mean(value.partition(":")[0], {n: n for n in STRATEGIES}) if isinstance(value, str) else ""
     return ConfigError(
-        f"{shown}={value!r}; expected {either(STRATEGIES)}, with options as in 'diloco:every_steps=8'.",
-        hint=f"{meant}Set {shown}='ddp'.",
+        f"{shown}={brief(value)}; expected {either(STRATEGIES)}, with options as in 'diloco:every_steps=8'.",
+        hint=f"{meant}Set {shown} to one of them; `unsloth-multigpu doctor --options` says what each does.",
     )
 
 

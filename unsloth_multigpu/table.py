@@ -241,13 +241,13 @@ class OptionTable:
     )
     timeout_s: float = option(
         1800.0,
-        Seconds(example=1800.0),
+        Seconds(),
         "Limit, in seconds, of a collective and of a wait for another rank.",
         section=FAILING,
     )
     hang_timeout_s: float = option(
         120.0,
-        Seconds(example=120.0, least=2.0, never=True, reason="ranks beat every 0.5 seconds"),
+        Seconds(least=2.0, never=True, reason="ranks beat every 0.5 seconds"),
         "Seconds without progress after which a training rank is called hung and the run ends. Longer while it loads, "
         "saves, evaluates, compiles or makes its first step, and where micro-batches of this run take long (ten times "
         "the longest). 0 = never.",
@@ -256,7 +256,7 @@ class OptionTable:
     )
     grace_s: float = option(
         30.0,
-        Seconds(example=30.0),
+        Seconds(),
         "Seconds from SIGTERM, SIGUSR1 or Ctrl-C until the run ends: the time to finish a step and to save.",
         section=FAILING,
         commands=_RUN_AND_CHAOS,
@@ -289,7 +289,8 @@ class OptionTable:
         True,
         Switch(),
         "Two or more ranks: adds the numbers multigpu/tokens_per_s, waiting, padding, slowest_rank and "
-        "peak_memory_gib to each line with a training loss that the Trainer logs on rank 0.",
+        "peak_memory_gib to each line with a training loss that the Trainer logs on rank 0. The console shows them in "
+        "every tenth of these lines, trackers have them all.",
         section=SHOWN,
     )
     metrics_file: str | None = option(

@@ -9,6 +9,9 @@ from unsloth_multigpu.part import Part
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
+# Of TrainingArguments, where a script names no output_dir.
+DEFAULT_OUTPUT = "trainer_output"
+
 
 class Tool:
     """What takes part in every process of one run. The base class does nothing.

@@ -4,6 +4,7 @@ Their draws are replaced by completions that depend on the prompt and the place 
 steps of 6 x 2 and 2 x 6 completions.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,4 +45,5 @@ def test_shape_and_a_loss_that_depends_on_it_are_said(folder):
     text = (folder / "4.txt").read_text()
     assert "completions per step: 12 = 4 ranks x 3 completions x 1 accumulation" in text
     assert "completions per step: 12 = 4 ranks x 1 completions x 3 accumulation" in text
+    assert len(re.findall(r"trained 2 steps in [\d.]+ s, set-up ", text)) == len([*JOBS, SHAPED])
     assert text.count("loss_type='bnpo': it is a mean over the micro-batches") == 1

@@ -69,7 +69,9 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert many["peak_bytes"] == max(r["peak_bytes"] for r in many["ranks"]) > 2**20
     assert one["waiting"] is None
     assert 0 < many["waiting"] < 1
-    assert f"3 ranks train {found['figures']['times_as_fast']:.2f} times as fast" in run.out
+    times = found["figures"]["times_as_fast"]
+    told = f"train {times:.2f} times as fast" if times >= 1 else f"are {1 / times:.1f} times slower"
+    assert f"3 ranks {told}: a step takes " in run.out
     assert "\npeak memory of a rank  " in run.out
     # On the screen is what verify does. What the script printed is in the file that it names.
     said = [line for line in run.err.splitlines() if not line.startswith("no accelerator is visible: num_gpus=3 runs")]
@@ -149,7 +151,9 @@ def test_dropout_and_larger_steps_are_named(tmp_path):
     assert "dropout: probabilities 0.3: ranks draw other masks" in run.out
     assert found["figures"]["times_as_fast"] == pytest.approx(many["samples_per_s"] / one["samples_per_s"])
     assert many["step_samples"] != one["step_samples"]
-    assert f"2 ranks train {found['figures']['times_as_fast']:.2f} times as many samples in a second" in run.out
+    times = found["figures"]["times_as_fast"]
+    told = f"{times:.2f} times as many" if times >= 1 else f"{1 / times:.1f} times fewer"
+    assert f"2 ranks train {told} samples in a second: a step takes " in run.out
     assert "global_batch='scale': a step of several ranks has more samples" in run.out
     assert "DO NOT AGREE: step 1: other samples (9 and 18 on one process and on the ranks)" in run.out
     assert "Remove what may differ without a fault" in run.out

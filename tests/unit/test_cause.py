@@ -100,7 +100,7 @@ def test_error_without_a_text_has_no_stray_colon() -> None:
             "Hint: Rank 0 has no terminal or no more input; pass the value as an arg",
         ),
         (1, "EOFError: Ran out of input", 4, ""),
-        (1, "RuntimeError: 0 active drivers ([]). There should only be one.", -1, "Hint: Triton needs a GPU. SFT"),
+        (1, "RuntimeError: 0 active drivers ([]). There should only be one.", -1, "Hint: The trainers of trl 1.15 com"),
         (0, CONNECTION_ERRORS[1], -1, "Hint: A program that the script has started may have taken this rank's place"),
         (0, CONNECTION_ERRORS[1], 4, ""),
         (
@@ -117,6 +117,13 @@ def test_error_whose_text_does_not_help_has_a_hint(rank: int, error: str, step: 
     shown = find_cause(Run().fails(rank, error, step).events, {rank: 1}).traceback
     assert shown.startswith(f"Traceback of rank {rank}\n{hint}")
     assert ("Hint: " in shown) == bool(hint)
+
+
+def test_trl_that_finds_no_triton_has_the_hint() -> None:
+    run = Run().fails(0, "AttributeError: 'NoneType' object has no attribute 'apply'")
+    assert "Hint" not in find_cause(run.events, {0: 1}).traceback
+    run.events[-2].facts["traceback"] += "trl/trainer/utils.py, in _fused_forward: _ChunkedLogProbFunction.apply("
+    assert "pip install 'trl>=1.16'" in find_cause(run.events, {0: 1}).traceback
 
 
 def test_exit_code_of_an_error_of_ours_is_kept() -> None:

@@ -734,9 +734,27 @@ def test_training_goes_on_with_the_random_state_that_an_evaluation_leaves_behind
             assert (trainer.saved_draws if saves else draws()) == expected
 
 
-def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(tmp_path: Path) -> None:
+def test_file_in_the_way_of_a_checkpoint_is_moved_aside_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoint-3").write_text("mine")
+    trainer = Saving(tmp_path, *NEEDED)
+    checkpoints(trainer, Rank())._save(trainer.save, None)
+    assert read_manifest(tmp_path / "checkpoint-3") is not None
+    aside = tmp_path / "checkpoint-3.replaced"
+    assert caplog.messages == [f"{tmp_path / 'checkpoint-3'} was a file, which is {aside} now"]
+    assert (aside.read_text(), len(list(tmp_path.iterdir()))) == ("mine", 2)
+
+
+def test_save_that_fails_leaves_nothing_and_is_told_to_the_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Saving(tmp_path)
-    with pytest.raises(OSError, match=r"checkpoint-3 could not be saved, earlier .* No space left on device"):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1024 * (folder == tmp_path)))
+    told = (
+        rf"checkpoint-3 could not be saved, earlier .*; the disk of {tmp_path} has 1,024 bytes free: .* No space left"
+    )
+    with pytest.raises(OSError, match=told):
         checkpoints(trainer, Rank())._save(trainer.save, None)
     assert not list(tmp_path.iterdir())
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
@@ -195,41 +196,71 @@ WHOLE = "expected a whole number of at least"
         ("num_gpus", 2.0, f"num_gpus=2.0; {WHOLE} 1", "Leave it out for all GPUs"),
         ("num_gpus", "2", f"num_gpus='2'; {WHOLE} 1", "or give their number"),
         ("num_gpus", [0, 1], f"num_gpus=[0, 1]; {WHOLE} 1", "CUDA_VISIBLE_DEVICES chooses which"),
-        ("batch_size_per_gpu", 0, f"batch_size_per_gpu=0; {WHOLE} 1, or None for the script's", "batch_size_per_gpu=1"),
-        ("batch_size_per_gpu", "auto", f"batch_size_per_gpu='auto'; {WHOLE} 1", "batch_size_per_gpu=1"),
-        ("max_restarts", -1, f"max_restarts=-1; {WHOLE} 0", "max_restarts=1"),
-        ("max_restarts", False, f"max_restarts=False; {WHOLE} 0", "max_restarts=1"),
+        ("batch_size_per_gpu", 0, f"batch_size_per_gpu=0; {WHOLE} 1, or None for the script's", "out for the script's"),
+        ("batch_size_per_gpu", "auto", f"batch_size_per_gpu='auto'; {WHOLE} 1", "batch_size_per_gpu out"),
+        ("max_restarts", -1, f"max_restarts=-1; {WHOLE} 0", "max_restarts out."),
+        ("max_restarts", False, f"max_restarts=False; {WHOLE} 0", "max_restarts out."),
         ("enable_ddp", 1, "enable_ddp=1; expected True or False", "enable_ddp=True"),
         ("seed_per_rank", "yes", "seed_per_rank='yes'; expected True or False", "seed_per_rank=True"),
         ("memory_optimization", 1, "memory_optimization=1; expected True or False", "memory_optimization=True"),
         ("debug", 0, "debug=0; expected True or False", "debug=True"),
         ("find_unused_parameters", 0, "find_unused_parameters=0; expected True or", "find_unused_parameters=True"),
         ("gradient_checkpointing", "unsloth", "gradient_checkpointing='unsloth'; expected", "gradient_checkpointing="),
-        ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "global_batch='keep'"),
-        ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "global_batch='keep'"),
-        ("sync", "horovod", "sync='horovod'; expected 'ddp' or 'allreduce' or 'parameter_server' or", "sync='ddp'"),
-        ("sync", 3, "sync=3; expected 'ddp' or 'allreduce' or", "Set sync='ddp'"),
-        ("sync", AllReduce, "sync=<class", "Set sync='ddp'"),
-        ("sync", "dilco", "sync='dilco'; expected 'ddp'", "Did you mean diloco? Set sync='ddp'"),
+        ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "Set global_batch to one of them"),
+        ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "Set global_batch to one of them"),
+        (
+            "sync",
+            "horovod",
+            "sync='horovod'; expected 'ddp' or 'allreduce' or 'parameter_server' or",
+            "Set sync to one of them",
+        ),
+        ("sync", 3, "sync=3; expected 'ddp' or 'allreduce' or", "Set sync to one of them"),
+        ("sync", AllReduce, "sync=<class", "Set sync to one of them"),
+        ("sync", "dilco", "sync='dilco'; expected 'ddp'", "Did you mean diloco? Set sync to"),
         ("gradient_aggregation", "sum", "gradient_aggregation='sum' is for enable_ddp=False; DDP averages", "out"),
         ("gradient_aggregation", "weighted", "gradient_aggregation='weighted' is for enable_ddp=False", "out"),
-        ("gradient_aggregation", "max", "gradient_aggregation='max'; expected 'mean' or 'sum' or 'weighted'", "'mean'"),
-        ("balance", True, "balance=True; expected 'auto' or 'off' or 'tokens'", "balance='auto'"),
-        ("max_tokens_per_micro_batch", 0, f"max_tokens_per_micro_batch=0; {WHOLE} 1, or None", "micro_batch=1"),
+        (
+            "gradient_aggregation",
+            "max",
+            "gradient_aggregation='max'; expected 'mean' or 'sum' or 'weighted'",
+            "to one of them",
+        ),
+        (
+            "balance",
+            True,
+            "balance=True; expected 'auto' or 'off' or 'tokens'",
+            "Did you mean 'auto'? Set balance to one of them",
+        ),
+        (
+            "max_tokens_per_micro_batch",
+            0,
+            f"max_tokens_per_micro_batch=0; {WHOLE} 1, or None",
+            "micro_batch out for what",
+        ),
         ("micro_batch_overhead_tokens", -1, "micro_batch_overhead_tokens=-1; expected tokens of at least 0", "out"),
         ("micro_batch_floor_tokens", float("inf"), "micro_batch_floor_tokens=inf; expected tokens", "floor_tokens out"),
         ("rank_speeds", (1.0, 0.0), "rank_speeds=(1.0, 0.0); expected a tuple with a number above 0", "(1.0, 0.5)"),
         ("rank_speeds", (), "rank_speeds=(); expected a tuple with a number above 0", "(1.0, 0.5)"),
         ("rank_speeds", 0.5, "rank_speeds=0.5; expected a tuple", "(1.0, 0.5)"),
-        ("grad_compression", "int8", "grad_compression='int8'; expected 'bf16' or 'fp16' or 'powersgd'", "bf16"),
-        ("verify_every", -1, f"verify_every=-1; {WHOLE} 0", "verify_every=1"),
-        ("verify_every", 2.5, f"verify_every=2.5; {WHOLE} 0", "verify_every=1"),
+        (
+            "grad_compression",
+            "int8",
+            "grad_compression='int8'; expected 'bf16' or 'fp16' or 'powersgd'",
+            "Set grad_compression to",
+        ),
+        ("verify_every", -1, f"verify_every=-1; {WHOLE} 0", "Leave verify_every out."),
+        ("verify_every", 2.5, f"verify_every=2.5; {WHOLE} 0", "Leave verify_every out."),
         ("hang_timeout_s", -1, "hang_timeout_s=-1; expected seconds of at least 0", "Leave hang_timeout_s out"),
         ("hang_timeout_s", float("inf"), "hang_timeout_s=inf; expected seconds of at least 0", "hang_timeout_s out"),
-        ("resume", True, "resume=True; expected 'off' or 'auto'", "resume='auto' to resume, resume='off' not to"),
-        ("grace_s", 0, "grace_s=0; expected seconds above 0", "grace_s=30.0"),
-        ("inexact", "allow", "inexact='allow'; expected 'warn' or 'raise'", "inexact='warn'"),
-        ("on_nan", "ignore", "on_nan='ignore'; expected 'raise' or 'skip' or 'off'", "on_nan='raise'"),
+        (
+            "resume",
+            True,
+            "resume=True; expected 'off' or 'auto'",
+            "Did you mean 'auto'? Set resume='auto' to resume, resume='off' not to",
+        ),
+        ("grace_s", 0, "grace_s=0; expected seconds above 0", "Leave grace_s out."),
+        ("inexact", "allow", "inexact='allow'; expected 'warn' or 'raise'", "Set inexact to one of them"),
+        ("on_nan", "ignore", "on_nan='ignore'; expected 'raise' or 'skip' or 'off'", "Set on_nan to one of them"),
         ("nnodes", "0", "nnodes='0'; expected a number, or \"MIN:MAX\"", 'nnodes="1:4"'),
         ("nnodes", "4:2", "nnodes='4:2'; expected a number", 'nnodes="1:4"'),
         ("nnodes", "1:2:3", "nnodes='1:2:3'; expected a number", 'nnodes="1:4"'),
@@ -237,20 +268,48 @@ WHOLE = "expected a whole number of at least"
         ("nnodes", "2", "rdzv_endpoint=None, but nnodes='2': nodes would not find", 'rdzv_endpoint="HOST:29400"'),
         ("rdzv_endpoint", "host:1", "rdzv_endpoint='host:1' is for several nodes", "or set nnodes"),
         ("rdzv_id", "job", "rdzv_id='job' is for several nodes", "or set nnodes"),
-        ("device", "cuda:1", "device='cuda:1'; expected 'auto' or 'cpu' or 'cuda' or 'xpu'", "device='auto'"),
-        ("device", ["cpu"], "device=['cpu']; expected", "device='auto'"),
+        (
+            "device",
+            "cuda:1",
+            "device='cuda:1'; expected 'auto' or 'cpu' or 'cuda' or 'xpu'",
+            "Set device to one of them",
+        ),
+        ("device", ["cpu"], "device=['cpu']; expected", "Set device to one of them"),
         (
             "ddp_backend",
             "mpi",
             "ddp_backend='mpi'; expected 'nccl' or 'xccl' or 'hccl' or 'gloo'",
-            "ddp_backend='nccl'",
+            "Set ddp_backend to one of them",
         ),
-        ("timeout_s", 0, "timeout_s=0; expected seconds above 0", "timeout_s=1800"),
-        ("timeout_s", -1.5, "timeout_s=-1.5; expected seconds above 0", "timeout_s=1800"),
-        ("timeout_s", float("nan"), "timeout_s=nan; expected seconds above 0", "timeout_s=1800"),
-        ("timeout_s", float("inf"), "timeout_s=inf; expected seconds above 0", "timeout_s=1800"),
-        ("timeout_s", True, "timeout_s=True; expected seconds above 0", "timeout_s=1800"),
-        ("timeout_s", "60", "timeout_s='60'; expected seconds above 0", "timeout_s=1800"),
+        ("timeout_s", 0, "timeout_s=0; expected seconds above 0", "Leave timeout_s out."),
+        ("timeout_s", -1.5, "timeout_s=-1.5; expected seconds above 0", "Leave timeout_s out."),
+        ("timeout_s", float("nan"), "timeout_s=nan; expected seconds above 0", "Leave timeout_s out."),
+        ("timeout_s", float("inf"), "timeout_s=inf; expected seconds above 0", "Leave timeout_s out."),
+        ("timeout_s", True, "timeout_s=True; expected seconds above 0", "Leave timeout_s out."),
+        ("timeout_s", "60", "timeout_s='60'; expected seconds above 0", "Leave timeout_s out."),
+        (
+            "shard",
+            "yes",
+            "shard='yes'; expected 'off' or 'auto' or 'on'",
+            "Did you mean 'on'? Set shard to one of them",
+        ),
+        ("shard", False, "shard=False; expected 'off' or 'auto' or 'on'", "Did you mean 'off'?"),
+        ("num_gpus", 2**63 - 1, "num_gpus=9223372036854775807; expected at most 1e+09", "Leave it out"),
+        ("batch_size_per_gpu", 10**23, f"batch_size_per_gpu={10**23}; expected at most 1e+09", "out for the script's"),
+        ("micro_batch_overhead_tokens", 1e20, "micro_batch_overhead_tokens=1e+20; expected at most 1e+09", "out."),
+        (
+            "sync",
+            f"diloco:every_steps={10**30}",
+            f"sync='diloco:every_steps={10**30}'; every_steps=1",
+            "every_steps out",
+        ),
+        (
+            "ddp_backend",
+            np.array([1, 2]),
+            "ddp_backend=array([1, 2]); expected 'nccl' or",
+            "Set ddp_backend to one of them",
+        ),
+        ("num_gpus", list(range(1000)), "num_gpus=[0, 1, 2, 3, 4, 5, ...]; expected a whole number", "Leave it out"),
         ("log_dir", "", "log_dir=''; expected a folder name", 'log_dir="logs"'),
         ("log_dir", 3, "log_dir=3; expected a folder name", 'log_dir="logs"'),
     ],
@@ -353,17 +412,17 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
             "UNSLOTH_MULTIGPU_NUM_GPUS=0; expected a whole number of at least 1",
             "Leave it out for all GPUs",
         ),
-        ("MAX_RESTARTS", "-1", "UNSLOTH_MULTIGPU_MAX_RESTARTS=-1; expected a whole number", "_MAX_RESTARTS=1"),
+        ("MAX_RESTARTS", "-1", "UNSLOTH_MULTIGPU_MAX_RESTARTS=-1; expected a whole number", "_MAX_RESTARTS out."),
         ("TIMEOUT_S", "soon", "UNSLOTH_MULTIGPU_TIMEOUT_S='soon'; expected a number", "UNSLOTH_MULTIGPU_TIMEOUT_S=2"),
-        ("TIMEOUT_S", "nan", "UNSLOTH_MULTIGPU_TIMEOUT_S=nan; expected seconds above 0", "_TIMEOUT_S=1800"),
-        ("TIMEOUT_S", "-inf", "UNSLOTH_MULTIGPU_TIMEOUT_S=-inf; expected seconds above 0", "_TIMEOUT_S=1800"),
-        ("TIMEOUT_S", "0", "UNSLOTH_MULTIGPU_TIMEOUT_S=0.0; expected seconds above 0", "_TIMEOUT_S=1800"),
+        ("TIMEOUT_S", "nan", "UNSLOTH_MULTIGPU_TIMEOUT_S=nan; expected seconds above 0", "_TIMEOUT_S out."),
+        ("TIMEOUT_S", "-inf", "UNSLOTH_MULTIGPU_TIMEOUT_S=-inf; expected seconds above 0", "_TIMEOUT_S out."),
+        ("TIMEOUT_S", "0", "UNSLOTH_MULTIGPU_TIMEOUT_S=0.0; expected seconds above 0", "_TIMEOUT_S out."),
         ("SEED_PER_RANK", "maybe", "UNSLOTH_MULTIGPU_SEED_PER_RANK='maybe'; expected a truth", "SEED_PER_RANK=1 or"),
         ("DEBUG", "2", "UNSLOTH_MULTIGPU_DEBUG='2'; expected a truth value", "UNSLOTH_MULTIGPU_DEBUG=0"),
-        ("GRADIENT_AGGREGATION", "max", "UNSLOTH_MULTIGPU_GRADIENT_AGGREGATION='max'; expected", "='mean'"),
-        ("GLOBAL_BATCH", "16", "UNSLOTH_MULTIGPU_GLOBAL_BATCH='16'; expected 'keep' or", "_GLOBAL_BATCH='keep'"),
+        ("GRADIENT_AGGREGATION", "max", "UNSLOTH_MULTIGPU_GRADIENT_AGGREGATION='max'; expected", "to one of them"),
+        ("GLOBAL_BATCH", "16", "UNSLOTH_MULTIGPU_GLOBAL_BATCH='16'; expected 'keep' or", "_GLOBAL_BATCH to one"),
         ("RANK_SPEEDS", "1;2", "UNSLOTH_MULTIGPU_RANK_SPEEDS='1;2'; expected numbers with commas", "RANK_SPEEDS=1,0.5"),
-        ("DEVICE", "gpu", "UNSLOTH_MULTIGPU_DEVICE='gpu'; expected 'auto' or 'cpu'", "_DEVICE='auto'"),
+        ("DEVICE", "gpu", "UNSLOTH_MULTIGPU_DEVICE='gpu'; expected 'auto' or 'cpu'", "_DEVICE to one"),
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Else unset it"),
         ("NUM_GPU", "2", "_NUM_GPU='2' names no option", "Did you mean UNSLOTH_MULTIGPU_NUM_GPUS? Else unset it."),
@@ -545,7 +604,17 @@ def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureF
         package.warning("a warning")
         console.close()
     out, err = capsys.readouterr()
-    assert (out, err) == ("unsloth_multigpu: a fact\n", "unsloth_multigpu: a warning\n")
+    assert (out, err) == ("unsloth_multigpu: a fact\n", "unsloth_multigpu: warning: a warning\n")
+
+
+def test_console_is_not_left_to_what_unsloth_has_configured(capsys: pytest.CaptureFixture[str]) -> None:
+    with unconfigured_logging() as package:
+        logging.basicConfig(level=logging.WARNING, format="[%(name)s|%(levelname)s]%(message)s")  # As its import does.
+        console = Console(debug=False)
+        package.info("a fact")
+        package.warning("a warning")
+        console.close()
+    assert capsys.readouterr().err == "unsloth_multigpu: a fact\nunsloth_multigpu: warning: a warning\n"
 
 
 def test_console_is_left_to_an_application_that_has_its_own() -> None:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from unsloth_multigpu.errors import DivergenceError, RankTimeoutError
 from unsloth_multigpu.group import manager as module
 from unsloth_multigpu.group.manager import DDPManager, find_accelerator
+from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.session import Session
 from unsloth_multigpu.start import visible_accelerators
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -57,6 +59,21 @@ def test_rank_that_does_not_come_to_the_group_is_named(store: dist.HashStore) ->
             managers[rank].open_group()
     managers[1].meet()
     managers[0].meet()
+
+
+@pytest.mark.timeout(20)
+def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(store: dist.HashStore) -> None:
+    config = MultiGPUConfig(timeout_s=0.05)
+    first, second = (
+        Session(config, dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), Console(debug=False), index=0)
+        for rank in range(2)
+    )
+    second.has_failed = True  # And its script has caught the error.
+    told = r"rank 1 waited 0\.05 seconds for rank 0 to leave the training that has failed on this rank"
+    with pytest.raises(RankTimeoutError, match=told):
+        second._meet_after_failure(1)
+    first._meet_after_failure(1)  # It waits for nobody: its own training has ended well.
+    second._meet_after_failure(1)
 
 
 def test_group_of_another_size_is_refused(lone_group: None) -> None:

@@ -379,6 +379,13 @@ def lines_of(description: Description, numbers: Sequence[int], device_bytes: int
     return stream.getvalue().splitlines()
 
 
+@pytest.mark.parametrize(
+    ("loss", "told"), [("in chunks", "loss in chunks"), ("whole logits", "loss from whole logits")]
+)
+def test_first_line_says_how_the_loss_is_computed(loss: Any, told: str) -> None:
+    assert lines_of(llama("lora", **LLAMA_70B, loss=loss), [1], None)[0].endswith(f", {told}")
+
+
 def test_table_says_which_row_fits_and_what_to_set() -> None:
     lines = lines_of(llama("lora", **LLAMA_70B), parse_numbers("8,4,8"), 80 * GIB)
 

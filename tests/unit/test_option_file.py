@@ -99,7 +99,7 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
         ("num_gpus: 2\nnum_gpu: 3", ", line 2: num_gpu='3' names no option.", "Did you mean num_gpus?"),
         ("num-gpus: 3", ", line 1: num-gpus='3' names no option.", "Did you mean num_gpus?"),
         ("num_gpus: two", ", line 1: num_gpus='two'; expected a whole number.", "Set num_gpus=2"),
-        ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "balance="),
+        ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "Set balance to one"),
         ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
         ("sync: {diloco: 8}", ", line 1: sync has options of its own; expected one value.", "diloco:every_steps=8"),
         ("debug: true", ", line 1: debug is the older plugin's.", "Use logging."),
@@ -120,6 +120,8 @@ def test_wrong_yaml_names_file_line_and_the_way_out(folder: Path, text: str, mes
         ("[tool.unsloth_multigpu]\nnum_gpu = 3", ": num_gpu=3 names no option.", "Did you mean num_gpus?"),
         ("[tool.unsloth_multigpu]\nnum_gpus = '2'", ": num_gpus='2'; expected a whole number", "number"),
         ("[tool]\nunsloth_multigpu = 2", " is 2; expected a table.", "one option in a line"),
+        ("tool = 3 # unsloth_multigpu", " is 3; expected a table.", "one option in a line"),
+        ("tool = [1] # unsloth_multigpu", " is [1]; expected a table.", "one option in a line"),
         ("[tool.unsloth_multigpu\n", " cannot be read: ", "Mend it"),
     ],
 )

@@ -7,12 +7,16 @@ import io
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +34,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.overview import Gpu, Overview, columns_of, headline, last_line
 from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
-from unsloth_multigpu.train.log_figures import numbers_between
+from unsloth_multigpu.train.log_figures import LogFigures, numbers_between
 from unsloth_multigpu.wire.beat import BeatPage, Figures, Phase, decode_beats, encode_beats, read_beats
 from unsloth_multigpu.wire.process import pid_scope, read_begin_ticks
 from unsloth_multigpu.wire.run import Run, find_runs, job_of, read_run, shown_command, write_run
@@ -246,8 +250,29 @@ def test_top_names_what_there_is(run: Run, tmp_path: Path, capsys: pytest.Captur
     parent = os.getppid()
     second = dataclasses.replace(run, pid=parent, pid_begin_ticks=read_begin_ticks(parent), folder=str(other))
     (other / "run.json").write_text(json.dumps(dataclasses.asdict(second)))
-    assert main(["top", "--once"]) == SetupError.exit_code
-    assert "2 jobs run here." in capsys.readouterr().err
+    assert main(["top", "--once"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.startswith("2 jobs run here:\n")
+    assert {str(run.pid), str(parent)} <= set(listed.split())
+    assert main(["top", "--once", "--json"]) == SetupError.exit_code  # One object, and it is not clear which.
+
+
+def test_top_is_given_the_process_id_of_a_rank(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pages(run, TEN_STEPS)  # By this process.
+    parent = os.getppid()
+    other = dataclasses.replace(run, pid=parent, pid_begin_ticks=read_begin_ticks(parent))
+    (Path(run.folder) / "run.json").write_text(json.dumps(dataclasses.asdict(other)))
+    assert main(["top", "--once", str(os.getpid())]) == 0
+    assert f"train.py (pid {parent})" in capsys.readouterr().out
+
+
+def test_table_in_a_pipe_has_every_column_whole(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pages(run, TEN_STEPS, TEN_STEPS)
+    (Path(run.log_dir) / "rank_1.log").write_text("a long line of a log " * 20)
+    assert main(["top", "--once", str(run.pid)]) == 0
+    out = capsys.readouterr().out
+    assert {"doing", "samples/s", "tokens/s", "waiting", "memory", "log"} <= set(out.split())
+    assert "10 / 40" in out
 
 
 def test_missing_waiting_of_shards_is_said(run: Run) -> None:
@@ -329,7 +354,13 @@ def test_metrics_file_is_read_by_prometheus(run: Run) -> None:
 def test_metrics_file_is_whole_at_any_time_and_says_the_end(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.prom"
     pages(run, TEN_STEPS)
-    with MetricsFile(str(path), Path(run.folder), "train.py"):
+    umask = os.umask(0)
+    try:
+        file = MetricsFile(str(path), Path(run.folder), "train.py")
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644  # The collector's user reads it, and nobody else writes.
+    with file:
         assert 'unsloth_multigpu_running{job="train.py"} 1\n' in path.read_text()
     assert 'unsloth_multigpu_running{job="train.py"} 0\n' in path.read_text()
     assert 'unsloth_multigpu_tokens_total{job="train.py",rank="0"} 900\n' in path.read_text()
@@ -338,6 +369,28 @@ def test_metrics_file_is_whole_at_any_time_and_says_the_end(run: Run, tmp_path: 
         MetricsFile(str(tmp_path / "none" / "run.prom"), Path(run.folder), "train.py")
     with pytest.raises(ConfigError, match=r"a file whose name ends with \.prom"):
         MultiGPUConfig.resolve({"metrics_file": "run.txt"})
+
+
+def test_console_shows_the_numbers_in_every_tenth_line() -> None:
+    from transformers import PrinterCallback, TrainerCallback
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args: object, state: object, control: object, **kwargs: Any) -> None:
+            tracked.append("multigpu/waiting" in kwargs["logs"])
+
+    tracked: list[bool] = []
+    printer = PrinterCallback()
+    trainer: Any = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[printer, Tracker()]))
+    meter: Any = SimpleNamespace(is_sharded=False)
+    state, printed = SimpleNamespace(is_local_process_zero=True), io.StringIO()
+    with redirect_stdout(printed), LogFigures(trainer, meter, 0, None).around():
+        for line in range(20):
+            for callback in trainer.callback_handler.callbacks:
+                callback.on_log(None, state, None, logs={"loss": float(line), "multigpu/waiting": 0.5})
+    lines = printed.getvalue().splitlines()
+    assert [i for i, line in enumerate(lines) if "multigpu/waiting" in line] == [9, 19]
+    assert (len(lines), tracked) == (20, [True] * 20)
+    assert "on_log" not in vars(printer)
 
 
 def test_numbers_of_a_log_line_are_those_since_the_line_before() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unsloth_multigpu.group import place
-from unsloth_multigpu.group.place import describe_devices, describe_lone_process, describe_ranks
+from unsloth_multigpu.group.place import describe_devices, describe_lone_process, describe_ranks, start_sentence
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -89,3 +89,6 @@ def test_cpu_ranks_are_told_with_their_threads(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     identity = RankIdentity(0, 0, 3, 3, "torchrun")
     assert describe_ranks(identity, MultiGPUConfig(device="cpu")) == "3 ranks on the CPU, 1 thread each"
+    assert start_sentence(identity, MultiGPUConfig(device="cpu"), "mine") == (
+        "3 ranks on the CPU, 1 thread each; ranks above 0 write to mine/rank_N.log"
+    )

@@ -24,6 +24,7 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.report import RankReport
 from unsloth_multigpu.tool import tool_of
+from unsloth_multigpu.tools import first_steps
 from unsloth_multigpu.tools.verify import comparison, reasons
 from unsloth_multigpu.tools.verify import page as table
 from unsloth_multigpu.tools.verify import recorder as receipt
@@ -540,9 +541,23 @@ def test_verified_run_makes_no_repository_and_compares_all_ranks_at_every_step(t
     assert (config.num_gpus, config.verify_every) == (3, 1)
     patches = trainer_patches(config, 1, "any", print, print, adjust=tool.adjust_arguments)
     (patch,) = (p for p in patches if "TrainingArguments" in p.target)
-    args = SimpleNamespace(push_to_hub=True, ddp_timeout=1, use_cpu=False, steps_per_generation=1, n_gpu=1)
+    values = {"ddp_timeout": 1, "use_cpu": False, "steps_per_generation": 1, "n_gpu": 1, "output_dir": str(tmp_path)}
+    args = SimpleNamespace(push_to_hub=True, **values)
     patch.wrap(lambda self: None)(args)
     assert (args.push_to_hub, args.use_cpu) == (False, False)
+
+
+def test_verified_run_leaves_no_empty_folder(tmp_path, monkeypatch):
+    tool = Verify(folder=str(tmp_path), num_steps=1, num_gpus=3, dropout=True)
+    (tmp_path / "mine").mkdir()
+    for folder in ("mine/out/a", "kept"):
+        tool.adjust_arguments(SimpleNamespace(push_to_hub=True, output_dir=str(tmp_path / folder)))
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "kept" / "file").touch()
+    monkeypatch.setattr(first_steps.atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(first_steps.os, "_exit", lambda code: None)
+    tool.leave_process()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "kept", "mine"]
 
 
 def test_one_process_that_was_asked_for_the_cpu_trains_there():
@@ -613,7 +628,7 @@ def test_speed_of_a_run_is_that_of_all_its_ranks():
         "first.",
     ]
     (said,) = speed_verdict(RANKS, ALONE, 2)
-    assert said.startswith("2 ranks train 0.50 times as fast, which is SLOWER: a step takes 0.500 s instead of 0.250 s")
+    assert said.startswith("2 ranks are 2.0 times slower: a step takes 0.500 s instead of 0.250 s")
     # The verdict is the last line all the same.
     assert text[-1] == "One process and 2 ranks agree over 2 steps."
 

@@ -155,7 +155,11 @@ def checkpoints_in(output_dir: Path) -> list[tuple[int, Path]]:
 def put_in_place(part: Path, final: Path) -> None:
     """Gives a sealed folder its name. An older folder of that name is deleted once the new one is there."""
     older = part.with_name(_REPLACED + final.name)
-    if final.exists():
+    if final.is_file():
+        aside = final.with_name(f"{final.name}.replaced")
+        os.rename(final, aside)
+        logger.warning("%s was a file, which is %s now", final, aside)
+    elif final.exists():
         os.rename(final, older)
     os.rename(part, final)
     _flush_folder(final.parent)

@@ -214,6 +214,7 @@ class Checkpoints(Part):
             yield claim
         except BaseException as error:
             is_lost = claim is not None and claim.is_lost
+            room = _room(final.parent)  # Before what was written so far is removed.
             if claim is not None and not is_lost:
                 shutil.rmtree(part, ignore_errors=True)
             # torch and safetensors raise errors of their own where a disk is full.
@@ -221,11 +222,20 @@ class Checkpoints(Part):
             if is_disks and not isinstance(error, MultiGPUError):
                 if is_lost:
                     raise _taken_away(part, final) from error
-                raise OSError(f"{final} could not be saved, earlier checkpoints are untouched: {error}") from error
+                told = f"{final} could not be saved, earlier checkpoints are untouched{room}: {error}"
+                raise OSError(told) from error
             raise
         finally:
             if claim is not None:
                 claim.release()
+
+
+def _room(folder: Path) -> str:
+    """torch and safetensors do not say of a full disk that it is full. "" where the folder is gone."""
+    try:
+        return f"; the disk of {folder} has {shutil.disk_usage(folder).free:,} bytes free"
+    except OSError:
+        return ""
 
 
 def _claim(part: Path, final: Path) -> Claim:

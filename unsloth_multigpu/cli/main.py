@@ -19,6 +19,8 @@ from unsloth_multigpu.cli.parser import make_parser, usage_of
 from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.options import ENV_CONFIG, MultiGPUConfig, command_options, variable
 from unsloth_multigpu.row import CommandOption, flag
+from unsloth_multigpu.tool import tool_of
+from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import read_identity
 
 RANK_MODULE = "unsloth_multigpu.cli.script"
@@ -69,9 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     """
     commands = find_commands()
     parser = make_parser(commands)
+    given = list(sys.argv[1:] if argv is None else argv)
     if COMPLETES in os.environ:
         complete(parser)
-    own, behind, program = split_program(list(sys.argv[1:] if argv is None else argv))
+    if not given:
+        parser.print_help()
+        return 0
+    own, behind, program = split_program(given)
     try:
         options, unknown = parser.parse_known_args([*own, *behind])
         command = commands[options.command]
@@ -160,7 +166,7 @@ def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
     from unsloth_multigpu.logs import Console
     from unsloth_multigpu.start import config_on_cluster, needs_supervisor, ranks_to_start, supervise
 
-    config = MultiGPUConfig.resolve(given)
+    config = tool_of(RunContext.read(os.environ)).adjusted(MultiGPUConfig.resolve(given))
     # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
     os.environ.update({variable(name): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", RANK_MODULE, *program]

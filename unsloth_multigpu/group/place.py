@@ -79,10 +79,15 @@ def describe_devices(devices: Sequence[tuple[str, int]]) -> str:
     return " and ".join(texts)
 
 
-def start_sentence(identity: RankIdentity, config: MultiGPUConfig) -> str:
-    """What the process that the user sees says when the line is in effect."""
+def start_sentence(identity: RankIdentity, config: MultiGPUConfig, log_dir: str | None) -> str:
+    """What the process that the user sees says when the line is in effect.
+
+    Args:
+        log_dir: Folder with the logs of ranks above 0; None where another launcher keeps them.
+    """
     if identity.world_size > 1:
-        return describe_ranks(identity, config)
+        logs = "" if log_dir is None else f"; ranks above 0 write to {log_dir}/rank_N.log"
+        return describe_ranks(identity, config) + logs
     accelerator = None if config.device == "cpu" else find_accelerator()
     num_visible = 0 if accelerator is None else torch.get_device_module(accelerator).device_count()
     return describe_lone_process(num_visible, config, os.environ)

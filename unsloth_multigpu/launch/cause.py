@@ -255,10 +255,11 @@ def _hint(event: Event) -> str:
     error = str(event.facts["error"])
     if "Hint: " not in error and (remedy := find_remedy(error)):
         return f"Hint: {remedy.hint}\n"
-    if error.startswith("RuntimeError: 0 active drivers"):
+    has_no_triton = "_ChunkedLogProbFunction.apply(" in str(event.facts["traceback"])  # None where it is missing.
+    if error.startswith("RuntimeError: 0 active drivers") or has_no_triton:
         return (
-            "Hint: Triton needs a GPU. SFTTrainer of trl 1.15 calls it wherever it is installed, that of trl 1.16 on a "
-            "GPU only.\n"
+            "Hint: The trainers of trl 1.15 compute their losses by Triton, which needs a GPU. On the CPU: "
+            "pip install 'trl>=1.16'\n"
         )
     if error.startswith("EOFError: EOF when reading a line"):
         return "Hint: Rank 0 has no terminal or no more input; pass the value as an argument.\n"

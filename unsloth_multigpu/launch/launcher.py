@@ -72,7 +72,7 @@ class DDPLauncher:
                 stack.enter_context(MetricsFile(self.config.metrics_file, run_dir, job))
             run_id = self.config.rdzv_id or uuid.uuid4().hex
             os.environ.update(rank_environment(self.config, self.num_ranks, run_dir, log_dir, run_id, os.environ))
-            logger.info("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)
+            logger.debug("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)
             watch = stack.enter_context(
                 Watch(run_dir, _tell_restart, log_dir=log_dir, num_ranks=self.num_ranks, config=self.config)
             )

@@ -107,7 +107,7 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
         stack.pop_all()
     session.had_workers = True
     seconds = time.monotonic() - begin_s
-    logger.info("ready in %.1f s, ranks above 0 write to %s/rank_N.log", seconds, notebook.log_dir)
+    logger.info("ready in %.1f s", seconds)
     return session
 
 

@@ -7,14 +7,15 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.seam import instance_attribute
-from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 # Nothing of such a run may land in the user's folders or accounts.
@@ -44,6 +45,7 @@ class FirstStepsTool(Tool):
 
     is_comparison = True
     name: str
+    _new_folders: tuple[Path, ...] = ()
 
     def alone(self, config: MultiGPUConfig, num_gpus: int, **changes: Any) -> MultiGPUConfig:
         """The options of a run on this machine, from the start.
@@ -75,6 +77,22 @@ class FirstStepsTool(Tool):
 
     def adjust_arguments(self, args: ArgumentsLike) -> None:
         args.push_to_hub = False  # The Trainer makes the repository before train().
+        folder = Path(args.output_dir or DEFAULT_OUTPUT).absolute()
+        self._new_folders += tuple(path for path in (folder, *folder.parents) if not path.exists())
+
+    def leave_process(self) -> NoReturn:
+        """Ends this process well, before the script's next line, which may save over the user's model.
+
+        No SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers run, as
+        multiprocessing runs them at the end of its children: they close the process group and end data loading workers.
+        """
+        for path in self._new_folders:
+            with suppress(OSError):  # The Trainer makes its output folder; another rank may have removed it.
+                path.rmdir()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 class FirstSteps(Part):
@@ -126,18 +144,6 @@ class FirstSteps(Part):
         control.should_save = control.should_evaluate = False
         if self._step() >= self._most_steps:
             control.should_training_stop = True
-
-
-def leave_process() -> NoReturn:
-    """Ends this process well, before the script's next line, which may save over the user's model.
-
-    No SystemExit: a `finally` or `except` around the training would continue the script. Exit handlers run, as
-    multiprocessing runs them at the end of its children: they close the process group and end data loading workers.
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _is_tracker(callback: Any) -> bool:

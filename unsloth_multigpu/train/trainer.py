@@ -127,7 +127,7 @@ class DDPTrainer:
             buffers = EqualBuffers(trainer, manager)
             self.parts += [
                 Waiting(trainer, manager),
-                *([] if is_comparison else log_figures(self.meter, manager, run_dir)),
+                *([] if is_comparison else log_figures(trainer, self.meter, manager, run_dir)),
             ]
             self.parts += [OneDecision(trainer, manager, run_dir, beat), wrapping, trained, buffers]
         elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
@@ -315,7 +315,9 @@ class DDPTrainer:
             self.meter.resumed_step,
             self._resumed(),
         )
-        if self.steps.num_micro_batches or self.report.had_nothing_to_do:
+        # One process whose own batches are trained on ends as it does without the line.
+        has_trained = self.manager.identity.world_size > 1 and self.progress.num_steps > 0
+        if has_trained or self.steps.num_micro_batches or self.report.had_nothing_to_do:
             logger.info("%s", self.report.summary())
 
     def _resumed(self) -> str:

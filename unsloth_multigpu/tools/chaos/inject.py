@@ -21,15 +21,13 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.tool import Tool
+from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
 from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.context import RunContext
 
 _HOUR_S = 3600.0
-# Of TrainingArguments.
-_DEFAULT_OUTPUT = "trainer_output"
 # Size in bytes that a "full" disk still accepts: less than any file of a checkpoint.
 _DISK_LEFT_BYTES = 4096
 
@@ -51,7 +49,7 @@ class Chaos(Tool):
         if self.request.work is None:
             return
         args.push_to_hub = False
-        args.output_dir = self._aside(args.output_dir or _DEFAULT_OUTPUT)
+        args.output_dir = self._aside(args.output_dir or DEFAULT_OUTPUT)
         curves = getattr(args, "logging_dir", None)
         if curves is not None:
             vars(args)["logging_dir"] = self._aside(curves)

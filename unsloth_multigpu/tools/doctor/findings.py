@@ -125,12 +125,15 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
 
 
 def _triton_rows() -> list[CheckRow]:
-    """trl 1.15 computes the loss of SFTTrainer by Triton on any device; 1.16 asks for a GPU first."""
+    """The trainers of trl 1.15 compute their losses by Triton on any device; those of 1.16 ask for a GPU first."""
     trl = versions.installed_version("trl") or ""
-    if not trl.startswith("1.15.") or versions.installed_version("triton") is None:
+    if not trl.startswith("1.15."):
         return []
-    text = f"needs a GPU, and SFTTrainer of trl {trl} calls it: without Unsloth it ends in '0 active drivers'"
-    return [CheckRow("devices", "triton", "note", text, "On the CPU: trl 1.16, or no triton. Unsloth's SFT trains.")]
+    ends = (
+        "'0 active drivers'" if versions.installed_version("triton") else "'NoneType' object has no attribute 'apply'"
+    )
+    text = f"needs a GPU, and the trainers of trl {trl} call it: without Unsloth they end in {ends}"
+    return [CheckRow("devices", "triton", "note", text, "On the CPU: pip install 'trl>=1.16'.")]
 
 
 def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.tools.first_steps import FirstStepsTool, leave_process
+from unsloth_multigpu.tools.first_steps import FirstStepsTool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 
@@ -67,4 +67,4 @@ class Measure(FirstStepsTool):
     def end_training(self) -> None:
         assert self._recorder is not None
         self._recorder.write()
-        leave_process()
+        self.leave_process()

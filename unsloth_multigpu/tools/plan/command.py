@@ -112,7 +112,8 @@ def show(
     training = description.training
     screen.line(
         f"{description.model}: {_trainable(description)}; {training.optimizer}, gradient checkpointing "
-        f"{training.checkpointing}, {training.autocast or 'no mixed precision'}, loss from {training.loss}"
+        f"{training.checkpointing}, {training.autocast or 'no mixed precision'}, "
+        f"loss {'from ' if training.loss == 'whole logits' else ''}{training.loss}"
     )
     hosts = [f"{row.num_ranks} x {in_gib(row.host)}" for row in rows if row.host]
     offloaded = [f"offloaded where sharded, GiB in the host's memory: {', '.join(hosts)}"] if hosts else []

@@ -23,8 +23,8 @@ class TopCommand(Command):
             "run_name",
             nargs="?",
             metavar="RUN",
-            help="Process id of the job, as `top` lists it where there are several, or its private folder. [the one "
-            "that runs]",
+            help="Process id of the job, as `top` lists it where there are several, or of one of its ranks; or its "
+            "private folder. [the one that runs]",
         )
         parser.add_argument("--once", action="store_true", help="Print one table and end. [a table that lives]")
         parser.add_argument("--json", action="store_true", help="With --once: print one JSON object. [a table]")

@@ -11,6 +11,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.overview import Overview
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.top.card import open_cards
+from unsloth_multigpu.wire.beat import read_beats
 from unsloth_multigpu.wire.run import Run, find_runs, read_run
 from unsloth_multigpu.words import duration
 
@@ -22,20 +23,24 @@ def run_top(name: str | None, *, once: bool, as_json: bool) -> int:
     """Shows a run.
 
     Args:
-        name: Process id of its supervisor, or its folder; None = the one that there is.
+        name: Process id of its supervisor or of one of its ranks, or its folder; None = the one that there is.
         once: Look once.
         as_json: Print JSON.
 
     Returns:
-        0: the run was shown, and has ended where it was followed.
+        0: the run was shown, and has ended where it was followed; or there are several, which were listed.
 
     Raises:
         ConfigError: `as_json` without `once`.
-        SetupError: There is no such run, or there are several.
+        SetupError: There is no such run, or there are several and one object was asked for.
     """
     if as_json and not once:
         raise ConfigError("top: --json prints one object; expected --once beside it.", hint="Add --once.")
-    run, screen = choose_run(name), Screen()
+    screen = Screen()
+    if name is None and not as_json and len(runs := find_runs()) > 1:
+        screen.line(f"{len(runs)} jobs run here:\n{_listed(runs)}\nName one: unsloth-multigpu top {runs[0].pid}")
+        return 0
+    run = choose_run(name)
     with open_cards() as cards:
         overview = Overview(run, cards)
         if as_json:
@@ -64,7 +69,7 @@ def choose_run(name: str | None) -> Run:
             )
         raise SetupError(f"{len(runs)} jobs run here.\n{_listed(runs)}", hint=f"Name one: top {runs[0].pid}")
     if name.isdecimal():
-        found = [run for run in runs if run.pid == int(name)]
+        found = [run for run in runs if int(name) in {run.pid, *(b.pid for b in read_beats(run.folder).values())}]
         if found:
             return found[0]
     else:
@@ -101,9 +106,9 @@ def _listed(runs: list[Run]) -> str:
 def _print_once(screen: Screen, overview: Overview) -> None:
     from unsloth_multigpu.tools.top.table import render
 
-    # A file has no edge.
-    width = screen.console.width if screen.is_terminal else _WIDE
-    screen.console.print(render(overview.look(), width), width=width)
+    if not screen.is_terminal:
+        screen.console.width = _WIDE  # A file has no edge, and rich takes it for a terminal of 80 columns.
+    screen.console.print(render(overview.look(), screen.console.width))
 
 
 def _follow(screen: Screen, overview: Overview) -> None:

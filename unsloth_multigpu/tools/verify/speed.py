@@ -100,12 +100,13 @@ def speed_verdict(one: Speed, many: Speed, num_ranks: int) -> list[str]:
         ]
     of = f"median of the {min(one.num_timed, many.num_timed)} steps after the first"
     steps = f"a step takes {_seconds(many.step_s)} s instead of {_seconds(one.step_s)} s, {of}"
-    slower = "" if times >= 1 else ", which is SLOWER"
     if many.step_samples != one.step_samples:
         samples = f"with {many.step_samples:g} samples in it instead of {one.step_samples:g}"
-        said = [f"{ranks} train {times:.2f} times as many samples in a second{slower}: {steps}, {samples}."]
+        more = f"{times:.2f} times as many" if times >= 1 else f"{1 / times:.1f} times fewer"
+        said = [f"{ranks} train {more} samples in a second: {steps}, {samples}."]
     else:
-        said = [f"{ranks} train {times:.2f} times as fast{slower}: {steps}."]
+        speed = f"train {times:.2f} times as fast" if times >= 1 else f"are {1 / times:.1f} times slower"
+        said = [f"{ranks} {speed}: {steps}."]
     explained = num_ranks * _less_padding(one, many)
     if times > _TOLERANCE * explained:
         said.append(

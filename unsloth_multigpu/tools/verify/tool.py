@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.tools.first_steps import FirstStepsTool, leave_process
+from unsloth_multigpu.tools.first_steps import FirstStepsTool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
 
@@ -80,4 +80,4 @@ class Verify(FirstStepsTool):
     def end_training(self) -> None:
         assert self._recorder is not None
         self._recorder.write(self._session.report)
-        leave_process()
+        self.leave_process()
