@@ -53,17 +53,22 @@ def works():
 
     for i in range(300):
         Path(f"draft_{rank}").touch()
-        os.replace(f"draft_{rank}", f"placed_{rank}_{i % 3}")
+        os.replace(f"draft_{rank}", f"placed_{rank}_{i}")
     facts["keys after replace"] = num_keys()
 
-    # Whether a path is there has one answer on all ranks, again and again.
+    # A path that is gone has one answer on all ranks, also where one of them has removed it before.
     facts["missing"] = []
     for i in range(3):
+        Path("gone").mkdir(exist_ok=True)
+        meet(f"there {i}")
+        if rank == i % 2:
+            shutil.rmtree("gone")
         meet(f"missing {i}")
         try:
-            shutil.rmtree("never there")
+            shutil.rmtree("gone")
         except FileNotFoundError:
             facts["missing"].append("FileNotFoundError")
+        meet(f"missed {i}")
 
 
 def too_late():
