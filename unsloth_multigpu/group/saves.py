@@ -75,7 +75,6 @@ class Saves:
 
     def __init__(self, manager: DDPManager) -> None:
         self._manager = manager
-        self._rank = manager.identity.rank
         self._at = _Place()
         self._counts: Counter[str] = Counter()
         self._num_saves = 0
@@ -84,6 +83,10 @@ class Saves:
         # On rank 0: saves whose keys are deleted, and its last save at a place in the code to which not all ranks came.
         self._num_deleted = 0
         self._lonely: dict[int, int] = {}
+
+    @property
+    def _rank(self) -> int:
+        return self._manager.identity.rank
 
     @contextmanager
     def visit(self, what: str) -> Iterator[None]:
