@@ -270,9 +270,6 @@ class _Seam:
             finally:
                 self.num_active -= 1
 
-        if not hasattr(original, "__code__"):
-            # `os.remove` says that it is posix.remove. What is pickled by its name must be found where it stands.
-            switch.__module__, switch.__qualname__ = self.module, self.path
         return switch
 
 

@@ -345,7 +345,6 @@ def _warn_of_untested(config: MultiGPUConfig, num_ranks: int) -> None:
 def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
-    from unsloth_multigpu.hooks.removal import removal_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard, shard_patches
     from unsloth_multigpu.hooks.trainer import trainer_patches
@@ -383,8 +382,6 @@ def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.group.manager import local_device
 
     gate = SaveGate(identity.rank, session.open_manager)
-    if identity.rank == 0:
-        atexit.register(only_here(gate.end))
     # Before the process group is ended, where a rank may wait for those that wait for it.
     atexit.register(only_here(gate.leave))
     device_index = local_device(identity, config).index or 0
@@ -395,7 +392,6 @@ def _patches(session: Session) -> list[Patch]:
         *placement_patches(device_type, device_index, warns=identity.rank == 0 and config.shard == "off"),
         *offload_patches(identity.rank),
         *saving_patches(gate),
-        *removal_patches(gate),
         *dataset_patches(session.context.run_dir, session.open_manager),
     ]
 

@@ -5,7 +5,6 @@ What is older than its range is refused. What is newer is tried: each seam is ve
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -94,14 +93,9 @@ def check_version(requirement: str) -> VersionRow:
 
 
 def installed_version(name: str) -> str | None:
-    """Returns the version in the metadata of a distribution (`-` and `_` are the same), None where it is absent.
-
-    "python" is the interpreter, for patches of its standard library.
-    """
+    """Returns the version in the metadata of a distribution (`-` and `_` are the same), None where it is absent."""
     from importlib.metadata import PackageNotFoundError, version
 
-    if name == "python":
-        return platform.python_version()
     try:
         return version(name)
     except PackageNotFoundError:

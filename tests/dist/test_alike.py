@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,37 +74,26 @@ def test_seed_that_stands_before_the_line_stays(tmp_path: Path) -> None:
 
 
 def remove(folder: Path, case: str) -> Finished:
-    return run_python([SCRIPTS / "removal.py", case, "20"], folder, BARE)
+    return run_python([SCRIPTS / "removal.py", case], folder, BARE)
 
 
-def test_ranks_remove_and_save_as_one_process(tmp_path: Path) -> None:
+def test_model_that_all_ranks_replace_is_there_whichever_rank_is_late(tmp_path: Path) -> None:
     run = remove(tmp_path, "works")
     assert run.code == 0, run.err
     first, second = of_ranks(tmp_path, "facts")
     assert first == second
-    there = ["config.json"]
-    assert [first[name] for name in ("rank 0 first", "rank 1 first", "in step")] == [[there] * 3] * 3
-    assert first["top"] == first["brief"] == first["alone"] == there
-    assert first["old"] == [False] * 10
-    assert [first[f"moved {move}"] for move in ("rename", "move", "replace")] == [[None, there]] * 3
-    assert (first["brief removed"], first["own"], first["disabled"]) == (False, [False, False], True)
-    assert "never there" not in first
-    assert sorted(os.listdir(tmp_path / "final")) == sorted(os.listdir(tmp_path / "placed")) == there
-
-
-def test_rank_above_0_cannot_remove_what_rank_0_keeps(tmp_path: Path) -> None:
-    run = remove(tmp_path, "keeps")
-    assert run.code == 76
-    assert "rank 1 would remove what rank 0 saved: rmtree(" in run.err
-    assert (tmp_path / "final" / "config.json").exists()
+    assert first["kept"] == [["config.json"]] * 20
+    # Functions of Python are Python's: they tell no other rank.
+    assert first["keys after replace"] == first["keys of saves"]
+    assert first["missing"] == ["FileNotFoundError"] * 3
 
 
 @pytest.mark.thorough
-def test_model_that_a_program_of_a_late_rank_has_removed_is_an_error(tmp_path: Path) -> None:
-    run = remove(tmp_path, "program")
+def test_model_that_a_rank_has_removed_that_came_too_late_is_an_error(tmp_path: Path) -> None:
+    run = remove(tmp_path, "too late")
     assert run.code == 76
-    assert "final/config.json is gone (with 0 other files), which rank 0 has not removed. Rank 1 came" in run.err
-    assert "Hint: Remove files in Python" in run.err
+    assert "final is gone. Rank 1 came to this save later than rank 0 waits for it" in run.err
+    assert "Hint: Remove what is in the way on rank 0 alone" in run.err
 
 
 # Mapped functions that do more than return rows.

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -17,11 +18,14 @@ from typing import Any
 
 import pytest
 
+from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, DistributedError, RankTimeoutError
-from unsloth_multigpu.hooks import saving
-from unsloth_multigpu.hooks.outcome import error_of
+from unsloth_multigpu.group import saves
+from unsloth_multigpu.group.outcome import error_of
+from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import RankIdentity
 
 LIMIT_S = 0.2
 Write = Callable[..., Any]
@@ -32,15 +36,20 @@ class FakeManager:
 
     config = MultiGPUConfig(timeout_s=LIMIT_S)
 
-    def __init__(self, store: dict[str, str]) -> None:
+    def __init__(self, store: dict[str, str], rank: int, num_ranks: int) -> None:
         self._store = store
         self.has_left = False
+        self.identity = RankIdentity(rank, rank, num_ranks, num_ranks, "torchrun")
+        self.saves = Saves(self)  # type: ignore[arg-type]
 
     def is_abandoned(self) -> bool:
         return self.has_left
 
     def publish(self, key: str, value: str = "") -> None:
         self._store[key] = value
+
+    def withdraw(self, key: str) -> None:
+        del self._store[key]
 
     def is_published(self, key: str) -> bool:
         return key in self._store
@@ -64,8 +73,9 @@ class Ranks:
 
     def renew(self) -> None:
         """New managers with an empty store, as after a notebook's cell that failed."""
-        store: dict[str, str] = {}
-        self.managers: list[FakeManager | None] = [FakeManager(store) for _ in self.gates]
+        self.store: dict[str, str] = {}
+        num_ranks = len(self.gates)
+        self.managers: list[FakeManager | None] = [FakeManager(self.store, r, num_ranks) for r in range(num_ranks)]
 
     def _manager_of(self, rank: int) -> Any:
         return self.managers[rank]
@@ -86,7 +96,8 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    monkeypatch.setattr(saving, "OWN_PATH_GRACE_S", 0.05)
+    monkeypatch.setattr(saves, "OWN_PATH_GRACE_S", 0.05)
+    monkeypatch.setattr(saves, "MEET_LIMIT_S", 0.0)
     return Ranks()
 
 
@@ -121,7 +132,7 @@ def test_rank_does_not_wait_for_rank_0_that_has_left_the_cell(ranks: Ranks) -> N
 
 
 def test_own_folder_needs_no_grace_once_rank_0_has_left_the_cell(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "OWN_PATH_GRACE_S", 100 * LIMIT_S)
+    monkeypatch.setattr(saves, "OWN_PATH_GRACE_S", 100 * LIMIT_S)
     ranks.saver(0)("model", "one of rank 0's")
     manager = ranks.managers[1]
     assert manager is not None
@@ -344,9 +355,7 @@ def test_folder_of_a_rank_of_its_own_is_written_there(ranks: Ranks, caplog: pyte
 
 
 def test_save_that_rank_0_never_makes_ends_in_a_timeout(ranks: Ranks) -> None:
-    with pytest.raises(
-        RankTimeoutError, match=rf"rank 1 waited timeout_s={LIMIT_S} seconds for rank 0 in save"
-    ) as error:
+    with pytest.raises(RankTimeoutError, match=rf"rank 1 waited {LIMIT_S} seconds for rank 0 in save") as error:
         ranks.saver(1)("model", "out")
     assert "Hint: Save on all ranks" in str(error.value)
     assert ranks.calls == [[], []]
@@ -362,3 +371,102 @@ def test_patches_of_saving_name_what_they_touch_and_why() -> None:
     assert len(set(targets)) == len(targets)
     assert "peft.peft_model:PeftModel.save_pretrained" in targets
     assert all(patch.reason.endswith(".") and patch.supports for patch in patches)
+
+
+# The meeting before a save.
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Notes for each meeting whether rank 0 would have waited; it does not."""
+    found: list[bool] = []
+
+    def wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
+        found.append(deadline_s - time.monotonic() > LIMIT_S / 2)
+        return condition()
+
+    monkeypatch.setattr(saves, "wait_until", wait_until)
+    monkeypatch.setattr(saves, "MEET_LIMIT_S", LIMIT_S)
+    return found
+
+
+def test_late_rank_removes_before_rank_0_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeManager, "config", MultiGPUConfig(timeout_s=30.0))
+    ranks, final = Ranks(), tmp_path / "final"
+
+    def replace_model(rank: int) -> None:
+        time.sleep(rank * LIMIT_S)
+        shutil.rmtree(final, ignore_errors=True)
+        ranks.saver(rank, result=lambda model, path: final.mkdir())("model", final)
+        assert final.exists()
+
+    late = threading.Thread(target=replace_model, args=(1,))
+    late.start()
+    replace_model(0)
+    late.join(timeout=30)
+    assert final.exists()
+
+
+def test_rank_0_waits_once_where_it_saves_alone(ranks: Ranks, waits: list[bool]) -> None:
+    for path in ("a", "b", "c"):
+        ranks.saver(0)("model", path)
+    ranks.saver(0)("model", "another place")
+    assert waits == [True, False, False, True]
+
+
+def test_rank_0_waits_again_for_a_rank_that_came_late(ranks: Ranks, waits: list[bool]) -> None:
+    for _ in range(3):
+        for rank in (0, 1):
+            ranks.saver(rank)("model", "out")
+    assert waits == [True, True, True]
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_waits_elsewhere_or_has_left(ranks: Ranks, waits: list[bool]) -> None:
+    manager = ranks.managers[1]
+    assert manager is not None
+    # One place in the code: it would not wait a second time if rank 1 had been missed there.
+    for path in ("a", "b", "c"):
+        with manager.saves.visit("save(later)"):
+            ranks.saver(0)("model", path)
+        if path == "b":
+            manager.saves.leave()
+    for path in ("d", "e"):
+        ranks.saver(0)("model", path)
+    assert waits == [True] * 5
+
+
+def test_keys_of_saves_are_deleted_when_all_ranks_have_read_them(ranks: Ranks) -> None:
+    for path in ("a", "b", "c", "d"):
+        for rank in (0, 1):
+            ranks.saver(rank)("model", path)
+    assert set(ranks.store) == {"saves/at/0", "saves/at/1", "saves/3"}
+
+
+def test_file_that_a_late_rank_has_removed_is_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("kept", "removed"):
+        ranks.saver(0, result=lambda model, path: path.touch())("model", tmp_path / name)
+    (tmp_path / "removed").unlink()
+    ranks.saver(1)("model", tmp_path / "kept")
+    with pytest.raises(DistributedError, match=r"removed is gone\. Rank 1 came to this save later"):
+        ranks.saver(1)("model", tmp_path / "removed")
+
+
+def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:
+    from transformers import trainer
+
+    assert hasattr(trainer, "rotate_checkpoints") != hasattr(trainer.Trainer, "_rotate_checkpoints")
+    seen: list[Any] = []
+
+    def rotate_checkpoints(output_dir: Any, save_total_limit: int | None = None) -> None:
+        seen.append(output_dir)
+
+    def rotate_by_method(self: object, use_mtime: bool = False, output_dir: Any = None) -> None:
+        seen.append(output_dir)
+
+    patches = {p.target: p for p in saving_patches(SaveGate(0, pytest.fail)) if "rotate_checkpoints" in p.target}
+    function, method = patches.values()
+    for folder in (tmp_path, str(tmp_path), tmp_path / PART_FOLDER, str(tmp_path / PART_FOLDER)):
+        function.wrap(rotate_checkpoints)(folder, 2)
+        function.wrap(rotate_checkpoints)(output_dir=folder)
+        method.wrap(rotate_by_method)(None, True, folder)
+    assert seen == [tmp_path] * 3 + [str(tmp_path)] * 3

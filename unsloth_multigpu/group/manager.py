@@ -21,6 +21,7 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeo
 from unsloth_multigpu.group.arrival import meet
 from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
+from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
@@ -47,6 +48,7 @@ class DDPManager:
 
     Attributes:
         connect_store: Connects to the store of this run, when it is first needed.
+        saves: What rank 0 saves, and where the others wait for it.
         waits: Counts the seconds that this rank waits for others.
         is_abandoned: True where rank 0 has left the code that this rank runs, and publishes nothing more in it.
     """
@@ -62,6 +64,7 @@ class DDPManager:
         self.lengths_of: dict[str, list[int]] = {}
         self._last_works: deque[Any] = deque(maxlen=8)
         self._farewell: Farewell | None = None
+        self.saves = Saves(self)
         self.waits = Waits(lambda: local_device(identity, config))
 
     @property
@@ -128,6 +131,10 @@ class DDPManager:
     def is_published(self, key: str) -> bool:
         """True once some rank has published `key`. Does not wait."""
         return bool(self.store.check([key]))
+
+    def withdraw(self, key: str) -> None:
+        """Deletes a key that no rank will read again."""
+        self.store.delete_key(key)
 
     def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
         """Waits until `key` is published and returns its value.

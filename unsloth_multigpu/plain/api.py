@@ -64,8 +64,8 @@ def wrap_model_multi_gpu(
 def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the weights of a model, wrapped or not, by the names that it has without wrappers. Rank 0 writes.
 
-    The other ranks that make the call wait until the file is there. The file is whole at any time: it is written next
-    to `path`, and renamed. Folders are made. `load_state_dict` reads it, and so does
+    Rank 0 waits a few seconds for the other ranks; those that make the call wait until the file is there. It is whole
+    at any time: it is written next to `path`, and renamed. Folders are made. `load_state_dict` reads it, and so does
     `model.load_state_dict(torch.load(path, map_location="cpu"))`; without that all ranks would open rank 0's GPU.
 
     Save to one path either on all ranks or on rank 0 alone, not now so and now so: the others would take an earlier
@@ -157,6 +157,6 @@ def _manager() -> DDPManager:
     """The session's, else one for the place that this process has without it."""
     if (session := plugin.active_session()) is not None:
         return session.manager()
-    from unsloth_multigpu.plain.wrap import GroupManager, current_identity
+    from unsloth_multigpu.plain.wrap import current_identity, manager_of
 
-    return GroupManager(current_identity(os.environ), MultiGPUConfig.resolve({}))
+    return manager_of(current_identity(os.environ), MultiGPUConfig.resolve({}))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.errors import ConfigError, DistributedError
+from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import inner_name
 
@@ -23,24 +23,16 @@ _MOST_NAMED = 5
 
 
 def save_state_dict(model: nn.Module, path: str | os.PathLike[str], manager: DDPManager) -> None:
-    """See `unsloth_multigpu.save_state_dict`.
-
-    Ranks meet by path and count in the store, not at a barrier: code that only rank 0 reaches must not wait for others.
-    """
+    """See `unsloth_multigpu.save_state_dict`."""
+    target = Path(path).absolute()
     if manager.identity.world_size == 1:
-        _write(model, Path(path))
+        _write(model, target)
         return
-    what, rank = f"save_state_dict({os.fspath(path)!r})", manager.identity.rank
-    key = f"{what}/{manager.store.add(f'{what}/calls/{rank}', 1)}"
-    if rank == 0:
-        try:
-            _write(model, Path(path))
-        except BaseException as error:
-            manager.publish(key, f"{type(error).__name__}: {error}")
-            raise
-        manager.publish(key)
-    elif failure := manager.wait_for(key, f"rank 0 in {what}", timeout_s=manager.config.timeout_s):
-        raise DistributedError(f"rank 0 failed in {what}: {failure}", hint="The cause is rank 0's error.")
+    with manager.saves.visit(f"save_state_dict({os.fspath(target)!r})"):
+        if manager.identity.rank == 0:
+            manager.saves.write(os.fspath(target), lambda: _write(model, target))
+        elif not manager.saves.follow()[0]:
+            _write(model, target)  # A folder of its own, from tempfile say.
 
 
 def load_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -5,6 +5,7 @@ Imported inside functions only.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,12 @@ class GroupManager(DDPManager):
             os.environ.update(self.identity.variables())
             leave_group_at_exit(_has_failed)
         super().open_group()
+
+
+@functools.cache
+def manager_of(identity: RankIdentity, config: MultiGPUConfig) -> GroupManager:
+    """The manager of a rank: the same one for each call, since it counts the saves."""
+    return GroupManager(identity, config)
 
 
 def current_identity(environment: Mapping[str, str]) -> RankIdentity:

@@ -46,22 +46,19 @@ def all_patches() -> list[Patch]:
     """Every patch of a rank on a GPU, under `verify`, whatever this machine has; they are to land, not to be called."""
     from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
-    from unsloth_multigpu.hooks.removal import removal_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
     from unsloth_multigpu.hooks.shard import shard_patches
     from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
     from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
     from unsloth_multigpu.notebook.patches import notebook_patches
 
-    gate = SaveGate(0, lambda: None)  # What is imported may remove files.
     return [
         followed_train_patch(lambda: False),
         *trainer_patches(MultiGPUConfig(), 2, "cuda", _not_in_a_run, _not_in_a_run),
         *device_patches("cuda", 0, 1),
         *placement_patches("cuda", 0, warns=False),
         *offload_patches(0),
-        *saving_patches(gate),
-        *removal_patches(gate),
+        *saving_patches(SaveGate(0, _not_in_a_run)),
         *shard_patches(),
         *dataset_patches(None, _not_in_a_run),
         *notebook_patches(_not_in_a_run),

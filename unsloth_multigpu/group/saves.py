@@ -1,0 +1,324 @@
+"""Rank 0 writes files and the other ranks wait for it, by the path that is written. Needs no torch.
+
+The script runs on every rank, and so does `if exists(folder): rmtree(folder)` before a save. So rank 0 waits a few
+seconds before it writes: a rank that comes late has removed by then what it removes. It is no barrier: an export may
+take longer than a collective may, and code that only rank 0 reaches must not wait for the others.
+
+In the store, `saves/N` is rank 0's save number N, from its begin until all ranks have read how it ended, and
+`saves/at/R` says where rank R is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from unsloth_multigpu.errors import DistributedError, RankTimeoutError
+from unsloth_multigpu.group.outcome import error_of, failure
+from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.wait import POLL_S, wait_until
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from unsloth_multigpu.group.manager import DDPManager
+
+logger = get_logger(__name__)
+
+# How long rank 0 waits for the others before it writes. Code that only rank 0 reaches waits that long once.
+MEET_LIMIT_S = 5.0
+# After this time without a save of rank 0, a folder that rank 0 does not name counts as another rank's own.
+OWN_PATH_GRACE_S = 10.0
+# An export that rank 0 has begun may take hours; if rank 0 dies meanwhile, the launcher ends the run.
+SAVE_LIMIT_S = 86_400.0
+# After this time without the other ranks a save of a sharded model says whom it waits for.
+_QUIET_S = 3.0
+# Keys exist when they are read.
+_READ_LIMIT_S = 60.0
+_AT = "saves/at/{}"
+_LEFT = "saves/left/{}"
+_GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
+
+
+@dataclass
+class _Place:
+    """Where a rank is, as the others are told.
+
+    Attributes:
+        what: The saver that it has come to last, and its path.
+        count: How often it has come to it.
+        waits: True until it leaves that saver.
+        num_read: How many of rank 0's saves it need not read again.
+        late: Numbers of rank 0's saves that had begun when it came to them.
+    """
+
+    what: str = ""
+    count: int = 0
+    waits: bool = False
+    num_read: int = 0
+    late: list[int] = field(default_factory=list)
+
+
+class Saves:
+    """The saves of a run, as this rank knows them. A new manager has an empty store, and new ones.
+
+    Args:
+        manager: Its store works before there is a process group.
+    """
+
+    def __init__(self, manager: DDPManager) -> None:
+        self._manager = manager
+        self._at = _Place()
+        self._counts: Counter[str] = Counter()
+        self._num_saves = 0
+        # Of rank 0's saves that this rank has read: what was saved, and how it ended (None while it lasts).
+        self._read: list[tuple[str, dict[str, Any] | None]] = []
+        # On rank 0: saves whose keys are deleted, and its last save at a place in the code to which not all ranks came.
+        self._num_deleted = 0
+        self._lonely: dict[int, int] = {}
+
+    @property
+    def _rank(self) -> int:
+        return self._manager.identity.rank
+
+    @contextmanager
+    def visit(self, what: str) -> Iterator[None]:
+        """This rank is in a saver.
+
+        Args:
+            what: The saver and its path, equal on all ranks that make the same save.
+        """
+        self._counts[what] += 1
+        self._num_saves += 1
+        if self._rank:
+            self._read_store()
+            number = self._number_of(what)
+            self._at.late += [] if number is None else [number]
+        self._at.what, self._at.count = what, self._counts[what]
+        self._tell(waits=True)
+        try:
+            yield
+        finally:
+            self._tell(waits=False)
+
+    def write(self, path: str, save: Callable[[], Any]) -> Any:
+        """Rank 0's part of the save that it visits: waits for the others, saves, and tells them how it went.
+
+        Args:
+            path: Absolute path that is written; "" where the saver chooses it.
+            save: Writes.
+        """
+        what, number = self._at.what, self._num_saves - 1
+        self._wait_for_others(number)
+        self._delete_read()
+        self._manager.publish(f"saves/{number}", json.dumps([what, None]))
+        try:
+            result = save()
+        except BaseException as error:
+            self._manager.publish(f"saves/{number}", json.dumps([what, failure(error)]))
+            raise
+        outcome = {"result": _plain(result), "path": path if path and os.path.lexists(path) else ""}
+        self._manager.publish(f"saves/{number}", json.dumps([what, outcome]))
+        return result
+
+    def follow(self) -> tuple[bool, Any]:
+        """Another rank's part of the save that it visits: waits until rank 0 has made it.
+
+        A folder can be the rank's own, from tempfile say. That is so once rank 0 has made as many saves as this rank,
+        none of them here, and is not about to make another.
+
+        Returns:
+            (False, None) for a folder of its own, else True and rank 0's result.
+
+        Raises:
+            DistributedError: Rank 0 failed, has left without this save, or what it saved is gone.
+            RankTimeoutError: Rank 0 does not come within `timeout_s`.
+        """
+        what = self._at.what
+        since = time.monotonic()
+        while True:
+            has_left = self._manager.is_abandoned()  # Asked first, so that a save before it left is still seen below.
+            if self._read_store():
+                since = time.monotonic()
+            number = self._number_of(what)
+            outcome = None if number is None else self._read[number][1]
+            if number is not None and outcome is not None:
+                return True, self._result(number, outcome)
+            is_busy = bool(self._read) and self._read[-1][1] is None
+            is_behind = len(self._read) < self._num_saves
+            if has_left and (is_busy or is_behind):
+                raise DistributedError(
+                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has left the cell.",
+                    hint="Save on all ranks.",
+                )
+            quiet_s = time.monotonic() - since
+            if has_left or (quiet_s > OWN_PATH_GRACE_S and not is_busy and not is_behind):
+                logger.warning("%s is this rank's alone, rank 0 saved %s", what, self._read[-1][0])
+                self._tell(waits=False)
+                return False, None
+            limit_s = SAVE_LIMIT_S if is_busy else self._manager.config.timeout_s
+            if quiet_s > limit_s:
+                raise RankTimeoutError(
+                    f"rank {self._rank} waited {limit_s:g} seconds for rank 0 in {what}.",
+                    hint="Save on all ranks, or raise timeout_s where it only takes long.",
+                )
+            time.sleep(POLL_S)
+
+    def meet(self) -> None:
+        """Waits in the save that this rank visits for all ranks, each of which holds a part of what is saved.
+
+        Raises:
+            DistributedError: Another rank's script has ended without it.
+            RankTimeoutError: Another rank does not come within `timeout_s`.
+        """
+        here = self._at
+        missing = list(range(self._manager.identity.world_size))
+
+        def are_there() -> bool:
+            gone = [rank for rank in missing if self._has_left(rank)]  # Asked first: a rank may save and leave.
+            places = {rank: self._place_of(rank) for rank in missing}
+            missing[:] = [rank for rank, at in places.items() if (at.what, at.count) != (here.what, here.count)]
+            if lost := [rank for rank in gone if rank in missing]:
+                raise DistributedError(
+                    f"{here.what}: the script of rank(s) {_listed(lost)} has ended without this save. {_GATHERS}",
+                    hint="Call it on all ranks, not under `if rank == 0:`. The files are written once.",
+                )
+            return not missing
+
+        begin_s, limit_s = time.monotonic(), self._manager.config.timeout_s
+        if wait_until(are_there, begin_s + min(_QUIET_S, limit_s)):
+            return
+        logger.warning("%s waits for rank(s) %s. %s", here.what, _listed(missing), _GATHERS.rstrip("."))
+        if not wait_until(are_there, begin_s + limit_s):
+            raise RankTimeoutError(
+                f"rank {self._rank} waited timeout_s={limit_s:g} seconds for rank(s) {_listed(missing)} in "
+                f"{here.what}. {_GATHERS}",
+                hint="Call it on all ranks, not under `if rank == 0:`, or raise timeout_s where it only takes long.",
+            )
+
+    def leave(self) -> None:
+        """This rank's script is over: others may wait for it."""
+        try:
+            self._manager.publish(_LEFT.format(self._rank))
+        except RuntimeError as gone:
+            logger.debug("who serves the store has left before: %s", gone)
+
+    def _wait_for_others(self, number: int) -> None:
+        """Waits until every other rank waits for a save of rank 0, this one or a later one; has a limit.
+
+        A rank that waits elsewhere does not come here: only rank 0 saves here, or the folder is that rank's own. Where
+        not all came in time, the next save at the same place in the code does not wait, unless they have come since.
+        """
+        missing = list(range(1, self._manager.identity.world_size))
+
+        def are_there() -> bool:
+            missing[:] = [rank for rank in missing if not self._waits(rank) and not self._has_left(rank)]
+            return not missing
+
+        place = _place_in_code()
+        before = self._lonely.get(place)
+        limit_s = min(MEET_LIMIT_S, self._manager.config.timeout_s)
+        if not are_there() and before is not None and not any(before in self._place_of(r).late for r in missing):
+            limit_s = 0.0
+        if wait_until(are_there, time.monotonic() + limit_s):
+            self._lonely.pop(place, None)
+            return
+        self._lonely[place] = number
+        if limit_s:
+            logger.info(
+                "%s: rank(s) %s have not come to a save within %g s. Rank 0 goes on, and does not wait again here",
+                self._at.what,
+                _listed(missing),
+                limit_s,
+            )
+
+    def _waits(self, rank: int) -> bool:
+        """True while a rank waits for a save that rank 0 has not made."""
+        at = self._place_of(rank)
+        num_made = self._counts[at.what] - (at.what == self._at.what)
+        return at.waits and at.count > num_made
+
+    def _has_left(self, rank: int) -> bool:
+        return self._manager.is_published(_LEFT.format(rank))
+
+    def _place_of(self, rank: int) -> _Place:
+        if not self._manager.is_published(_AT.format(rank)):
+            return _Place()
+        return _Place(**json.loads(self._get(_AT.format(rank), f"rank {rank}")))
+
+    def _get(self, key: str, what: str) -> str:
+        return self._manager.wait_for(key, what, timeout_s=_READ_LIMIT_S)
+
+    def _tell(self, *, waits: bool) -> None:
+        self._at.waits, self._at.num_read = waits, self._num_ended()
+        self._manager.publish(_AT.format(self._rank), json.dumps(asdict(self._at)))
+
+    def _num_ended(self) -> int:
+        return len(self._read) - (bool(self._read) and self._read[-1][1] is None)
+
+    def _read_store(self) -> bool:
+        """Reads what rank 0 has saved meanwhile, and how; True if there is something new. Does not wait."""
+        before = [len(self._read), self._num_ended()]
+        while self._manager.is_published(key := f"saves/{self._num_ended()}"):
+            what, outcome = json.loads(self._get(key, "rank 0"))
+            self._read[self._num_ended() :] = [(what, outcome)]
+            if outcome is None:
+                break
+        return before != [len(self._read), self._num_ended()]
+
+    def _number_of(self, what: str) -> int | None:
+        """Number of rank 0's save that this rank's is; None where rank 0 has not begun it."""
+        numbers = [number for number, (saved, _) in enumerate(self._read) if saved == what]
+        return numbers[self._counts[what] - 1] if len(numbers) >= self._counts[what] else None
+
+    def _result(self, number: int, outcome: dict[str, Any]) -> Any:
+        if "error" in outcome:
+            raise error_of(outcome, self._at.what)
+        identity = self._manager.identity
+        is_one_disk = identity.rank == identity.local_rank  # Another node may have another disk.
+        path = outcome["path"]
+        if number in self._at.late and is_one_disk and path and not os.path.lexists(path):
+            raise DistributedError(
+                f"rank 0 has done {self._at.what}, and {path} is gone. Rank {self._rank} came to this save later than "
+                "rank 0 waits for it: its part of the script has removed the files, or rank 0's has since.",
+                hint="Remove what is in the way on rank 0 alone: if ump.is_main_process().",
+            )
+        result = outcome["result"]
+        return tuple(result) if isinstance(result, list) else result
+
+    def _delete_read(self) -> None:
+        """Deletes the keys that every other rank has read."""
+        others = range(1, self._manager.identity.world_size)
+        num_read = min(self._place_of(rank).num_read for rank in others)
+        for number in range(self._num_deleted, num_read):
+            self._manager.withdraw(f"saves/{number}")
+        self._num_deleted = max(self._num_deleted, num_read)
+
+
+def _place_in_code() -> int:
+    """Equal for two calls that came the same way, line by line."""
+    frame: FrameType | None = sys._getframe(1)
+    lines = []
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return hash(tuple(lines))
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _plain(result: Any) -> Any:
+    """The result if other ranks can be given it as JSON, else None."""
+    is_plain = isinstance(result, (str, int, float, bool, type(None)))
+    if isinstance(result, (tuple, list)) and all(isinstance(r, str) for r in result):
+        return list(result)
+    return result if is_plain else None
