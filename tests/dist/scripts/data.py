@@ -148,6 +148,22 @@ class PlainLoader(Trainer):
         return torch.utils.data.DataLoader(ROWS, batch_size=3, sampler=sampler, collate_fn=collate)
 
 
+class OwnGenerator(Trainer):
+    """A loader that shuffles by a generator of the script's, as it is."""
+
+    def get_train_dataloader(self):
+        generator = torch.Generator().manual_seed(5)
+        options = {"num_workers": self.args.dataloader_num_workers, "generator": generator, "shuffle": True}
+        return torch.utils.data.DataLoader(ROWS, batch_size=3, collate_fn=collate, **options)
+
+
+class OwnPreparedGenerator(OwnGenerator):
+    """The same, prepared by accelerate."""
+
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(super().get_train_dataloader())
+
+
 def mean_of_outputs(outputs, labels, num_items_in_batch=None):
     """A `compute_loss_func` that takes the count and does not use it."""
     return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -456,6 +472,9 @@ accumulated = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "remove_
 train("old_step", build("old_step", OldStep, model=WithoutOptions, **accumulated))
 train("old_mean_step", build("old_mean_step", OldMeanStep))
 train("plain_loader", build("plain_loader", PlainLoader))
+train("own_generator", build("own_generator", OwnGenerator))
+train("own_generator_workers", build("own_generator_workers", OwnGenerator, dataloader_num_workers=2))
+train("own_generator_prepared", build("own_generator_prepared", OwnPreparedGenerator))
 train("smoothed", build("smoothed", label_smoothing_factor=0.1))
 train("wrapper", build("wrapper", model=Inside, remove_unused_columns=False))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))
