@@ -130,6 +130,12 @@ SEAMS: dict[str, InstanceSeam] = {
         InstanceSeam("accelerator", "reduce", _ALONE, ("tensor", "reduction")),
         InstanceSeam(
             "accelerator",
+            "pad_across_processes",
+            "Batches of an evaluation have their own shapes until they are put together.",
+            ("tensor",),
+        ),
+        InstanceSeam(
+            "accelerator",
             "clip_grad_norm_",
             "A step whose gradient is not finite is found, named and left out before it reaches the weights.",
             ("parameters", "max_norm", "norm_type"),

@@ -282,7 +282,8 @@ class OptionTable:
     verify_every: int = option(
         100,
         Count(0),
-        "Steps between two comparisons of all ranks' weights, the first of which is after the first step; 0 = never.",
+        "Steps between two comparisons of all ranks' weights, and until then after steps 1, 2, 4, 8 and so on; "
+        "0 = never.",
         section=FAILING,
     )
     log_metrics: bool = option(

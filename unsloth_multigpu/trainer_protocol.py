@@ -22,6 +22,7 @@ class ArgumentsLike(Protocol):
     ddp_find_unused_parameters: bool | None
     ddp_timeout: int
     device: Any  # torch.device
+    eval_do_concat_batches: bool
     gradient_accumulation_steps: Any  # int; for one call of compute_loss the feed sets a float.
     gradient_checkpointing: bool
     ignore_data_skip: bool
@@ -131,6 +132,8 @@ class AcceleratorLike(Protocol):
 
     def reduce(self, tensor: Any, reduction: str = "sum") -> Any: ...
 
+    def pad_across_processes(self, tensor: Any) -> Any: ...
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any: ...
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any: ...
@@ -146,6 +149,7 @@ class TrainerLike(Protocol):
     accelerator: AcceleratorLike
     args: ArgumentsLike
     callback_handler: CallbackHandlerLike
+    compute_metrics: Callable[..., Any] | None
     compute_loss_func: Callable[..., Any] | None
     control: ControlLike
     current_flos: float

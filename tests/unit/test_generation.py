@@ -1,5 +1,7 @@
 """How completions are dealt to ranks: steps and generations keep their number, or numbers that work are named."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from unsloth_multigpu.step.generation import (
     arguments_of_one_process,
     divide_generation,
     divided_arguments,
+    draws_completions,
 )
 
 SMALL = st.integers(1, 12)
@@ -68,3 +71,16 @@ def test_arguments_read_as_they_were_given_and_what_was_changed_since_is_kept():
         "gradient_accumulation_steps": 5,
     }
     assert arguments_of_one_process(mine, {}) == mine
+
+
+@pytest.mark.parametrize(
+    ("facts", "draws"),
+    [
+        ({"lmbda": 0.5}, True),
+        ({"lmbda": 0.0, "seq_kd": True}, True),
+        ({"lmbda": 0.0, "seq_kd": False}, False),
+    ],
+)
+def test_distillation_on_completions_of_its_own_is_known(facts, draws):
+    trainer = SimpleNamespace(args=SimpleNamespace(), generate_on_policy_outputs=print, **facts)
+    assert draws_completions(trainer) == draws

@@ -221,9 +221,18 @@ def model(**changes: float) -> Any:
 
 @pytest.mark.parametrize(
     ("every", "start", "due"),
-    [(0, 0, []), (1, 0, [1, 2, 3, 4, 5, 6]), (3, 0, [1, 3, 6]), (3, 4, [5, 6, 9]), (100, 0, [1]), (2, 1, [2, 4, 6])],
+    [
+        (0, 0, []),
+        (1, 0, [1, 2, 3, 4, 5, 6]),
+        (3, 0, [1, 2, 3, 6]),
+        (3, 4, [5, 6, 9]),
+        (2, 1, [2, 4, 6]),
+        # What differs from a step on is found before as many more are done.
+        (100, 0, [1, 2, 4, 8, 16, 32, 64, 100, 200]),
+        (100, 30, [31, 32, 34, 38, 46, 62, 94, 100, 200]),
+    ],
 )
-def test_check_is_due_after_the_first_step_and_every_so_many(every: int, start: int, due: list[int]) -> None:
+def test_check_is_due_as_the_steps_double_and_every_so_many(every: int, start: int, due: list[int]) -> None:
     from unsloth_multigpu.group.replicas import ReplicaProof
 
     manager = Manager(every, 0, Group(1))

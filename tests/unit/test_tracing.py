@@ -1,13 +1,10 @@
 """What a metric is made from is followed through a loss, and made again from the parts of several ranks."""
 
-import math
-
 import pytest
 import torch
 
 from unsloth_multigpu.step.deal import Piece, deal_step, with_groups
 from unsloth_multigpu.step.tracing import NotThere, Trace, evaluate, is_guessed, merged, plain, source_of
-from unsloth_multigpu.train.evaluation import _filled_up, _lengths, _Rounds
 
 
 def both(values, gather):
@@ -94,22 +91,3 @@ def test_groups_are_what_shares_a_micro_batch():
     assert groups([[Piece((0, 3))], [Piece((1, 2))]], [2, 2]) == [[((0, 1), True)], [((0, 1), True)]]
     filler = Piece((0,), is_filler=True)
     assert groups([[Piece((0,))], [filler]], [1]) == [[((0,), False)], [((), False)]]
-
-
-@pytest.mark.parametrize("num_batches", [1, 2, 3, 4])
-def test_each_rank_has_as_many_batches(num_batches):
-    sampler = torch.utils.data.SequentialSampler(range(4 * num_batches - 1))
-    rounds = _Rounds(torch.utils.data.BatchSampler(sampler, 4, drop_last=False), 3)
-    batches = list(rounds)
-    assert len(batches) == len(rounds) == math.ceil(num_batches / 3) * 3
-    assert [i for batch in batches[:num_batches] for i in batch] == list(range(4 * num_batches - 1))
-    assert all(batch == batches[0] for batch in batches[num_batches:])
-
-
-def test_predictions_are_filled_up():
-    pairs = {"first": (torch.arange(4), torch.ones(2, 3)), "none": None}
-    assert list(_lengths(pairs)) == [4, 2]
-    filled = _filled_up(pairs, iter([6, 3]))
-    assert filled["first"][0].tolist() == [0, 1, 2, 3, 3, 3]
-    assert filled["first"][1].shape == (3, 3)
-    assert filled["none"] is None

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
@@ -24,6 +25,7 @@ from unsloth_multigpu.trainer_protocol import ArgumentsLike, OptionalArguments, 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.step.one_process import EvaluationLoaders
+    from unsloth_multigpu.step.share import Share
 
 logger = get_logger(__name__)
 
@@ -310,13 +312,23 @@ def _evaluated_by_batch(
     get_loaders: Callable[[], EvaluationLoaders],
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    has_warned = False
+    shares: WeakKeyDictionary[Any, Share | None] = WeakKeyDictionary()  # Workers of a loader may live as long as it.
+
+    def share_of_rank(trainer: TrainerLike, loader: Any) -> Share | None:
+        from torch.utils.data import DataLoader
+
+        from unsloth_multigpu.step.share import share_of
+
+        if not isinstance(loader, DataLoader):
+            return None
+        if loader not in shares:
+            shares[loader] = share_of(trainer, get_manager(), loader, is_whole=get_loaders().is_whole(loader))
+        return shares[loader]
 
     @functools.wraps(original)
     def evaluation_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.train.evaluation import evaluation_of
+        from unsloth_multigpu.train.evaluation import Evaluation
 
-        nonlocal has_warned
         if self.is_fsdp_enabled and not self.is_in_train:
             from unsloth_multigpu.shard.sharding import check_is_placed
 
@@ -325,31 +337,21 @@ def _evaluated_by_batch(
         # Else a batch's loss is divided by the tokens of all ranks' batches and multiplied by the number of ranks, also
         # where the model divides by its own.
         self.args.average_tokens_across_devices = False
-        if self.gather_function == self.accelerator.gather:
-            # Seq2SeqTrainer's choice, which keeps the rows that fill up the last batches.
-            self.gather_function = self.accelerator.gather_for_metrics
-        if self.args.batch_eval_metrics and "inputs" in self.args.include_for_metrics and not has_warned:
-            has_warned = True
-            _warn_of_inputs(get_manager())
-        share = get_loaders().divided(dataloader)
-        evaluation = evaluation_of(self, get_manager(), share)
-        with nullcontext() if evaluation is None else evaluation.on_trainer():
-            try:
-                return original(self, share, *args, **kwargs)
-            finally:
-                self.args.average_tokens_across_devices = counts
-                # What callbacks read, in on_evaluate too.
-                self.callback_handler.eval_dataloader = dataloader
+        share = share_of_rank(self, dataloader)
+        try:
+            if share is None:
+                return original(self, get_loaders().divided(dataloader), *args, **kwargs)
+            cuts_last = self.gather_function != self.accelerator.gather
+            evaluation = Evaluation(self, get_manager(), share, cuts_last=cuts_last)
+            with evaluation.on_trainer():
+                output = original(self, share.loader, *args, **kwargs)
+            return evaluation.completed(output)
+        finally:
+            self.args.average_tokens_across_devices = counts
+            # What callbacks read, in on_evaluate too.
+            self.callback_handler.eval_dataloader = dataloader
 
     return evaluation_loop
-
-
-def _warn_of_inputs(manager: DDPManager) -> None:
-    if manager.identity.rank == 0:
-        logger.warning(
-            'batch_eval_metrics=True with include_for_metrics=["inputs"]: compute_metrics gets predictions and labels '
-            "of all ranks' batches, but the inputs of one rank's batch. Without batch_eval_metrics it gets all inputs"
-        )
 
 
 def _adjusted_arguments(

@@ -8,6 +8,7 @@ from math import gcd
 from typing import Any
 
 from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,14 @@ class GenerationShape:
 
 # The arguments that a rank has a part of, in the order of a shape's fields.
 _ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+
+
+def draws_completions(trainer: TrainerLike) -> bool:
+    """True where a trainer trains on completions that each rank draws by itself: GRPO, RLOO, and GKD where it does."""
+    is_on_policy = getattr(trainer, "lmbda", 0) > 0 or getattr(trainer, "seq_kd", False)
+    return hasattr(trainer.args, "steps_per_generation") or (
+        hasattr(trainer, "generate_on_policy_outputs") and is_on_policy
+    )
 
 
 def divided_arguments(one: GenerationShape, mine: GenerationShape) -> dict[str, tuple[int, int]]:

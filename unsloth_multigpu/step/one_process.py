@@ -129,6 +129,10 @@ class EvaluationLoaders:
         with steered(trainer.accelerator, "prepare_data_loader", prepare):
             yield
 
+    def is_whole(self, loader: DataLoader[Any]) -> bool:
+        """True for one that was built here."""
+        return loader in self._divided
+
     def divided(self, loader: Any) -> Any:
         """The loader from which an evaluation loop takes this rank's batches; one that was not built here as it is."""
         divide = self._divided.get(loader) if isinstance(loader, DataLoader) else None

@@ -190,6 +190,8 @@ def step_loader(
         _StepDataset(loader.dataset, loader.collate_fn, shape.regroup),
         batch_sampler=sampler,
         collate_fn=_only,
+        # It seeds the workers before the sampler is asked for the order, which it may draw from the same generator.
+        generator=loader.generator,
         **settings,
     )
     steps.one_process = one_process

@@ -29,6 +29,7 @@ from unsloth_multigpu.shard.calibration import Calibration
 from unsloth_multigpu.shard.engine import Engine, find_engine
 from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
 from unsloth_multigpu.step.feed import StepFeed
+from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.step.gradient_hooks import misfit_of_hooks
 from unsloth_multigpu.step.loss import Inexact
 from unsloth_multigpu.strategy import DDP
@@ -165,6 +166,7 @@ class DDPTrainer:
                     _warn_of_rank_arithmetic(getattr(sys.modules["__main__"], "__file__", None))
                 statistics = RunningStatistics(self.trainer, self.manager, self.steps)
                 self.parts += [statistics, MicroBatchStatistics(statistics)]
+        self._say_whose_completions()
         loop = Loop(self.trainer, [*self.parts, *of_tool])
         on_agreed(loop)
         start = time.monotonic()
@@ -295,6 +297,12 @@ class DDPTrainer:
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer.',
             )
         return True
+
+    def _say_whose_completions(self) -> None:
+        is_told_here = self.manager.identity.world_size > 1 and self.manager.identity.rank == 0
+        if is_told_here and draws_completions(self.trainer):
+            name = type(self.trainer).__name__
+            logger.info("%s: each rank draws completions of its own, so this is another run than on one GPU", name)
 
     def _may_stop(self) -> bool:
         return self.exchange is None or self.exchange.may_stop

@@ -148,6 +148,22 @@ class PlainLoader(Trainer):
         return torch.utils.data.DataLoader(ROWS, batch_size=3, sampler=sampler, collate_fn=collate)
 
 
+class OwnGenerator(Trainer):
+    """A loader that shuffles by a generator of the script's, as it is."""
+
+    def get_train_dataloader(self):
+        generator = torch.Generator().manual_seed(5)
+        options = {"num_workers": self.args.dataloader_num_workers, "generator": generator, "shuffle": True}
+        return torch.utils.data.DataLoader(ROWS, batch_size=3, collate_fn=collate, **options)
+
+
+class OwnPreparedGenerator(OwnGenerator):
+    """The same, prepared by accelerate."""
+
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(super().get_train_dataloader())
+
+
 def mean_of_outputs(outputs, labels, num_items_in_batch=None):
     """A `compute_loss_func` that takes the count and does not use it."""
     return torch.nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -400,26 +416,77 @@ def train(name, trainer, more=lambda: {}, **options):
     (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
 
 
-def evaluate(name, num_rows, **settings):
+class Seq2SeqGather(Trainer):
+    """Counts the last batch as a whole one, as Seq2SeqTrainer does."""
+
+    def evaluation_loop(self, *args, **kwargs):
+        self.gather_function = self.accelerator.gather
+        return super().evaluation_loop(*args, **kwargs)
+
+
+class OwnEvalLoader(Trainer):
+    """A loader of the script's, as it is."""
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return torch.utils.data.DataLoader(self.eval_dataset, batch_size=4, collate_fn=collate)
+
+    get_test_dataloader = get_eval_dataloader
+
+
+class InTurns(torch.utils.data.BatchSampler):
+    """Batches of 2 and of 5 rows in turn, in an order that is drawn from torch's own generator."""
+
+    def __iter__(self):
+        order = torch.randperm(len(self.sampler)).tolist()
+        while order:
+            for size in (2, 5):
+                batch, order = order[:size], order[size:]
+                yield from [batch] if batch else []
+
+    def __len__(self):
+        return sum(1 for i in range(len(self.sampler)) if i % 7 in (0, 2))
+
+
+class OwnBatches(Trainer):
+    """Evaluates batches of the script's own, which accelerate prepares."""
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        batches = InTurns(torch.utils.data.SequentialSampler(self.eval_dataset), 5, drop_last=False)
+        loader = torch.utils.data.DataLoader(self.eval_dataset, batch_sampler=batches, collate_fn=collate)
+        return self.accelerator.prepare(loader)
+
+    get_test_dataloader = get_eval_dataloader
+
+
+def plain_lists(values):
+    return list(map(plain_lists, values)) if isinstance(values, list) else values.tolist()
+
+
+def evaluate(name, num_rows, kind=Trainer, data=None, **settings):
     """Evaluates and predicts rows in batches of 4, without a training."""
     if not is_asked(name):
         return
-    trainer = build(name, eval_data=ROWS[:num_rows], per_device_eval_batch_size=4, **settings)
+    eval_data = ROWS[:num_rows] if data is None else data
+    trainer = build(name, kind, eval_data=eval_data, per_device_eval_batch_size=4, **settings)
     trainer.preprocess_logits_for_metrics = lambda logits, labels: logits[..., 0]
-    facts, handed = {}, []
+    facts, handed, ends = {}, [], []
 
     def compute_metrics(handed_over, compute_result=True):
         handed.append(handed_over)
+        ends.append(compute_result)
         return {}
 
     trainer.compute_metrics = compute_metrics
     for _ in range(2):
         facts["eval_loss"] = trainer.evaluate().get("eval_loss")
-    if not trainer.args.batch_eval_metrics:
+    if trainer.args.batch_eval_metrics:
+        given = [[batch.predictions, batch.label_ids, *batch.inputs.values()] for batch in handed]
+        facts |= {"given": [plain_lists(values) for values in given], "ends": ends}
+    else:
         predicted = trainer.predict(trainer.eval_dataset)
         facts |= {kind: getattr(predicted, kind) for kind in ("predictions", "label_ids")}
         facts["inputs"] = handed[-1].inputs if handed else None
-        facts = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in facts.items()}
+        facts = {key: plain_lists(v) if hasattr(v, "__len__") else v for key, v in facts.items()}
     (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
 
 
@@ -431,6 +498,12 @@ evaluate("eval_inputs", 10, include_for_metrics=["inputs"])
 evaluate("eval_inputs_few", 6, include_for_metrics=["inputs"])
 evaluate("eval_inputs_drop", 22, include_for_metrics=["inputs"], dataloader_drop_last=True)
 evaluate("eval_inputs_end_to_end", 9, include_for_metrics=["inputs"], collator=collate_end_to_end)
+evaluate("eval_short", 7, kind=Seq2SeqGather, include_for_metrics=["inputs"])
+evaluate("eval_stream", 22, data=Stream(), include_for_metrics=["inputs"])
+evaluate("eval_stream_workers", 22, data=Stream(), include_for_metrics=["inputs"], dataloader_num_workers=1)
+evaluate("eval_apart", 11, include_for_metrics=["inputs"], eval_do_concat_batches=False)
+evaluate("eval_own_loader", 11, kind=OwnEvalLoader, include_for_metrics=["inputs"])
+evaluate("eval_own_batches", 18, kind=OwnBatches, include_for_metrics=["inputs"])
 evaluate("eval_by_batch", 10, include_for_metrics=["inputs"], batch_eval_metrics=True)
 train("plain", build("plain", include_num_input_tokens_seen="all"))
 train("seeded", build("seeded", data_seed=5, seed=11))
@@ -456,6 +529,9 @@ accumulated = {"gradient_accumulation_steps": 4, "num_train_epochs": 3, "remove_
 train("old_step", build("old_step", OldStep, model=WithoutOptions, **accumulated))
 train("old_mean_step", build("old_mean_step", OldMeanStep))
 train("plain_loader", build("plain_loader", PlainLoader))
+train("own_generator", build("own_generator", OwnGenerator))
+train("own_generator_workers", build("own_generator_workers", OwnGenerator, dataloader_num_workers=2))
+train("own_generator_prepared", build("own_generator_prepared", OwnPreparedGenerator))
 train("smoothed", build("smoothed", label_smoothing_factor=0.1))
 train("wrapper", build("wrapper", model=Inside, remove_unused_columns=False))
 train("masked_lm", build("masked_lm", model=bert, collator=collate_masked))

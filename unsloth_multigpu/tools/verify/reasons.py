@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
 
@@ -97,7 +98,7 @@ def _other_samples(trainer: TrainerLike, config: MultiGPUConfig) -> Iterator[Rea
             f"sync='{config.sync}': ranks step by themselves, which is not what one process computes",
             "compare with sync='ddp'",
         )
-    if hasattr(trainer.args, "steps_per_generation"):
+    if draws_completions(trainer):
         yield Reason(
             "sampling",
             f"{type(trainer).__name__} trains on texts that it generates by chance",
