@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 import tempfile
@@ -354,13 +353,7 @@ def test_metrics_file_is_read_by_prometheus(run: Run) -> None:
 def test_metrics_file_is_whole_at_any_time_and_says_the_end(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.prom"
     pages(run, TEN_STEPS)
-    umask = os.umask(0)
-    try:
-        file = MetricsFile(str(path), Path(run.folder), "train.py")
-    finally:
-        os.umask(umask)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644  # The collector's user reads it, and nobody else writes.
-    with file:
+    with MetricsFile(str(path), Path(run.folder), "train.py"):
         assert 'unsloth_multigpu_running{job="train.py"} 1\n' in path.read_text()
     assert 'unsloth_multigpu_running{job="train.py"} 0\n' in path.read_text()
     assert 'unsloth_multigpu_tokens_total{job="train.py",rank="0"} 900\n' in path.read_text()

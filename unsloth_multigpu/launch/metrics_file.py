@@ -116,11 +116,7 @@ class MetricsFile:
         # The collector reads names that end with .prom alone, and what is there at once.
         part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            text = render(read_beats(self._run_dir), self._job, is_running=is_running)
-            # The collector may be another user, who reads it and no more, whatever the umask is.
-            file = os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
-            with os.fdopen(file, "w", encoding="utf-8") as stream:
-                stream.write(text)
+            part.write_text(render(read_beats(self._run_dir), self._job, is_running=is_running), encoding="utf-8")
             part.replace(self._path)
         except OSError:
             with suppress(OSError):
