@@ -48,7 +48,7 @@ class Step:
         only_cards: It sees so many cards; None = all.
         num_ranks: Ranks, placed by `place_ranks`. Where there are fewer cards, they share one, over NCCL or gloo.
         only_nccl: It is left out where these ranks would share a card over gloo.
-        needs_driver: It measures speed, asks the driver or compiles for a card: a device in host memory has nothing to say.
+        needs_driver: It measures speed, asks the driver or compiles for a card: not for a device in host memory.
         variables: Of its environment.
         prints: It prints its result in place of writing a file.
         judge: What is wrong with its result, in words.
@@ -123,9 +123,9 @@ def _test_steps() -> tuple[Step, ...]:
         (
             "ways",
             3,
-            "notebook, srun's cards, compression, the doctor",
+            "notebook, srun's cards, compression",
             130,
-            "notebook or see_one or compressed or doctor",
+            "notebook or see_one or compressed",
             2,
         ),
         ("parity_4", 3, "four ranks, uneven steps too", 100, "four_ranks", 4),

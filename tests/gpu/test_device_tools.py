@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from tests.gpu.card import IS_FAKE, IS_REHEARSAL, needs_cards, visible
+from tests.gpu.card import IS_FAKE, IS_REHEARSAL, NUM_CARDS, of_ranks
 from tests.helpers.fake_cuda import cards, needs_device, reports
 from tests.helpers.run import BARE, LIGHT, PLAIN, ROOT, finish, light, orphans, run_python, start, wait_until
 from unsloth_multigpu.cli.main import main
@@ -25,8 +25,11 @@ from unsloth_multigpu.wire.run import find_runs
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 COMMAND = ("-m", "unsloth_multigpu.cli.main")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-pytestmark = [needs_cards(2), pytest.mark.skipif(IS_REHEARSAL, reason="needs GPUs, and a rehearsal has CPU ranks")]
-VISIBLE = visible(2) if not needs_cards(2).args[0] else {}
+pytestmark = [
+    pytest.mark.skipif(NUM_CARDS < 2, reason=f"needs 2 GPUs, {NUM_CARDS} visible"),
+    pytest.mark.skipif(IS_REHEARSAL, reason="needs GPUs, and a rehearsal has CPU ranks"),
+]
+VISIBLE = of_ranks(2)
 NAMES = ["cuda:0", "cuda:1"]
 HANG_TIMEOUT_S = 8.0
 
@@ -232,7 +235,7 @@ def test_plain_loop_trains_on_two_devices_as_on_one(tmp_path: Path) -> None:
     assert run.code == 0, run.err
     ranks = [json.loads((tmp_path / f"plain_{rank}.json").read_text()) for rank in range(2)]
     alone = "from plain import *; m, s, e = train(0); print(json.dumps([s, e, [p.tolist() for p in m.parameters()]]))"
-    begin, epochs, weights = json.loads(run_python(["-c", alone], SCRIPTS, visible(1)).out)
+    begin, epochs, weights = json.loads(run_python(["-c", alone], SCRIPTS, of_ranks(1)).out)
     for rank in ranks:
         assert (rank["kind"], rank["start"]) == ("DistributedDataParallel", begin)
         for mine, his in zip(rank["loaded"], weights, strict=True):

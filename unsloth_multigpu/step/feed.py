@@ -1,4 +1,7 @@
-"""Feeds a Trainer this rank's share of every optimizer step, by replacing methods of the one Trainer object."""
+"""Feeds a Trainer this rank's share of every optimizer step, by replacing methods of the one Trainer object.
+
+Long because these methods share the state of one step.
+"""
 
 from __future__ import annotations
 
@@ -479,7 +482,7 @@ class StepFeed(Part):
 
         For a rank that steps by itself: so that its own gradient is the mean over its own part.
         """
-        factor = self._num_averaged / self._gradient_factor
+        factor = 1.0 if self._is_alone else self.manager.identity.world_size / self._gradient_factor
         if self._scale.is_token_normalised:
             return 0.0 if micro_batch.piece.is_filler else factor
         if self._scale.weighing != "sum" or micro_batch.piece.is_filler:  # Sums of parts are the sum of the whole.
@@ -491,18 +494,13 @@ class StepFeed(Part):
         return factor
 
     @property
-    def _num_averaged(self) -> float:
-        """Ranks over which a step's gradient is averaged."""
-        return 1.0 if self._is_alone else float(self.manager.identity.world_size)
-
-    @property
     def _gradient_factor(self) -> float:
-        """What a step's gradient is multiplied by after the backward passes, in place of the losses before them.
+        """Multiplies a step's gradient after the backward passes, in place of the losses before them.
 
-        With a gradient scaler, fp16 gradients overflow in the backward pass of a micro-batch. They have to do so where
-        those of one process do, or the scaler skips other steps: so losses are not multiplied by the number of ranks.
+        With a scaler, an fp16 gradient has to overflow where that of one process does, or other steps are skipped.
         """
-        return self._num_averaged if self.trainer.accelerator.scaler is not None else 1.0
+        is_scaled = self.trainer.accelerator.scaler is not None and not self._is_alone
+        return float(self.manager.identity.world_size) if is_scaled else 1.0
 
     def _multiplied_by_nothing(self) -> AbstractContextManager[None]:
         """A loss is that of one process: `_factor` multiplies by the ranks, whatever parts of it a script would."""
