@@ -80,9 +80,10 @@ def test_failed_training_says_why(tmp_path, small_disk):
     run = finish(start([SCRIPTS / "fails.py", small_disk], cwd=tmp_path, env=BARE))
     (raised, left, full), last = attempts_of(run.err)
 
-    assert "unsloth_multigpu: rank 1 failed after step 1: ValueError: planted in step 2" in raised[0]
+    # What a callback does behind a step is after it.
+    assert "unsloth_multigpu: rank 1 failed after step 2: ValueError: planted in step 2" in raised[0]
     assert_is_shown_once_and_first(raised[0])
-    assert "unsloth_multigpu: rank 1 left with exit code 0 after step 1, while other ranks were training" in left[0]
+    assert "unsloth_multigpu: rank 1 left with exit code 0 after step 2, while other ranks were training" in left[0]
     assert "No space left on device" in full[0]
     assert "unsloth_multigpu: rank 0 failed" in full[0]
     assert [code for _, code in (raised, left, full)] == [1, 1, 1]
