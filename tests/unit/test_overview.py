@@ -263,12 +263,17 @@ def test_missing_waiting_of_shards_is_said(run: Run) -> None:
     assert "not measured" not in headline(Overview(run).look())
 
 
-def test_pipe_has_no_colour(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_has_no_colour_and_all_columns(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pages(run, TEN_STEPS, TEN_STEPS)
+    (Path(run.log_dir) / "rank_1.log").write_text("a long line of a log" * 9)
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["top", "--once", str(run.pid)]) == 0
     out = capsys.readouterr().out
     assert "10 / 40" in out
+    assert "a long line of a log" in out
     assert "\x1b" not in out
 
 

@@ -101,9 +101,10 @@ def _listed(runs: list[Run]) -> str:
 def _print_once(screen: Screen, overview: Overview) -> None:
     from unsloth_multigpu.tools.top.table import render
 
-    # A file has no edge.
-    width = screen.console.width if screen.is_terminal else _WIDE
-    screen.console.print(render(overview.look(), width), width=width)
+    if not screen.is_terminal:
+        # A file has no edge. What is laid out for more than rich believes to be there loses columns.
+        screen.console.width = _WIDE
+    screen.console.print(render(overview.look(), screen.console.width))
 
 
 def _follow(screen: Screen, overview: Overview) -> None:
