@@ -25,7 +25,11 @@ from unsloth_multigpu.wire.run import find_runs
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 COMMAND = ("-m", "unsloth_multigpu.cli.main")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-pytestmark = [needs_cards(2), pytest.mark.skipif(IS_REHEARSAL, reason="needs GPUs, and a rehearsal has CPU ranks")]
+pytestmark = [
+    pytest.mark.slow,
+    needs_cards(2),
+    pytest.mark.skipif(IS_REHEARSAL, reason="needs GPUs, and a rehearsal has CPU ranks"),
+]
 VISIBLE = visible(2) if not needs_cards(2).args[0] else {}
 NAMES = ["cuda:0", "cuda:1"]
 HANG_TIMEOUT_S = 8.0
