@@ -45,7 +45,7 @@ RESULT ?= build/gpu/result.json
 ROW ?=
 KEEP ?=
 
-.PHONY: demo test test-all lint docs release-check matrix signatures gpu gpu-page gpu-site setup browser
+.PHONY: fake-cuda demo test test-all lint docs release-check matrix signatures gpu gpu-page gpu-site setup browser
 .SILENT:
 
 demo: setup
@@ -53,7 +53,7 @@ demo: setup
 	echo "Next, your own script: source $(BIN)/activate, then unsloth-multigpu verify your_script.py"
 
 # Two tests at a time, because ranks wait a lot; in the order of the files, so that short ones come last.
-test: setup browser
+test: setup browser fake-cuda
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # What docs/benchmarks.md says of GPUs, measured on the cards of this machine; a call again goes on.
@@ -130,6 +130,10 @@ setup: $(STAMP)
 # Headless Chromium for one test, where the machine has none. Without npm it says so, and the test is skipped.
 browser: setup
 	tests/helpers/install_chromium.sh $(VENV)/chromium
+
+# CUDA devices in host memory for the tests, built by g++; without it, it says which tests are skipped.
+fake-cuda: setup
+	$(BIN)/python -m tests.helpers.fake_cuda
 
 # The stamp is written last and pip passes over what is there, so a set-up that was cut off goes on where it stopped.
 $(STAMP): pyproject.toml constraints.txt Makefile

@@ -1,0 +1,54 @@
+"""A training in fp16 whose scale begins so high that steps are skipped: which, with which norms, and at which scale.
+
+Usage: scaled.py NUM_RANKS OUT.json [CHECKPOINT]
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import unsloth_multigpu as ump
+
+num_ranks, out, checkpoint = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+# What overflows is a sum over the rows of a micro-batch: ranks are to compute those of one process.
+ump.enable_multi_gpu(num_gpus=num_ranks, balance="off")
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dist" / "scripts"))
+from tiny_llama import RaggedRows, collate, tiny_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+scales = []
+
+
+class Scale(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        scales.append(trainer.accelerator.scaler.get_scale())
+
+
+torch.manual_seed(0)
+trainer = Trainer(
+    model=tiny_llama(),
+    args=TrainingArguments(
+        out.stem,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=24,  # Whole micro-batches for 2, 3, 6 and 8 ranks.
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        learning_rate=1e-3,
+        report_to=[],
+        disable_tqdm=True,
+        fp16=True,
+    ),
+    train_dataset=RaggedRows(288),
+    data_collator=collate,
+    callbacks=[Scale()],
+)
+trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+trainer.train(resume_from_checkpoint=checkpoint)
+if os.environ.get("RANK", "0") == "0":
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    out.write_text(json.dumps({"scales": scales, "norms": norms[-len(scales) :]}))

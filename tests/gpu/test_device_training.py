@@ -1,0 +1,104 @@
+"""Trainings on CUDA devices in host memory: what CPU ranks cannot show, and what holds for them and has to hold here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.fake_cuda import cards, needs_device
+from tests.helpers.run import BARE, PLAIN, ROOT, light, run_python
+from tests.helpers.tiny import build_tiny
+
+SCRIPTS = ROOT / "tests" / "dist" / "scripts"
+SCALED = Path(__file__).with_name("scaled.py")
+QUANTIZED = Path(__file__).with_name("quantized.py")
+pytestmark = [needs_device, pytest.mark.slow]
+# Tests of CPU ranks that run again on devices, each with the trainings that it needs.
+AGAIN = {
+    "test_resume.py": "goes_on_to_the_same_weights or other_numbers_of_ranks",
+    "test_strategies.py": "meets_in_every_step or local or diloco",
+}
+
+
+@pytest.mark.parametrize("file", AGAIN)
+def test_what_holds_for_cpu_ranks_holds_on_devices(file: str) -> None:
+    plugin = ("-p", "tests.helpers.on_device", "-p", "no:cacheprovider", "-n", "0", "-q", "-m", "")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugin, f"tests/dist/{file}", "-k", AGAIN[file]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    assert " passed" in run.stdout
+    assert " skipped" not in run.stdout
+
+
+def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path) -> None:
+    """Also where the script has given the scale, and goes on from a checkpoint of another number of ranks."""
+
+    def train(num_ranks: int, checkpoint: str = "") -> dict[str, list[float]]:
+        out = tmp_path / f"{num_ranks}.json"
+        arguments = [SCALED, str(num_ranks), out, *filter(None, [checkpoint])]
+        run = run_python(arguments, tmp_path, {**BARE, **cards(num_ranks)})
+        assert run.code == 0, run.err
+        found: dict[str, list[float]] = json.loads(out.read_text())
+        return found
+
+    one, two, eight = train(1), train(2), train(8)
+    assert one["scales"][0] < 2.0**24  # The first step was skipped.
+    assert two["scales"] == eight["scales"] == one["scales"]
+    for many in (two, eight):
+        assert many["norms"] == pytest.approx(one["norms"], rel=1e-6, nan_ok=True)
+    three = train(3, "2/checkpoint-3")
+    assert three["scales"] == one["scales"][3:]
+    assert three["norms"] == pytest.approx(one["norms"][3:], rel=1e-5, nan_ok=True)
+
+
+def test_device_that_is_full_is_named(tmp_path: Path) -> None:
+    script = [SCRIPTS / "tiny_train.py", "--out", tmp_path / "log.json"]
+    run = run_python(script, tmp_path, {**BARE, **cards(2, memory="1=700000")})
+    assert run.code == 1, run.err
+    assert "rank 1 ran out of memory" in run.err, run.err
+    assert "GPU 1 has a total capacity of 0.67 MiB" in run.err, run.err
+
+
+def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    model = build_tiny(tmp_path / "model")
+    hidden = light("datasets", "rich", "unsloth", "unsloth_zoo")
+    hidden["HIDDEN_MODULES"] = ",".join(m for m in hidden["HIDDEN_MODULES"].split(",") if m != "bitsandbytes")
+    found = {}
+    for num_ranks in (1, 2):
+        arguments = [QUANTIZED, str(num_ranks), model, tmp_path / str(num_ranks)]
+        run = run_python(arguments, tmp_path, {**hidden, **cards(num_ranks)})
+        assert run.code == 0, run.err
+        found[num_ranks] = [json.loads((tmp_path / f"{num_ranks}.{rank}").read_text()) for rank in range(num_ranks)]
+    assert "torch.uint8" in found[1][0]["dtypes"]
+    assert [rank["devices"] for rank in found[2]] == [["cuda:0"], ["cuda:1"]]
+    assert found[2][0]["norms"] == pytest.approx(found[1][0]["norms"], rel=1e-5)
+
+
+def test_parts_in_the_hosts_memory_train_as_on_one_device(tmp_path: Path) -> None:
+    """FSDP2 with a checkpoint, whole on one device, in parts on two, and with the parts offloaded."""
+    model, norms = build_tiny(tmp_path / "model"), {}
+    hidden = light("rich", "triton", "unsloth", "unsloth_zoo")
+    for name, num_ranks, options in (
+        ("whole", 1, {}),
+        ("parts", 2, {"UNSLOTH_MULTIGPU_SHARD": "on"}),
+        ("offloaded", 2, {"UNSLOTH_MULTIGPU_SHARD": "on", "UNSLOTH_MULTIGPU_SHARD_OFFLOAD": "1"}),
+    ):
+        job, out = "momentum_full:32x8x1", tmp_path / name
+        arguments = ["--num-gpus", num_ranks, "--jobs", job, "--model", model, "--out", out, "--save-steps", "3"]
+        run = run_python(
+            [SCRIPTS / "shard.py", *map(str, arguments)], tmp_path, {**hidden, **cards(num_ranks), **options}
+        )
+        assert run.code == 0, run.err
+        norms[name] = json.loads((out / job / "facts_0.json").read_text())["norms"]
+        assert (out / job / "checkpoints" / "checkpoint-3").is_dir()
+    for name in ("parts", "offloaded"):
+        assert norms[name] == pytest.approx(norms["whole"], rel=1e-5)
