@@ -26,18 +26,11 @@ SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 COMMAND = ("-m", "unsloth_multigpu.cli.main")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 pytestmark = [
-<<<<<<< HEAD
     pytest.mark.skipif(NUM_CARDS < 2, reason=f"needs 2 GPUs, {NUM_CARDS} visible"),
     pytest.mark.skipif(IS_REHEARSAL, reason="needs GPUs, and a rehearsal has CPU ranks"),
+    pytest.mark.slow,
 ]
 VISIBLE = of_ranks(2)
-=======
-    pytest.mark.slow,
-    needs_cards(2),
-    pytest.mark.skipif(IS_REHEARSAL, reason="needs GPUs, and a rehearsal has CPU ranks"),
-]
-VISIBLE = visible(2) if not needs_cards(2).args[0] else {}
->>>>>>> devtools
 NAMES = ["cuda:0", "cuda:1"]
 HANG_TIMEOUT_S = 8.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fake_cuda import cards, needs_device
-from tests.helpers.run import BARE, PLAIN, ROOT, light, run_python
+from tests.helpers.run import BARE, ROOT, light, run_python
 from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
@@ -53,7 +53,7 @@ def test_fp16_skips_the_steps_of_one_device_on_any_number(tmp_path: Path) -> Non
     assert one["scales"][0] < 2.0**24  # The first step was skipped.
     assert two["scales"] == eight["scales"] == one["scales"]
     for many in (two, eight):
-        assert many["norms"] == pytest.approx(one["norms"], rel=1e-6, nan_ok=True)
+        assert many["norms"] == pytest.approx(one["norms"], rel=1e-5, nan_ok=True)
     three = train(3, "2/checkpoint-3")
     assert three["scales"] == one["scales"][3:]
     assert three["norms"] == pytest.approx(one["norms"][3:], rel=1e-5, nan_ok=True)
