@@ -1,4 +1,4 @@
-"""Trainings on CUDA devices in host memory: what CPU ranks cannot show, and what holds for them and has to hold here."""
+"""Trainings on CUDA devices in host memory: what CPU ranks cannot show, and what holds for them as well."""
 
 from __future__ import annotations
 
