@@ -33,7 +33,7 @@ CPU_BACKEND = "gloo"
 CHOOSERS = ("ROCR_VISIBLE_DEVICES", *(name for kind in KINDS.values() for name in kind.choosers))
 # Of Apple: torch finds it, but no process group does.
 WITHOUT_GROUP = "mps"
-# These leave a process no accelerator, whatever looks for one.
+# These leave a process no GPU, whatever looks for one.
 HIDDEN: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",

@@ -470,3 +470,16 @@ def test_unfinished_checkpoints_are_not_rotated(tmp_path: Path) -> None:
         function.wrap(rotate_checkpoints)(output_dir=folder)
         method.wrap(rotate_by_method)(None, True, folder)
     assert seen == [tmp_path] * 3 + [str(tmp_path)] * 3
+
+
+def test_save_that_fails_before_rank_0_writes_leaves_no_hole_in_the_numbers() -> None:
+    store: dict[str, str] = {}
+    first, second = (FakeManager(store, rank, 2).saves for rank in range(2))
+    with pytest.raises(ValueError, match="cannot be gathered"), first.visit("save a"):
+        raise ValueError("cannot be gathered")
+    with pytest.raises(ValueError, match="cannot be gathered"), second.visit("save a"):
+        second.follow()
+    with first.visit("save b"):
+        assert first.write("", lambda: 3) == 3
+    with second.visit("save b"):
+        assert second.follow() == (True, 3)

@@ -78,6 +78,7 @@ class Saves:
         self._at = _Place()
         self._counts: Counter[str] = Counter()
         self._num_saves = 0
+        self._is_told = False  # On rank 0: the others know of the save that it visits.
         # Of rank 0's saves that this rank has read: what was saved, and how it ended (None while it lasts).
         self._read: list[tuple[str, dict[str, Any] | None]] = []
         # On rank 0: saves whose keys are deleted, and its last save at a place in the code to which not all ranks came.
@@ -97,6 +98,7 @@ class Saves:
         """
         self._counts[what] += 1
         self._num_saves += 1
+        self._is_told = False
         if self._rank:
             self._read_store()
             number = self._number_of(what)
@@ -105,6 +107,10 @@ class Saves:
         self._tell(waits=True)
         try:
             yield
+        except BaseException as error:
+            if not self._rank and not self._is_told:  # The others read saves in order: none may be missing.
+                self._manager.publish(f"saves/{self._num_saves - 1}", json.dumps([what, failure(error)]))
+            raise
         finally:
             self._tell(waits=False)
 
@@ -118,6 +124,7 @@ class Saves:
         what, number = self._at.what, self._num_saves - 1
         self._wait_for_others(number)
         self._delete_read()
+        self._is_told = True
         self._manager.publish(f"saves/{number}", json.dumps([what, None]))
         try:
             result = save()
@@ -144,7 +151,9 @@ class Saves:
         what = self._at.what
         since = time.monotonic()
         while True:
-            has_left = self._manager.is_abandoned()  # Asked first, so that a save before it left is still seen below.
+            # Asked first, so that a save before it left is still seen below.
+            is_over = self._has_left(0)
+            has_left = is_over or self._manager.is_abandoned()
             if self._read_store():
                 since = time.monotonic()
             number = self._number_of(what)
@@ -154,8 +163,9 @@ class Saves:
             is_busy = bool(self._read) and self._read[-1][1] is None
             is_behind = len(self._read) < self._num_saves
             if has_left and (is_busy or is_behind):
+                where = "ended its script" if is_over else "left the cell"
                 raise DistributedError(
-                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has left the cell.",
+                    f"rank {self._rank} waits for rank 0 in {what}, and rank 0 has {where}.",
                     hint="Save on all ranks.",
                 )
             quiet_s = time.monotonic() - since

@@ -312,7 +312,8 @@ def _evaluated_by_batch(
     get_loaders: Callable[[], EvaluationLoaders],
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    shares: WeakKeyDictionary[Any, Share | None] = WeakKeyDictionary()  # Workers of a loader may live as long as it.
+    # Workers of a loader may live as long as it. A share is of one trainer and one manager.
+    shares: WeakKeyDictionary[Any, tuple[TrainerLike, DDPManager, Share | None]] = WeakKeyDictionary()
 
     def share_of_rank(trainer: TrainerLike, loader: Any) -> Share | None:
         from torch.utils.data import DataLoader
@@ -321,9 +322,11 @@ def _evaluated_by_batch(
 
         if not isinstance(loader, DataLoader):
             return None
-        if loader not in shares:
-            shares[loader] = share_of(trainer, get_manager(), loader, is_whole=get_loaders().is_whole(loader))
-        return shares[loader]
+        manager, found = get_manager(), shares.get(loader)
+        if found is None or found[0] is not trainer or found[1] is not manager:
+            share = share_of(trainer, manager, loader, is_whole=get_loaders().is_whole(loader))
+            found = shares[loader] = (trainer, manager, share)
+        return found[2]
 
     @functools.wraps(original)
     def evaluation_loop(self: TrainerLike, dataloader: Any, *args: Any, **kwargs: Any) -> Any:

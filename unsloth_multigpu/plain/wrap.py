@@ -55,9 +55,13 @@ class GroupManager(DDPManager):
         super().open_group()
 
 
-@functools.cache
 def manager_of(identity: RankIdentity, config: MultiGPUConfig) -> GroupManager:
-    """The manager of a rank: the same one for each call, since it counts the saves."""
+    """The manager of a rank: the same one for each call in a group, since it counts the saves in the group's store."""
+    return _manager_in(_get_default_store() if dist.is_initialized() else None, identity, config)
+
+
+@functools.cache
+def _manager_in(store: Store | None, identity: RankIdentity, config: MultiGPUConfig) -> GroupManager:
     return GroupManager(identity, config)
 
 

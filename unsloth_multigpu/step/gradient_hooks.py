@@ -19,9 +19,10 @@ _FACTOR, _FACTOR_FP16 = 2.0**20, 2.0**6
 def misfit_of_hooks(model: nn.Module) -> str:
     """Names a hook that changes a gradient in a way that a part of the gradient, or a multiple of it, does not show.
 
-    A hook sees the gradient of one micro-batch of this rank, multiplied by the number of ranks since DDP averages. What
-    is linear, such as a mask, does not notice. Each hook is called a few times with made-up gradients, and generators
-    are restored. Hooks that run once a gradient is accumulated may step an optimizer: they are not called.
+    A hook sees the gradient of one micro-batch of this rank, multiplied by the number of ranks since DDP averages (not
+    with a gradient scaler). What is linear, such as a mask, does not notice. Each hook is called a few times with
+    made-up gradients, and generators are restored. Hooks that run once a gradient is accumulated may step an optimizer:
+    they are not called.
 
     Args:
         model: Before it is wrapped.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from unsloth_multigpu.accelerator import kind_of
@@ -15,6 +14,7 @@ from unsloth_multigpu.errors import DivergenceError, SetupError
 from unsloth_multigpu.group.bucket import all_reduce_bytes, num_bytes
 from unsloth_multigpu.group.manager import DDPManager, gradient_backend
 from unsloth_multigpu.group.model import base_model
+from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
@@ -128,21 +128,22 @@ class DDPWrapping(Part):
         """Refuses a step in which each rank has its own gradients. Unsloth's GRPO passes by DDP and exchanges them."""
         if self._is_exchange_seen:
             return
-        sums = gradient_sums(self._trainer.model)
-        if not are_close(self._manager.gather_floats(sums)):
+        rows = self._manager.gather_floats(gradient_sums(self._trainer.model))
+        if not are_close(rows):
             raise DivergenceError(
                 f"The forward pass passed by DDP in step {state.global_step + 1}: the model that compute_loss is given "
                 "was not called, and the ranks' gradients did not meet.",
                 hint="Call the model that compute_loss(model, inputs) is given, not self.model or model.module.",
             )
-        # Zeros show nothing, nor does what a scaler of fp16 losses leaves out.
+        # Zeros show nothing, nor does what a scaler of fp16 losses leaves out. Ranks see the same: they go on together.
+        sums = [number for row in rows for number in row]
         self._is_exchange_seen = any(sums) and all(map(math.isfinite, sums))
 
 
 def gradient_sums(model: nn.Module) -> list[float]:
     """The sum of each trained parameter's gradient, 0 where it has none. Clipping makes norms alike, but not sums."""
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
-    return [0.0 if g is None else float(g.sum(dtype=torch.float64)) for g in gradients]
+    return [0.0 if g is None else float(g.sum(dtype=sum_dtype(g.device))) for g in gradients]
 
 
 def are_close(rows: Sequence[Sequence[float]]) -> bool:
