@@ -103,7 +103,9 @@ def test_hung_rank_is_named_and_the_run_ends(tmp_path):
     process = start([script, HANG_TIMEOUT_S, "stop"], tmp_path, {**BARE, **of_ranks(2)}, stdout=subprocess.DEVNULL)
     run = finish(process, 200.0)
     assert run.code == 124, run.err
-    assert re.search(r"rank 1 hangs: no sign of life for \d+ s in step 3, .*\(hang\.py:\d+ in on_step_end\)", run.err)
+    assert re.search(
+        r"rank 1 hangs: no sign of life for \d+ s in step 3, .*\(hang\.py:\d+ in on_optimizer_step\)", run.err
+    )
     wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")
 
 

@@ -55,6 +55,10 @@ class Fault(TrainerCallback):
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(3600)  # It is let go on for its stack, and would end well before it is killed.
 
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if rank == 0 and kind == "late" and "multigpu/waiting" in logs:
+            print("waiting", logs["multigpu/waiting"], "slowest", logs["multigpu/slowest_rank"], flush=True)
+
     def on_step_end(self, args, state, control, **kwargs):
         global num_steps
         num_steps = state.global_step
