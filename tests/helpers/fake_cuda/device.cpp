@@ -423,7 +423,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(num_devices()); }
 
   DeviceIndex index_of(Device device) const { return device.has_index() ? device.index() : t_device; }
-  Stream getStream(Device device) const override { return current_stream(index_of(device)); }
+  Stream getStream(Device device) const noexcept override { return current_stream(index_of(device)); }
   Stream getDefaultStream(Device device) const override {
     return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, index_of(device)));
   }
@@ -431,7 +431,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index_of(device)), g_next_stream++);
   }
   Stream getStreamFromGlobalPool(Device device, bool = false) const override { return getNewStream(device); }
-  Stream exchangeStream(Stream stream) const override {
+  Stream exchangeStream(Stream stream) const noexcept override {
     Stream before = current_stream(stream.device_index());
     t_streams[stream.device_index()] = stream.id();
     return before;

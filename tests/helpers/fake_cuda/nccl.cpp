@@ -339,7 +339,8 @@ class ProcessGroupNccl final : public c10d::Backend {
   void startCoalescing() override {}
   WorkPtr endCoalescing() override { return last_; }
 
-  void abort() override {
+  // No virtual of torch 2.6 has this name, nor that of `shutdown`.
+  void abort() {
     std::lock_guard<std::mutex> lock(queue_->mutex);
     queue_->is_aborted = true;
     // Those behind the one that runs never begin.
@@ -349,7 +350,7 @@ class ProcessGroupNccl final : public c10d::Backend {
     }
   }
 
-  void shutdown() override { close(); }
+  void shutdown() { close(); }
 
   // Collectives that have begun and not ended: number, name, sizes.
   std::vector<std::tuple<uint64_t, std::string, std::vector<std::vector<int64_t>>>> active() {
