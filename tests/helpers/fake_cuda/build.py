@@ -1,7 +1,7 @@
 """Builds the two libraries of the device with the system's g++, once for each torch and each state of the sources.
 
-The sources compile against the headers of torch 2.6, 2.8, 2.10, 2.13 and 2.15. They were run with 2.13 alone: on PyPI the
-others are builds for CUDA.
+The sources compile against the headers of torch 2.6, 2.8, 2.10, 2.13 and 2.15. They were run with 2.13 alone: on
+PyPI the others are builds for CUDA.
 """
 
 from __future__ import annotations
