@@ -167,7 +167,7 @@ _AROUND = {
 @functools.cache
 def _library() -> Any:
     library = ctypes.CDLL(os.path.join(os.environ["FAKE_CUDA"], "libfake_cuda.so"), mode=ctypes.RTLD_GLOBAL)
-    for name in ("fake_cuda_memory", "fake_cuda_stream", "fake_cuda_num_waits"):
+    for name in ("fake_cuda_memory", "fake_cuda_stream"):
         getattr(library, name).restype = ctypes.c_int64
     library.fake_cuda_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
     return library

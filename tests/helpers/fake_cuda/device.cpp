@@ -84,15 +84,12 @@ std::atomic<bool> g_is_opened[kMaxDevices];  // Devices on which this process ha
 
 // ---- what makes the host wait for the device
 
-enum class Wait : int { kItem, kToHost, kToDevice, kDataDependent, kSynchronize, kCount };
-std::atomic<int64_t> g_waits[static_cast<int>(Wait::kCount)];
+enum class Wait : int { kItem, kToHost, kToDevice, kDataDependent, kSynchronize };
 void (*g_wait_hook)(int) = nullptr;
 thread_local int t_is_inside = 0;  // An operator that runs on the CPU copies its tensors: no wait of the caller's.
 
 void count_wait(Wait kind) {
-  if (t_is_inside) return;
-  g_waits[static_cast<int>(kind)]++;
-  if (g_wait_hook) g_wait_hook(static_cast<int>(kind));
+  if (!t_is_inside && g_wait_hook) g_wait_hook(static_cast<int>(kind));
 }
 
 // ---- memory
@@ -814,6 +811,5 @@ void fake_cuda_reset_peak(int device) {
   std::lock_guard<std::mutex> lock(fake_cuda::g_arena_mutex);
   fake_cuda::arenas()[device]->peak = fake_cuda::arenas()[device]->allocated;
 }
-int64_t fake_cuda_num_waits(int kind) { return fake_cuda::g_waits[kind]; }
 void fake_cuda_on_wait(void (*hook)(int)) { fake_cuda::g_wait_hook = hook; }
 }
