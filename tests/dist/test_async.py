@@ -2,13 +2,16 @@
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.run import ROOT, finish, start
+from tests.helpers.run import ROOT, finish, start, wait_until
 
-SCRIPT = Path(__file__).parent / "scripts" / "async_steps.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+SETTLE_S = 0.5  # Connections are filled in less, and a test that comes too early passes.
 NUM_RANKS, NUM_STEPS, SLOW_RANK = 3, 10, 2
 pytestmark = pytest.mark.slow
 
@@ -17,11 +20,15 @@ pytestmark = pytest.mark.slow
 def ranks(tmp_path_factory):
     """What each rank wrote; the last one dies in the end, as planted."""
     folder = tmp_path_factory.mktemp("async")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    processes = [start([SCRIPT], folder, {"RANK": str(r), "PYTHONPATH": path}) for r in range(NUM_RANKS)]
+    processes = start_ranks("async_steps.py", folder)
     found = [finish(process, 100) for process in processes]
     assert [f.code for f in found] == [0, 0, 9], [f.err for f in found]
     return [json.loads((folder / f"facts_{r}.json").read_text()) for r in range(NUM_RANKS)]
+
+
+def start_ranks(script, folder):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return [start([SCRIPTS / script], folder, {"RANK": str(r), "PYTHONPATH": path}) for r in range(NUM_RANKS)]
 
 
 def seen_lead(facts):
@@ -122,3 +129,28 @@ def test_dead_rank_is_an_error_at_once(ranks):
         assert facts["is_clean"]
     assert "The parameter server has lost rank 2. DistributedError: The exchange" in ranks[0]["dead"]["text"]
     assert "Connection" in ranks[0]["dead"]["text"]  # By which the supervisor knows it for a consequence.
+
+
+def test_death_within_a_message_is_an_error_at_once(tmp_path):
+    """gloo forgets who has a part of a message in its queue, and who has received a part."""
+    died, _, receives = processes = start_ranks("half_sent.py", tmp_path)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("ready_*"))) == NUM_RANKS, 60, "ranks ready")
+        (tmp_path / "go_2").touch()
+        time.sleep(SETTLE_S)
+        receives.send_signal(signal.SIGSTOP)
+        (tmp_path / "go_0").touch()
+        time.sleep(SETTLE_S)
+        died.send_signal(signal.SIGSTOP)
+        (tmp_path / "go_1").touch()
+        time.sleep(SETTLE_S)
+        died.kill()
+        receives.send_signal(signal.SIGCONT)
+        found = [finish(process, 60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [f.code for f in found] == [-signal.SIGKILL, 0, 0], [f.err for f in found]
+    facts = [json.loads((tmp_path / f"facts_{rank}.json").read_text()) for rank in (1, 2)]
+    # A limit that ran out is a RankTimeoutError.
+    assert [f["error"] for f in facts] == ["DistributedError"] * 2, facts

@@ -1,8 +1,13 @@
-"""Tensors from rank to rank, by gloo's point-to-point operations. Errors name the rank and the cause."""
+"""Tensors from rank to rank, by gloo's point-to-point operations. Errors name the rank and the cause.
+
+gloo tells the end of a connection only to a receive of which nothing has arrived. It forgets a send in its queue and a
+receive of which a part has arrived: these wait for their whole limit then. So every wait here begins with a short
+receive: of the mark that follows a tensor, or of the peer's receipt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -33,10 +38,12 @@ def send(messages: Sequence[torch.Tensor], peer: int, group: dist.ProcessGroup) 
         DistributedError: The connection ended.
     """
     for message in messages:
+        mark, receipt = torch.zeros(1), torch.empty(1)
         with _named_errors(peer):
-            work = dist.isend(message, dst=peer, group=group)
-            assert work is not None
-            work.wait()
+            taken = _begin(dist.irecv, receipt, peer, group)
+            sent = [_begin(dist.isend, tensor, peer, group) for tensor in (message, mark)]
+            for work in (taken, *sent):
+                work.wait()
 
 
 def receive(message: torch.Tensor, peer: int, group: dist.ProcessGroup, limit: timedelta | None = None) -> None:
@@ -45,10 +52,13 @@ def receive(message: torch.Tensor, peer: int, group: dist.ProcessGroup, limit: t
     Args:
         limit: None = the group's.
     """
+    mark = torch.empty(1)
     with _named_errors(peer):
-        work = dist.irecv(message, src=peer, group=group)
-        assert work is not None
-        _ = work.wait() if limit is None else work.wait(limit)
+        filled, ended = (_begin(dist.irecv, tensor, peer, group) for tensor in (message, mark))
+        _ = ended.wait() if limit is None else ended.wait(limit)
+        filled.wait()
+        # The peer has asked for it before it sent, so that it is written at once, or the peer is gone.
+        _begin(dist.isend, mark, peer, group)
 
 
 def receive_into(tensors: Sequence[torch.Tensor], peer: int, group: dist.ProcessGroup) -> None:
@@ -69,6 +79,14 @@ def break_off(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
             work = dist.irecv(torch.empty(1), src=peer, group=group, tag=_SILENT_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
+
+
+def _begin(
+    operation: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup
+) -> dist.Work:
+    work = operation(tensor, peer, group)
+    assert work is not None
+    return work
 
 
 @contextmanager
