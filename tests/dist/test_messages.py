@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.run import PLAIN, run_python
+from tests.helpers.run import BARE, PLAIN, finish, free_port, run_python, start
 
 NUM_STEPS = 6
 SCRIPT = Path(__file__).parent / "scripts" / "messages.py"
@@ -136,3 +136,15 @@ def test_stream_that_ends_earlier_on_a_rank_is_named(tmp_path):
         "has: rank 1 got 5 in this epoch, rank 0 6 or more."
     ) in run.err
     assert run.code == 77
+
+
+def test_rank_that_trains_on_behind_an_error_waits_for_those_in_the_training_that_has_failed(tmp_path):
+    """Without our supervisor. What it sends in the next training, the others would take for gradients of that one."""
+    told = {**BARE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    told["MASTER_PORT"] = str(free_port())
+    ranks = [start([SCRIPT, "caught"], tmp_path, {**told, "RANK": r, "LOCAL_RANK": r}) for r in "01"]
+    first, second = (finish(process) for process in ranks)
+    what = "rank 0 to leave the training that has failed on this rank"
+    assert f"RankTimeoutError: rank 1 waited 5 seconds for {what}." in second.err, second.err
+    assert first.code != 0
+    assert second.code == 1

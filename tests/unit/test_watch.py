@@ -41,6 +41,8 @@ events.write("training")
 page.mark(Phase.COMPUTE, step=2)
 if kind == "stopping":
     events.write("stopping")
+if kind == "catch":
+    events.write("left_training", error="ValueError: planted")
 if kind == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if kind == "die":
@@ -145,6 +147,15 @@ def test_survivor_that_does_not_listen_is_killed(ranks: Callable) -> None:
     # Without torch elastic's word, as before a restart.
     message = watch.cause({}).message
     assert message.startswith("rank 1 was killed by SIGKILL after step 2; the usual cause is that the machine")
+
+
+def test_rank_that_was_told_to_end_has_not_ended_by_itself(ranks: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_EARLY_EXIT_GRACE_S", 0.5)
+    watch, (deaf, caught) = ranks("deaf", "catch", hang_timeout_s=0.0)
+    wait_until(lambda: read_state(deaf.pid) == psutil.STATUS_ZOMBIE)
+    assert (deaf.wait(), caught.wait()) == (-signal.SIGKILL, -signal.SIGTERM)
+    told = "rank 1 left train() by an error after step 2, which its script caught, while other ranks were training: "
+    assert watch.cause({}).message == f"{told}ValueError: planted"
 
 
 @pytest.mark.parametrize(("kind", "hang_timeout_s"), [("sleep", 0.0), ("stopping", 2.0)])

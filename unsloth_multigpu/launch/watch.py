@@ -226,7 +226,7 @@ class Watch:
             if len(alive) == len(pids):
                 self.gone = set()
                 self._held_bytes = {r: read_held_bytes(pid) for r, pid in pids.items()}
-            elif not self.gone:
+            elif not self.gone and not self._is_told_to_end:
                 self.gone = set(pids) - alive
             self._end_hang(events, pids)
             self._end_stuck_teardown(events, pids, alive)

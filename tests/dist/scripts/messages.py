@@ -3,6 +3,7 @@
 Usage: messages.py JOB ...
 """
 
+import contextlib
 import json
 import math
 import os
@@ -63,6 +64,11 @@ class Plant(TrainerCallback):
     def after_forward(self, model, inputs, output):
         if self.is_on and self.spoil == "loss":
             output["loss"] = output["loss"] * math.nan
+        if self.spoil == "caught":
+            loss = output["loss"].detach()
+            torch.distributed.all_gather([torch.zeros_like(loss) for _ in range(num_ranks)], loss)
+            if self.is_on:
+                raise ValueError("planted")
 
     def after_backward(self, gradient):
         if self.spoil == "clamp":
@@ -84,9 +90,10 @@ def weights(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, **options):
-    ump.disable_multi_gpu()
-    ump.enable_multi_gpu(num_gpus=2, **options)
+def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, goes_on=False, **options):
+    if not goes_on:
+        ump.disable_multi_gpu()
+        ump.enable_multi_gpu(num_gpus=2, **options)
     torch.manual_seed(0)
     vocab_size = LARGE_VOCABULARY if spoil == "memory" else 64
     model = tiny_llama(vocab_size=vocab_size, hidden_size=16, num_layers=1)
@@ -124,6 +131,13 @@ def train(name, *, spoil="", steps=(), ranks=(1,), rows, args=None, **options):
     torch.save({"steps": plant.sums, "now": weights(model)}, f"{name}_{rank}.pt")
 
 
+def train_on_behind_an_error():
+    """Rank 1 catches its own error. Rank 0 is in the training that has failed there, and waits for a gradient."""
+    with contextlib.suppress(ValueError):
+        train("caught", rows=ROWS, spoil="caught", steps=[2], timeout_s=5)
+    train("again", rows=ROWS, goes_on=True)
+
+
 def train_with_another_peft():
     original = facts.installed_version
     facts.installed_version = lambda name: "9.9" if rank == 1 and name == "peft" else original(name)
@@ -148,6 +162,7 @@ JOBS = {
     "clamped": lambda: train("clamped", rows=ROWS, spoil="clamp"),
     "clamped_refused": lambda: train("clamped_refused", rows=ROWS, spoil="clamp", inexact="raise"),
     "part": lambda: train("part", rows=ROWS),
+    "caught": train_on_behind_an_error,
     # In these rank 1 alone raises, and the supervisor ends the run.
     "stream": lambda: train("stream", rows=Stream(range(NUM_STEPS * 4 - 4 * rank)), args={"max_steps": 20}),
     "memory": lambda: train("memory", rows=LONG_ROWS, spoil="memory", steps=[2]),
