@@ -119,7 +119,7 @@ def test_report_tells_devices_and_waits(tmp_path):
 
 
 RANK = """
-import os, threading, time
+import json, os, threading, time
 import torch.distributed as dist
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -142,6 +142,7 @@ def test_collective_runs_behind_the_hosts_back(tmp_path):
     done = ranks(
         tmp_path,
         """
+        other, one_of_cpu = dist.new_group(), dist.new_group(backend="gloo")
         begin, later = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         if rank == 1:
@@ -152,6 +153,10 @@ def test_collective_runs_behind_the_hosts_back(tmp_path):
         later.record()
         if rank == 0:
             assert time.monotonic() - called_s < 0.5 and not work.is_completed() and not later.query()
+            pending = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json())["entries"]
+            assert [(e["process_group"], e["profiling_name"]) for e in pending] == [
+                (["0", "default_pg"], "nccl:all_reduce")
+            ]
         assert x[0].item() == 6.0
         assert work.is_completed() and later.query()
         if rank == 0:

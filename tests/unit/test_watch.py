@@ -102,7 +102,7 @@ def test_hung_rank_is_killed_and_named(ranks: Callable, tmp_path: Path) -> None:
     assert other.poll() is None
     cause = watch.cause({0: -signal.SIGKILL})
     assert (cause.rank, cause.exit_code) == (0, 124)
-    hangs = r"rank 0 hangs: no progress for \d+ s in step 3, computing \(rank\.py:24 in work\)"
+    hangs = r"rank 0 hangs: no progress for \d+ s in step 3, computing \(rank\.py:26 in work\)"
     assert re.fullmatch(hangs, cause.message)
     assert f"Stacks of all threads: {tmp_path}/logs/stack_rank_N.txt\n" in cause.traceback
     assert "rank.py" in (tmp_path / "logs" / "stack_rank_1.txt").read_text()

@@ -355,9 +355,6 @@ def _teach(storage: Any) -> None:
     storage.__new__, storage.resize_ = on_device, resize_
 
 
-_groups: list[Any] = []
-
-
 def _process_group_nccl(functions: Any) -> Any:
     """The class that torch asks for by this name: a ProcessGroupNccl of nccl.cpp over a new group of gloo."""
 
@@ -371,11 +368,9 @@ def _process_group_nccl(functions: Any) -> Any:
             return isinstance(instance, _nccl().ProcessGroupNccl)
 
     def make(cls: Any, store: Any, rank: int, size: int, options: Any) -> Any:
-        group = _nccl().ProcessGroupNccl(
+        return _nccl().ProcessGroupNccl(
             functions.ProcessGroupGloo(store, rank, size, timeout=options._timeout), options._timeout
         )
-        _groups[:] = [group]
-        return group
 
     kind = IsNccl("ProcessGroupNCCL", (), {"__new__": make, "Options": Options})
     nccl = _nccl().ProcessGroupNccl
@@ -385,23 +380,27 @@ def _process_group_nccl(functions: Any) -> Any:
 
 
 def _active_collectives(includeCollectives: bool = True, onlyActive: bool = False) -> str:
-    """What NCCL's flight recorder says of the default group's collectives that have not ended."""
-    active = _groups[0].active() if _groups else []
-    return json.dumps(
-        {
-            "entries": [
-                {
-                    "profiling_name": name,
-                    "collective_seq_id": number,
-                    "input_sizes": sizes,
-                    "state": "started",
-                    "retired": False,
-                    "process_group": ["0", "default_pg"],
-                }
-                for number, name, sizes in active
-            ]
-        }
-    )
+    """What NCCL's flight recorder says of the collectives that have not ended, of all groups that there are."""
+    import torch
+    from torch.distributed import distributed_c10d as c10d
+
+    entries = []
+    for group, group_name in dict(c10d._world.pg_names).items():
+        backend = group._get_backend(torch.device("cuda"))
+        if not isinstance(backend, _nccl().ProcessGroupNccl):
+            continue  # gloo, which takes any device.
+        entries += [
+            {
+                "profiling_name": name,
+                "collective_seq_id": number,
+                "input_sizes": sizes,
+                "state": "started",
+                "retired": False,
+                "process_group": [str(group_name), group.group_desc],
+            }
+            for number, name, sizes in backend.active()
+        ]
+    return json.dumps({"entries": entries})
 
 
 # ---- what the host waited for
