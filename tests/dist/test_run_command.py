@@ -79,7 +79,12 @@ def program(tmp_path):
 
 @pytest.mark.parametrize(
     ("num_ranks", "form"),
-    [(1, ["sub/train.py"]), (2, ["sub/train.py"]), (2, ["link.py"]), (2, ["-m", "pkg.train"])],
+    [
+        (1, ["sub/train.py"]),
+        (2, ["sub/train.py"]),
+        pytest.param(2, ["link.py"], marks=pytest.mark.thorough),
+        (2, ["-m", "pkg.train"]),
+    ],
     ids=["one_rank", "script", "link", "module"],
 )
 def test_program_sees_what_plain_python_shows(program, num_ranks, form):
@@ -117,14 +122,16 @@ def test_script_without_the_line_is_steered_and_may_have_it(tmp_path):
     assert run.out == "steered 2 waiting for import\n"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_exit_code_of_the_script_is_passed_on(tmp_path, num_ranks):
     (tmp_path / "train.py").write_text("import sys\nsys.exit(3)\n")
     run = run_python([*RUN, "--num-gpus", str(num_ranks), "--device", "cpu", "train.py"], tmp_path)
     assert run.code == 3, run.err
 
 
-@pytest.mark.parametrize("form", [["train.py"], ["-m", "train"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "form", [["train.py"], pytest.param(["-m", "train"], marks=pytest.mark.thorough)], ids=["script", "module"]
+)
 def test_error_is_told_as_plain_python_tells_it(tmp_path, form):
     code = "import os\nif os.environ.get('RANK', '1') == '1':\n    raise ValueError('rank 1 fell')\n"
     (tmp_path / "train.py").write_text(code)

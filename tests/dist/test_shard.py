@@ -172,7 +172,10 @@ def test_training_resumes_on_another_number_of_ranks(folder, sharded):
         assert largest_difference(sharded[0] / job, out / job) <= WEIGHTS
 
 
-@pytest.mark.parametrize(("num_gpus", "now"), [(2, "on"), (2, "off"), (1, "off")])
+@pytest.mark.parametrize(
+    ("num_gpus", "now"),
+    [pytest.param(2, "on", marks=pytest.mark.thorough), (2, "off"), pytest.param(1, "off", marks=pytest.mark.thorough)],
+)
 def test_training_does_not_resume_the_other_way(folder, alone, sharded, num_gpus, now):
     # Of one process there is no manifest: its files tell it.
     earlier, hint = (alone, "(shard='off')") if now == "on" else (sharded[0], "(shard='on')")

@@ -31,7 +31,7 @@ FP32_BOUND, BF16_BOUND, FP16_BOUND = 1e-4, 3e-2, 1e-2
 # Waits of the host for the device in an optimizer step that begin in a line of ours: the gradient norm is read once,
 # and ranks tell each other something now and then.
 MAX_OWN_WAITS = 2.0
-TESTS = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu/test_nccl.py", "-k")
+TESTS = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "", "tests/gpu/test_nccl.py", "-k")
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,13 @@ def test_two_ranks_train_as_one_process(trained, job):
     assert_trained_as_one(trained, 2, job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", JOBS[4])
 def test_four_ranks_train_as_one_process(trained, job):
     assert_trained_as_one(trained, 4, job)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     BACKEND == "gloo" and not IS_REHEARSAL, reason="needs NCCL 2.30 or 2 GPUs: gloo does not divide tensors of a card"
 )
@@ -109,6 +111,7 @@ def test_hung_rank_is_named_and_the_run_ends(tmp_path):
     wait_until(lambda: not orphans(str(tmp_path)), 30.0, "end of all processes")
 
 
+@pytest.mark.thorough
 def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
     run = run_python([SCRIPTS / "messages.py", "skip", "without"], tmp_path, {**PLAIN, **of_ranks(2)})
     assert run.code == 0, run.err
@@ -122,7 +125,10 @@ def test_step_with_nan_is_left_out_on_all_ranks(tmp_path):
     assert float((skipped[0] - without[0]).abs().max()) < 1e-6
 
 
-@pytest.mark.parametrize("compression", ["fp16", *(["bf16", "powersgd"] if BACKEND == "nccl" else [])])
+BF16 = pytest.param("bf16", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("compression", ["fp16", *([BF16, "powersgd"] if BACKEND == "nccl" else [])])
 def test_compressed_gradients_leave_the_replicas_equal(tmp_path, compression):
     environment = {"UNSLOTH_MULTIGPU_GRAD_COMPRESSION": compression, "UNSLOTH_MULTIGPU_VERIFY_EVERY": "1"}
     script = [SCRIPTS / "tiny_train.py", "--num-gpus", "2", "--out", tmp_path / "log.json"]

@@ -22,6 +22,12 @@ def result_of(name, folder):
     return outcome["result"]
 
 
+def marks_of(name):
+    """tests/gpu/test_device_training.py shows the same of these, on devices in host memory."""
+    is_double = name in ("fp16", "out_of_memory")
+    return [*([NEEDS_DRIVER] if STEPS[name].needs_driver else []), *([pytest.mark.thorough] if is_double else [])]
+
+
 @NEEDS_DRIVER
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_two_ranks_on_one_card_train_as_one_process(tmp_path, train):
@@ -30,6 +36,6 @@ def test_two_ranks_on_one_card_train_as_one_process(tmp_path, train):
     assert padding["ours"] < padding["one_process"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_DRIVER if STEPS[n].needs_driver else ()) for n in SMALL])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks_of(n)) for n in SMALL])
 def test_step_shows_what_it_is_for(tmp_path, name):
     result_of(name, tmp_path)
