@@ -21,7 +21,7 @@ PARTS = {
     4: "The planner",
     5: "Unsloth in one process and with padded rows; versions",
     6: "How much sooner several cards are done",
-    7: "What the line costs",
+    7: "What the line costs; commands, notebooks, clients and plain loops on two cards",
 }
 # The line's share of a step, and how much slower a planned step may be than one that is dealt in order.
 MAX_LINE_COST = 0.01
@@ -31,7 +31,8 @@ FP32_BOUND, BF16_BOUND, FP16_BOUND = 1e-4, 3e-2, 1e-2
 # Waits of the host for the device in an optimizer step that begin in a line of ours: the gradient norm is read once,
 # and ranks tell each other something now and then.
 MAX_OWN_WAITS = 2.0
-TESTS = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "", "tests/gpu/test_nccl.py", "-k")
+PYTEST = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "")
+TESTS = (*PYTEST, "tests/gpu/test_nccl.py", "-k")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def steps_of(device: str, *, is_tiny: bool) -> tuple[Step, ...]:
         is_tiny: Sizes with which everything ends within minutes on two cores, and shows nothing but that it runs.
     """
     bench = _Bench(device, is_tiny)
+    tools = (*PYTEST, "tests/gpu/test_device_tools.py")
     steps = (
+        Step("tools", 7, "commands, notebooks, clients and plain loops on cards of their own", 270, tools, num_cards=2),
         *_basic_steps(bench),
         *_unsloth_steps(bench),
         *_test_steps(),
