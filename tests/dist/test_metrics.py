@@ -1,7 +1,7 @@
 """What is logged: every number of every line of two and three ranks against one process.
 
-Jobs are told in scripts/metrics.py. In 17x8x1 the last step has one row, so that a rank computes a filler; in 26x3x3
-ranks share micro-batches and the last step is incomplete.
+Jobs are told in scripts/metrics.py. In 17x8x1 the last step has one row, so that a rank computes a filler, in 15x8x1
+it has seven; in 26x3x3 ranks share micro-batches and the last step is incomplete.
 """
 
 import json
@@ -20,7 +20,7 @@ SHARED = ["sft:17x8x1:end+eval", "dpo:26x3x3:1", "kto:26x3x3:1+eval"]
 JOBS = [
     *(SHARED[0], SHARED[2]),
     "sft:17x8x1:1+resume",
-    "dpo:17x8x1:1+eval",
+    "dpo:15x8x1:1+eval",
     "reward:26x3x2:end+eval",
     "classifier:17x8x1:1+eval",
     "nan:17x8x1:3",
@@ -29,6 +29,12 @@ JOBS = [
     "stream:26x3x2:2",
     "grpo:16x8x1:end",
 ]
+# Means over the tokens, or the rows, of one side are near those of one process where ranks share a micro-batch, see
+# docs/your_run.md, and may be so far off here; all lie around zero.
+NEAR = {
+    "dpo": {"logits/chosen": 1e-3, "logits/rejected": 1e-3},
+    "kto": {"logits/chosen": 1e-3, "logits/rejected": 1e-3, "rewards/margins": 0.01},
+}
 PLANNED, LONE = "sft:24x4x2:1", "own:17x8x1:3+lone"
 # name -> ranks, how they are dealt, jobs
 RUNS = {
@@ -65,29 +71,29 @@ def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("metrics"))
 
 
-def is_near(first, second):
+def is_near(first, second, most=5e-6):
+    # Rewards are differences of sums of hundreds, and have their rounding.
     if isinstance(first, dict) and isinstance(second, dict):
         return not differences(first, second)
     if not all(isinstance(x, (int, float)) for x in (first, second)):
         return first == second
-    # Rewards are differences of sums of hundreds, and have their rounding.
-    near = math.isclose(first, second, rel_tol=1e-4, abs_tol=5e-6)
+    near = math.isclose(first, second, rel_tol=1e-4, abs_tol=most)
     return near or (math.isnan(first) and math.isnan(second))
 
 
-def differences(first, second, but=()):
-    """Keys whose values differ, with both."""
+def differences(first, second, but=(), near=None):
+    """Keys whose values differ, with both; those of `near` by more than it says."""
     keys = [key for key in {**first, **second} if not any(word in key for word in (*OF_TIME, *but))]
     missing = object()
     pairs = {key: (first.get(key, missing), second.get(key, missing)) for key in keys}
-    return {key: pair for key, pair in pairs.items() if not is_near(*pair)}
+    return {key: pair for key, pair in pairs.items() if not is_near(*pair, (near or {}).get(key, 5e-6))}
 
 
-def assert_same_log(one, many, but=()):
+def assert_same_log(one, many, but=(), near=None):
     lines, others = (facts["state"]["log_history"] for facts in (one, many))
     assert len(lines) == len(others) > 0
     for line, other in zip(lines, others, strict=True):
-        assert not differences(line, other, but), f"step {line['step']}"
+        assert not differences(line, other, but, near), f"step {line['step']}"
     assert is_near(one["training_loss"], many["training_loss"])
     assert not differences(one["metrics"], many["metrics"], but)
     # Of evaluate() behind the training, which nothing steers.
@@ -96,14 +102,13 @@ def assert_same_log(one, many, but=()):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_two_ranks_log_what_one_process_logs(runs, job):
-    assert_same_log(runs["one"][job][0], runs["two"][job][0])
+    assert_same_log(runs["one"][job][0], runs["two"][job][0], near=NEAR.get(job.partition(":")[0]))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("job", SHARED)
 def test_three_ranks_log_what_one_process_logs(runs, job):
-    assert_same_log(runs["one"][job][0], runs["three"][job][0])
-    assert "is not known" not in runs.said["three"]
+    assert_same_log(runs["one"][job][0], runs["three"][job][0], near=NEAR.get(job.partition(":")[0]))
 
 
 def test_line_of_a_planned_step_has_the_mean_over_its_tokens(runs):
@@ -122,11 +127,10 @@ def test_ranks_end_with_one_state(runs, name):
             assert first["collected"] == other["collected"], job
 
 
-def test_metric_of_unknown_kind_is_named_once(runs):
-    log = runs["two"][LONE]
-    assert runs.said["two"].count("longest: how OwnMetricTrainer makes this metric is not known") == 1
-    assert runs.said["two"].count("is not known") == 1
-    assert "longest" in log[0]["state"]["log_history"][-2]
+def test_mean_over_rows_of_a_script_is_that_of_one_process(runs):
+    last, same = (runs[name][LONE][0]["state"]["log_history"][-2] for name in ("one", "two"))
+    assert last["length"] > 0
+    assert not differences(last, same)
 
 
 def test_log_of_one_rank_alone_holds_no_part_and_loses_none(runs):
@@ -134,7 +138,7 @@ def test_log_of_one_rank_alone_holds_no_part_and_loses_none(runs):
     assert [line for line in lines if "note" in line] == [{"note": 1.0, "epoch": pytest.approx(2 / 3), "step": 2}]
     assert runs.said["two"].count("log() was called outside the training's own log lines") == 1
     for line, other in zip(whole[1:], lines[1:], strict=True):
-        assert not differences(line, other, but=["longest", "entropy", "accuracy"])
+        assert not differences(line, other, but=["length", "entropy", "accuracy"])
     # One process has told the first two steps in the line of the callback.
     first, last = (line["mean_token_accuracy"] for line in (whole[0], whole[1]))
     assert lines[1]["mean_token_accuracy"] == pytest.approx((2 * first + last) / 3)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,17 +16,7 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.step.step import MicroBatch
-from unsloth_multigpu.step.tracing import (
-    Expression,
-    NotThere,
-    Parts,
-    Trace,
-    evaluate,
-    is_guessed,
-    merged,
-    plain,
-    source_of,
-)
+from unsloth_multigpu.step.weighing import IGNORED
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
 logger = get_logger(__name__)
@@ -35,12 +25,9 @@ logger = get_logger(__name__)
 STORES = ("_metrics", "_stored_metrics")
 # Their running count of tokens.
 _NUM_TOKENS = "_total_train_tokens"
-# Means over rows that TRL takes before it gathers them.
-_MEANS_OVER_ROWS = {"accuracy", "margin", "kl", "log_odds_ratio", "log_odds_chosen"}
-# Of others' metrics; where their rows are on different ranks, none of the ranks makes it.
-_DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
-# A number that an expression gives again from a rank's own part, or it was not understood.
-_SAME = 1e-3
+# TRL's metrics that are no means over rows.
+_MEANS_OVER_TOKENS = ("entropy", "mean_token_accuracy")
+_EXTREMES: dict[str, Callable[..., float]] = {"min_reward": min, "max_reward": max}
 # Steps after which the ranks meet where nothing is logged for long: what they note would become large.
 _MOST_STEPS = 256
 
@@ -51,28 +38,27 @@ class _Record:
 
     Args:
         step: Number of its step since the ranks last met.
+        is_own: False for one that a stream has left over, which one process computes before the step it is added to.
         group: See `Piece.group`.
         num_rows: Samples in it.
-        shape: First dimension and number of elements of its main input, and 1 where that is padded; 0 elements where
-            there is none.
-        values: Metric -> its value, and what it is made from.
-        parts: Parts of what is gathered in it.
+        shape: Rows and width of its main input; zeros where that is not padded.
+        num_targets: Tokens that its loss is taken over; 0 where they are not known.
+        values: Metric -> what it has added to its list.
         loss: What it adds to the loss of its step, times the number of ranks.
     """
 
     step: int
+    is_own: bool
     group: tuple[int, ...]
     num_rows: int
-    shape: tuple[int, int, int] = (0, 0, 0)
-    values: dict[str, list[Any]] = field(default_factory=dict)
-    parts: Parts = field(default_factory=dict)
+    shape: tuple[int, int]
+    num_targets: int = 0
+    values: dict[str, list[float]] = field(default_factory=dict)
     loss: Any = 0.0
 
-    @property
-    def order(self) -> tuple[int, bool, int]:
-        """Its place in one process: what a stream has left over comes before the step that it is added to."""
-        place = self.group[0]
-        return self.step, place >= 0, place if place >= 0 else -1 - place
+
+# Step, `is_own` and group, in the order of one process -> their micro-batches of all ranks.
+_Groups = dict[tuple[int, bool, tuple[int, ...]], list[_Record]]
 
 
 class Metrics(Part):
@@ -83,19 +69,10 @@ class Metrics(Part):
     that one process would hold: one value for each of its micro-batches. Fillers count nothing. TRL averages these
     lists and clears them as ever.
 
-    What each value is made from is followed from the trainer's gathers, see `step.tracing`. A micro-batch that ranks
-    share has the value of its rows together: sums, quotients of sums, means over rows, minima, maxima and what is
-    computed from them. Where rows were exchanged between the micro-batches of a step, those of one process no longer
-    exist: the value is that of the rows of all of them together, and counts as often as there were. It is one process's
-    for means over rows of equal micro-batches; means over tokens weigh each token of the step alike, not each
-    micro-batch, and minima and maxima are those of the step. With `gradient_accumulation_steps=1`, or where whole
-    micro-batches are dealt, nothing differs.
-
-    A value that is not made from gathers is known for whole micro-batches alone; in one that ranks share it is the mean
-    of theirs, weighted by rows, and a WARNING names it once.
-
-    Cost: two small collectives for each line, as many as before an evaluation or a checkpoint without one and at the
-    end of an epoch; about a millisecond for each micro-batch that ranks share, whose gathers are followed.
+    A micro-batch that one rank has computed whole has its own value. One that ranks share has the mean of their values,
+    weighted by rows; means over tokens are weighted by tokens, and the least and the greatest reward is that of all.
+    What is another mean than these is near that of one process, see docs/your_run.md. Where rows were exchanged between
+    the micro-batches of a step, each of them has the value of all together. The loss is always that of one process.
 
     Args:
         trainer: A `transformers.Trainer` or subclass.
@@ -113,23 +90,16 @@ class Metrics(Part):
         self.is_dealing = False
         # Micro-batches of one process in an epoch and in a step of it; None where an epoch has no length.
         self._num_references: tuple[int, int] | None = None
-        self._trace: Trace | None = None
+        # Of the micro-batches since the ranks last met, the one that is computed included.
         self._records: list[_Record] = []
-        self._num_new: dict[str, int] = {}
+        # Metrics that are no lists of values but have a last one.
         self._replaced: set[str] = set()
         # Of each step since the ranks last met: the number of steps before it.
         self._steps: list[int] = []
         self._loss_sum = 0.0
         self._last_logged = -1
         self._num_tokens_before = 0
-        self._expressions: dict[str, Expression] = {}
-        self._told: set[str] = set()
-        self._is_epoch_end = False
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        self._num_tokens_before = getattr(self._trainer, _NUM_TOKENS, 0)
-        yield
+        self._has_warned = self._is_epoch_end = False
 
     def overrides(self) -> dict[str, Override]:
         return {
@@ -147,67 +117,44 @@ class Metrics(Part):
         from transformers.trainer_utils import has_length
 
         self.is_dealing = True
+        self._num_tokens_before = getattr(self._trainer, _NUM_TOKENS, 0)
         self._num_references = (len(loader), num_accumulated) if has_length(loader) else None
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, *, is_left_over: bool = False) -> Iterator[None]:
-        """Notes what the loss of a micro-batch adds to the trainer's metrics; a filler's is taken out again.
-
-        One that a stream has left over is another micro-batch than that of the same place in the step it is added to.
-        """
-        piece = micro_batch.piece
+        """Notes what the loss of a micro-batch adds to the trainer's metrics; a filler's is taken out again."""
+        trainer, piece, inputs = self._trainer, micro_batch.piece, micro_batch.inputs
+        record = _Record(len(self._steps), not is_left_over, piece.group, len(piece.positions), _shape(trainer, inputs))
         before = {name: (values, len(values)) for name, values, _ in self._collected()}
-        num_tokens = getattr(self._trainer, _NUM_TOKENS, None)
-        self._trace = Trace(len(piece.positions)) if piece.is_shared else None
-        try:
-            yield
-        finally:
-            trace, self._trace = self._trace, None
-        group = tuple(-1 - place for place in piece.group) if is_left_over else piece.group
-        record = _Record(len(self._steps), group, len(piece.positions), _shape(self._trainer, micro_batch.inputs))
-        self._note_values(record, before, is_filler=piece.is_filler)
-        if trace is not None and any(value[1] is not None for value in record.values.values()):
-            record.parts = trace.parts()
-            self._check(record)
-        if piece.is_filler:
-            if num_tokens is not None:
-                setattr(self._trainer, _NUM_TOKENS, num_tokens)
-        else:
-            self._records.append(record)
+        num_tokens = getattr(trainer, _NUM_TOKENS, None)
+        self._records.append(record)
+        yield
+        record.values = self._take_out(before)
+        if piece.is_shared and record.values:
+            record.num_targets = _num_targets(inputs)
+        if not piece.is_filler:
+            return
+        self._records.pop()
+        if num_tokens is not None:
+            setattr(trainer, _NUM_TOKENS, num_tokens)
+        for name, _, store in self._collected():
+            if name in before:
+                store[_metric(name)] = before[name][0]
+            else:
+                del store[_metric(name)]
 
-    def _note_values(self, record: _Record, before: Mapping[str, tuple[list[Any], int]], *, is_filler: bool) -> None:
-        trainer = self._trainer
-        count = getattr(trainer, _NUM_TOKENS, None)
-        for name, values, store in self._collected():
+    def _take_out(self, before: Mapping[str, tuple[list[Any], int]]) -> dict[str, list[float]]:
+        """Removes what a micro-batch has added to the lists, until the ranks meet; they and their lengths `before`."""
+        new = {}
+        for name, values, _ in self._collected():
             old, num_old = before.get(name, ([], 0))
             if name.endswith("/num_tokens") or (name in before and values is not old):
                 # A running count, or a last value: TRL puts a new list in the place of the old one.
                 self._replaced.add(name)
-                num_old = 0
-            new = values[num_old:]
-            if name not in self._replaced:
-                for i, value in enumerate(new):
-                    record.values[f"{name}\n{i}" if i else name] = [plain(value), source_of(value)]
-            values[num_old:] = [plain(value) for value in new]
-            if not is_filler:
-                self._num_new[name] = self._num_new.get(name, 0) + len(new)
-            elif name in before:
-                del old[before[name][1] :]
-                store[_metric(name)] = old
-            else:
-                del store[_metric(name)]
-        if count is not None:
-            setattr(trainer, _NUM_TOKENS, plain(count))
-
-    def _check(self, record: _Record) -> None:
-        """Drops an expression that does not reproduce this rank's own number."""
-        for value in record.values.values():
-            try:
-                own = math.nan if value[1] is None else evaluate(value[1], record.parts)
-            except NotThere:
-                own = math.nan
-            if not math.isclose(own, value[0], rel_tol=_SAME, abs_tol=1e-6):
-                value[1] = None
+            if name not in self._replaced and len(values) > num_old:
+                new[name] = [float(value) for value in values[num_old:]]
+                del values[num_old:]
+        return new
 
     def note_loss(self, loss: torch.Tensor, micro_batch: MicroBatch) -> None:
         """Notes what a micro-batch adds to the loss of its step; one without anything to average has no loss."""
@@ -219,14 +166,8 @@ class Metrics(Part):
         self._steps.append(self._trainer.state.global_step)
 
     def gathered(self, name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `Accelerator.gather` and its like give inside a loss: this rank's part, followed where it is one."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        if self._trace is None:
-            return tensor[None] if tensor.dim() == 0 and name != "reduce" else tensor
-        if name == "reduce":
-            return self._trace.reduced(tensor, (args or [kwargs.get("reduction", "sum")])[0])
-        return self._trace.enter(tensor)
+        """What `Accelerator.gather` and its like give inside a loss: this rank's own part, as in one process."""
+        return tensor
 
     def _collected(self) -> list[tuple[str, list[Any], dict[str, list[Any]]]]:
         """Each training metric: its name with its store's, its values, and where they lie."""
@@ -261,25 +202,24 @@ class Metrics(Part):
 
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.log`: a line that the ranks do not write together holds none of their parts."""
-        if not self.is_dealing or not self._num_new:
+        if not (self._records or self._steps) or not self._collected():
             return original(*args, **kwargs)
-        self._warn(
-            "log() was called outside the training's own log lines: what TRL has measured since the last line "
-            "is not in it but comes with the next one"
-        )
+        if self._manager.identity.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "log() was called outside the training's own log lines: TRL's metrics come with the next of them"
+            )
         with ExitStack() as stack:
             for attribute in STORES:
-                stores = getattr(self._trainer, attribute, None)
-                if isinstance(stores, dict) and "train" in stores:
+                stores = getattr(self._trainer, attribute, {})
+                if "train" in stores:
                     stack.callback(stores.__setitem__, "train", stores["train"])
-                    stores["train"] = copy.copy(stores["train"])
-                    stores["train"].clear()
+                    stores["train"] = defaultdict(list)
             return original(*args, **kwargs)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`Trainer.evaluation_loop`, whose metrics have the tokens that were seen in training."""
-        if self.is_dealing:
-            self.merge()
+        self.merge()
         return original(*args, **kwargs)
 
     def epoch_of(self, epoch: float) -> float:
@@ -296,54 +236,44 @@ class Metrics(Part):
         if not self._steps:
             return
         trainer = self._trainer
-        losses = [record.loss.float().reshape(()) for record in self._records]
-        for record, loss in zip(self._records, torch.stack(losses).tolist() if losses else [], strict=True):
-            record.loss = loss
-        ours = {
-            "tokens": getattr(trainer, _NUM_TOKENS, 0) - self._num_tokens_before,
-            "last": {name: values[-1] for name, values, _ in self._collected() if name in self._replaced and values},
-            **_packed(self._records),
-        }
+        last = {name: float(values[-1]) for name, values, _ in self._collected() if name in self._replaced and values}
+        num_tokens = getattr(trainer, _NUM_TOKENS, 0) - self._num_tokens_before
+        told = [astuple(replace(record, loss=float(record.loss))) for record in self._records]
+        ours = {"tokens": num_tokens, "last": last, "records": told}
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(ours))]
         self._num_tokens_before += sum(rank["tokens"] for rank in ranks)
         if hasattr(trainer, _NUM_TOKENS):
             setattr(trainer, _NUM_TOKENS, self._num_tokens_before)
-        records = [record for rank in ranks for record in _unpacked(rank)]
-        self._add_losses(records, len(ranks))
-        for name, value in (pair for r in records for pair in r.values.items()):
-            if value[1] is not None:
-                self._expressions[name] = value[1]
-        self._write(records, [rank["last"] for rank in ranks])
-        self._add_padding(records)
-        self._records, self._num_new, self._steps = [], {}, []
+        found: _Groups = defaultdict(list)
+        for step, is_own, group, *rest in (row for rank in ranks for row in rank["records"]):
+            found[step, is_own, tuple(group)].append(_Record(step, is_own, tuple(group), *rest))
+        groups = dict(sorted(found.items()))
+        self._add_losses(groups, len(ranks))
+        self._write(groups, [rank["last"] for rank in ranks])
+        self._add_padding(groups)
+        self._records, self._steps = [], []
 
-    def _add_losses(self, records: list[_Record], num_ranks: int) -> None:
+    def _add_losses(self, groups: _Groups, num_ranks: int) -> None:
         """Adds the loss of each micro-batch as the Trainer would, which skips those that are not finite."""
-        losses: dict[tuple[int, bool, int], float] = {}
-        for record in records:
-            losses[record.order] = losses.get(record.order, 0.0) + record.loss / num_ranks
         last_logged = self._trainer._globalstep_last_logged
         if last_logged != self._last_logged:
             self._loss_sum, self._last_logged = 0.0, last_logged
-        for (step, *_), loss in sorted(losses.items()):
+        for (step, *_), pieces in groups.items():
+            loss = sum(piece.loss for piece in pieces) / num_ranks
             if self._trainer.args.logging_nan_inf_filter and not math.isfinite(loss):
-                self._loss_sum += self._loss_sum / (1 + self._steps[step] - last_logged)
-            else:
-                self._loss_sum += loss
+                loss = self._loss_sum / (1 + self._steps[step] - last_logged)
+            self._loss_sum += loss
 
-    def _write(self, records: list[_Record], last: list[dict[str, Any]]) -> None:
-        """Puts the lists of one process in the place of this rank's."""
-        for name, values, store in self._collected():
-            kept = [] if name in self._replaced else values[: len(values) - self._num_new.get(name, 0)]
-            store[_metric(name)] = kept
-        groups: dict[tuple[int, tuple[int, ...]], list[_Record]] = {}
-        for record in records:
-            groups.setdefault((record.step, record.group), []).append(record)
-        for (_, group), pieces in sorted(groups.items()):
-            for name, value in self._values_of(pieces).items():
-                self._list(name).extend([value] * len(group))
+    def _write(self, groups: _Groups, last: list[dict[str, float]]) -> None:
+        """Adds to the lists what one process would have added."""
+        for (*_, group), pieces in groups.items():
+            for name in {name: None for piece in pieces for name in piece.values}:
+                self._list(name).extend(_values_of(name, pieces) * len(group))
         for name in {name for rank in last for name in rank}:
-            self._list(name)[:] = [self._last_value(name, [rank[name] for rank in last if name in rank])]
+            values = [rank[name] for rank in last if name in rank]
+            is_count = name.endswith("/num_tokens") and hasattr(self._trainer, _NUM_TOKENS)
+            mean = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+            self._list(name)[:] = [self._num_tokens_before if is_count else mean]
         for name, values, store in self._collected():
             if not values:  # TRL divides by their number.
                 del store[_metric(name)]
@@ -352,74 +282,12 @@ class Metrics(Part):
         store: dict[str, list[Any]] = getattr(self._trainer, name.partition("/")[0])["train"]
         return store.setdefault(_metric(name), [])
 
-    def _values_of(self, pieces: list[_Record]) -> dict[str, float]:
-        """The metrics of a group of micro-batches."""
-        if len(pieces) == 1:
-            return {name: value for name, (value, _) in pieces[0].values.items()}
-        parts = merged([piece.parts for piece in pieces])
-        found = {}
-        for name in {**self._expressions, **{name: None for piece in pieces for name in piece.values}}:
-            value = self._value_of(name, pieces, parts)
-            if value is not None:
-                found[name] = value
-        for name, (first, second) in _DIFFERENCES.items():
-            for store in STORES:
-                whole, *of = (f"{store}/{metric}" for metric in (name, first, second))
-                if whole not in found and all(n in found for n in of):
-                    found[whole] = found[of[0]] - found[of[1]]
-        return found
-
-    def _value_of(self, name: str, pieces: list[_Record], parts: Parts) -> float | None:
-        present = [(p.values[name], p.num_rows) for p in pieces if name in p.values]
-        expression = next((value[1] for value, _ in present if value[1] is not None), self._expressions.get(name))
-        if expression is not None:
-            try:
-                value = evaluate(expression, parts)
-            except NotThere:
-                if not present:
-                    return None
-            else:
-                if _metric(name) not in _MEANS_OVER_ROWS and is_guessed(expression, parts):
-                    self._warn_of(name, [value[0] for value, _ in present])
-                return value
-        if not present:
-            return None
-        numbers = [float(value[0]) for value, _ in present]
-        self._warn_of(name, numbers)
-        if len(set(numbers)) == 1:
-            return numbers[0]
-        return sum(x * n for x, (_, n) in zip(numbers, present, strict=True)) / sum(n for _, n in present)
-
-    def _last_value(self, name: str, values: list[Any]) -> Any:
-        if name.endswith("/num_tokens") and hasattr(self._trainer, _NUM_TOKENS):
-            return self._num_tokens_before
-        self._warn_of(name, values)
-        return values[0] if len(set(values)) == 1 else sum(values) / len(values)
-
-    def _warn_of(self, name: str, values: list[float]) -> None:
-        if len({value for value in values if not math.isnan(value)}) > 1:
-            self._warn(
-                f"{_metric(name)}: how {type(self._trainer).__name__} makes this metric is not "
-                "known; where ranks share a micro-batch it is the mean of their values, weighted by rows"
-            )
-
-    def _warn(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            if self._manager.identity.rank == 0:
-                logger.warning("%s", text)
-
-    def _add_padding(self, records: list[_Record]) -> None:
+    def _add_padding(self, groups: _Groups) -> None:
         """Counts tokens and operations as for whole micro-batches: a part of one is padded less."""
-        groups: dict[tuple[int, tuple[int, ...]], list[_Record]] = {}
-        for record in records:
-            groups.setdefault((record.step, record.group), []).append(record)
         num_more = 0
-        for (_, group), pieces in groups.items():
-            shapes = [piece.shape for piece in pieces]
-            if len(group) == 1 and all(rows and is_padded for rows, _, is_padded in shapes):
-                longest = max(num // rows for rows, num, _ in shapes)
-                num_more += sum(rows * longest - num for rows, num, _ in shapes)
+        for pieces in (pieces for (*_, group), pieces in groups.items() if len(group) == 1):
+            width = max(piece.shape[1] for piece in pieces)
+            num_more += sum(piece.shape[0] * (width - piece.shape[1]) for piece in pieces)
         trainer = self._trainer
         if not num_more:
             return
@@ -431,45 +299,32 @@ class Metrics(Part):
 
 
 def _metric(name: str) -> str:
-    """As TRL calls it: without the store, and the number of a value that is not the first of its micro-batch."""
-    return name.partition("\n")[0].partition("/")[2]
+    """As TRL calls it: without the store."""
+    return name.partition("/")[2]
 
 
-def _shape(trainer: TrainerLike, inputs: Any) -> tuple[int, int, int]:
+def _values_of(name: str, pieces: Sequence[_Record]) -> list[float]:
+    """What a group of micro-batches adds to the list of a metric."""
+    if len(pieces) == 1:
+        return pieces[0].values[name]
+    metric, there = _metric(name), [(value, piece) for piece in pieces for value in piece.values.get(name, [])]
+    if metric in _EXTREMES:
+        return [_EXTREMES[metric](value for value, _ in there)]
+    is_over_tokens = metric in _MEANS_OVER_TOKENS and any(piece.num_targets for _, piece in there)
+    weights = [piece.num_targets if is_over_tokens else piece.num_rows for _, piece in there]
+    return [sum(value * n for (value, _), n in zip(there, weights, strict=True)) / sum(weights)]
+
+
+def _num_targets(inputs: Mapping[str, Any]) -> int:
+    labels, mask = inputs.get("labels"), inputs.get("completion_mask")
+    if isinstance(labels, torch.Tensor) and labels.dim() == 2:
+        return int(labels[:, 1:].ne(IGNORED).sum())
+    return int(mask[:, 1:].sum()) if isinstance(mask, torch.Tensor) else 0
+
+
+def _shape(trainer: TrainerLike, inputs: Any) -> tuple[int, int]:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     tensor = inputs.get(name) if isinstance(inputs, Mapping) else None
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 1:
-        return (0, 0, 0)
-    # Rows that are laid end to end have no padding.
-    return (len(tensor), tensor.numel(), int(tensor.dim() == 2 and "position_ids" not in inputs))
-
-
-def _packed(records: list[_Record]) -> dict[str, Any]:
-    """Records for sending: names and expressions once each, the rest as numbers."""
-    names: dict[str, int] = {}
-    expressions: dict[str, int] = {}
-    rows = []
-    for record in records:
-        values = [
-            (names.setdefault(n, len(names)), v, expressions.setdefault(json.dumps(e), len(expressions)))
-            for n, (v, e) in record.values.items()
-        ]
-        parts = [(names.setdefault(n, len(names)), *numbers) for n, numbers in record.parts.items()]
-        rows.append((record.step, record.group, record.num_rows, record.shape, record.loss, values, parts))
-    return {"names": list(names), "expressions": list(expressions), "records": rows}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> list[_Record]:
-    names, expressions = packed["names"], [json.loads(text) for text in packed["expressions"]]
-    return [
-        _Record(
-            step,
-            tuple(group),
-            num_rows,
-            tuple(shape),
-            {names[n]: [value, expressions[e]] for n, value, e in values},
-            {names[n]: numbers for n, *numbers in parts},
-            loss,
-        )
-        for step, group, num_rows, shape, loss, values, parts in packed["records"]
-    ]
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or "position_ids" in inputs:
+        return (0, 0)  # Rows that are laid end to end have no padding.
+    return (len(tensor), tensor.shape[1])

@@ -3,8 +3,8 @@
 Usage: metrics.py --num-gpus N --jobs sft:17x8x1:1,dpo:26x3x3:end+eval --model DIR --out DIR
 A job is a kind, rows x batch size x accumulation, and after how many steps it logs ("end": only when it ends). "eval"
 evaluates 11 rows in batches of 4 after every second step, "lone" lets a callback on rank 0 log by itself, "resume" goes
-on from the second step. The kind "own" collects a metric without a gather, "nan" has some losses that are none,
-"sparse" has micro-batches without a label, and "stream" one that is left over when an epoch ends.
+on from the second step. The kind "own" collects a metric of its own, as a tensor and without a gather, "nan" has some
+losses that are none, "sparse" has micro-batches without a label, and "stream" one that is left over when an epoch ends.
 """
 
 import argparse
@@ -92,11 +92,11 @@ def stream(texts, evaluated, common):
 
 
 class OwnMetricTrainer(SFTTrainer):
-    """Collects a metric of this rank's own: nobody can know what it is."""
+    """Collects a mean over rows of its own."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if model.training:
-            self._metrics["train"]["longest"].append(float(inputs["input_ids"].shape[1]))
+            self._metrics["train"]["length"].append(inputs["attention_mask"].sum(1).double().mean())
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
@@ -250,7 +250,7 @@ def run(job):
         "evaluated": trainer.evaluate() if "eval" in options else {},
         "collected": {mode: dict(kept) for mode, kept in getattr(trainer, "_metrics", {}).items()},
     }
-    (out / f"{name}_{rank}.json").write_text(json.dumps(facts))
+    (out / f"{name}_{rank}.json").write_text(json.dumps(facts, default=float))
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
 
