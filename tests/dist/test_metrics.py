@@ -21,7 +21,7 @@ JOBS = [
     *(SHARED[0], SHARED[2]),
     "sft:17x8x1:1+resume",
     "dpo:15x8x1:1+eval",
-    "reward:26x3x2:end+eval",
+    "reward:15x8x1:1+eval",
     "classifier:17x8x1:1+eval",
     "nan:17x8x1:3",
     "nan:26x3x2:3",
