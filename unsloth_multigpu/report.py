@@ -60,6 +60,9 @@ class RunReport:
         max_steps: Steps of the whole training, with those before a checkpoint that it resumed from; None = not known.
         resumed_step: Steps before the checkpoint that it resumed from.
         resumed: Name of that checkpoint's folder, where it is known.
+        first_step: What the comparison of the first step with that of one process has found, as JSON values; empty
+            where there was none.
+        inexact: Why this is not exactly the training of one process; "" = nothing was found.
     """
 
     ranks: tuple[RankReport, ...]
@@ -67,6 +70,8 @@ class RunReport:
     max_steps: int | None = None
     resumed_step: int = 0
     resumed: str = ""
+    first_step: Mapping[str, Any] = field(default_factory=dict)
+    inexact: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -127,7 +132,8 @@ class RunReport:
         if first.setup_s is not None:
             line += f", set-up {first.setup_s:.1f} s"
         sent = [r.sent_bytes for r in self.ranks if r.sent_bytes is not None]
-        return f"{line}, {traffic.format(max(sent) / 1e6)}" if sent else line
+        line = f"{line}, {traffic.format(max(sent) / 1e6)}" if sent else line
+        return f"{line}; not exactly the training of one process: {self.inexact}" if self.inexact else line
 
 
 def total(counts: Iterable[int | None]) -> int | None:

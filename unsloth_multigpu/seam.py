@@ -142,6 +142,12 @@ SEAMS: dict[str, InstanceSeam] = {
             called="step",
             unless_off="max_grad_norm",
         ),
+        InstanceSeam(
+            "accelerator",
+            "backward",
+            "Weighs what a script's own training_step computes without compute_loss.",
+            ("loss",),
+        ),
         InstanceSeam("accelerator", "prepare_model", "DDP is made with our settings, or not at all.", ("model",)),
         InstanceSeam(
             "accelerator", "prepare_data_loader", "Steps are dealt here, not by accelerate.", ("data_loader",)
@@ -211,6 +217,13 @@ def steered(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]
     """
     with instance_attribute(owner, name, Steered(method, getattr(owner, SEAMS[name].name))):
         yield
+
+
+def unsteered(method: Any) -> Any:
+    """The method of the library, or of the script, below all that stands in its place."""
+    while isinstance(method, Steered):
+        method = method.original
+    return method
 
 
 def verify_seams(trainer: TrainerLike) -> None:

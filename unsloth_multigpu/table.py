@@ -271,11 +271,30 @@ class OptionTable:
         asking=("skip",),
         section=FAILING,
     )
+    check_first_step: str = option(
+        "auto",
+        Choice(("auto", "off", "every")),
+        "Computes a step as one process does and as the ranks share it, before it is trained, and compares the "
+        'gradients. "auto": the first step, in a minute at most; of code that is the script\'s own also steps 2, 4, 8 '
+        'and so on and the first of each epoch. "every": each step. "off": none.',
+        Scope.TRAINER,
+        asking=("every",),
+        section=FAILING,
+    )
+    loss_reduction: str = option(
+        "auto",
+        Choice(("auto", "token_sum", "row_mean", "token_mean", "whole")),
+        'How the loss is reduced. "auto": known of the classes of transformers, TRL and Unsloth, else measured. '
+        '"token_sum": a sum divided by num_items_in_batch, whose samples may be in any micro-batch. "row_mean", '
+        '"token_mean": a mean over rows or labels. "whole": anything; micro-batches stay whole.',
+        Scope.TRAINER,
+        section=DEALING,
+    )
     inexact: str = option(
         "warn",
         Choice(("warn", "raise")),
-        'Where ranks share a micro-batch whose loss cannot be shared exactly. "warn": it is said, with its size. '
-        '"raise": it is refused.',
+        'What a training does that is not exactly that of one process, as the comparison of a step finds. "warn": it '
+        'is said, with its size. "raise": it is refused.',
         Scope.TRAINER,
         section=FAILING,
     )
@@ -406,6 +425,8 @@ class SeldomOptions(TypedDict, total=False):
     hang_timeout_s: float | None
     grace_s: float | None
     on_nan: str | None
+    check_first_step: str | None
+    loss_reduction: str | None
     inexact: str | None
     verify_every: int | None
     log_metrics: bool | None

@@ -116,6 +116,7 @@ class AcceleratorLike(Protocol):
     dataloader_config: Any
     ddp_handler: Any
     distributed_type: Any
+    gradient_state: Any
     mixed_precision: str
     num_processes: int
     scaler: Any
@@ -123,6 +124,8 @@ class AcceleratorLike(Protocol):
     use_seedable_sampler: bool
 
     def autocast(self) -> AbstractContextManager[Any]: ...
+
+    def backward(self, loss: Any) -> None: ...
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]: ...
 

@@ -5,6 +5,7 @@ Shapes are rows x batch size x accumulation. With 23x5x1 each micro-batch is sha
 """
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -93,21 +94,24 @@ def test_known_weighing_and_whole_micro_batches_are_exact(folder, job, num_ranks
 def test_loss_that_cannot_be_shared_is_announced_with_its_size(folder, kind, num_ranks):
     job = f"{kind}:{OTHER_SHAPES.get(kind, SHARED)}"
     (warning,) = warnings(folder, num_ranks, job)
-    assert "The loss of a micro-batch cannot be shared exactly" in warning
+    assert "the gradient differs by" in warning
+    assert "this is not exactly the training of one process" in warning
     assert f"Set gradient_accumulation_steps={num_ranks} or a multiple of it" in warning
-    assert "the loss is off by" in warning or "a part of it cannot be computed by itself" in warning
     # Said for a reason: the training is another one.
     assert max(differences(folder, num_ranks, job)) > 1e-5
 
 
 def test_loss_that_leaves_its_form_while_it_trains_is_announced_then(folder):
     (warning,) = warnings(folder, 2, f"later_another:{SHARED}")
-    assert "has left the form that it had at the start" in warning
+    assert warning.startswith("step ")
+    assert "the gradient differs by" in warning
 
 
-def test_script_is_told_how_often_its_loss_was_called(folder):
+def test_first_step_is_said_to_be_equal_with_its_time(folder):
     said = [text for _, text in facts(folder, 2, f"class_weights:{SHARED}")["said"]]
-    assert sum("OwnLoss.compute_loss was called" in text and "times on a few rows" in text for text in said) == 1
+    (line,) = [text for text in said if text.startswith("first step: ")]
+    assert re.fullmatch(r"first step: \S+ s as one process, \S+ s on 2 ranks \(\S+ times as fast\), .*", line)
+    assert float(line.rpartition("equal gradient, differs by ")[2]) < 1e-5
 
 
 @pytest.mark.parametrize("num_ranks", [2, THREE])

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slow
 ENABLE = """
 import unsloth_multigpu as ump
 ump.enable_multi_gpu(num_gpus=2, balance="tokens", rank_speeds=[1, 1], micro_batch_overhead_tokens=0,
-    micro_batch_floor_tokens=0, resume="auto", on_nan="skip", verify_every=2, sync="allreduce")
+    micro_batch_floor_tokens=0, resume="auto", on_nan="skip", verify_every=2, sync="allreduce",
+    loss_reduction="token_sum")
 """
 ENABLE_LOCAL = """
 import unsloth_multigpu as ump
@@ -74,7 +75,7 @@ def _facts(line: str) -> list[dict[str, Any]]:
 
 
 def _steps(rank: dict[str, Any]) -> set[int]:
-    """Those that it has made; a training first tries some micro-batches, while its step is 0 also where it goes on."""
+    """Those that it has made but the first one."""
     return {step for step, _, _ in rank["seen"]} - {0}
 
 

@@ -13,11 +13,11 @@ from tests.helpers.tiny import build_tiny
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.legacy.replica import copy_of, find_devices
 from unsloth_multigpu.legacy.shard import count_rows, cut_rows, shard_factors
-from unsloth_multigpu.step.loss import LossScale
+from unsloth_multigpu.step.loss import LossReduction
 
 SCRIPT = Path(__file__).parent / "scripts" / "serial.py"
 CPU = torch.device("cpu")
-TOKENS, ROWS = (LossScale(is_token_normalised=is_sum) for is_sum in (True, False))
+TOKENS, ROWS = map(LossReduction, ("token_sum", "row_mean"))
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,9 @@ class FakeAccelerator:
     def prepare_data_loader(self, data_loader, device_placement=None, slice_fn_for_dispatch=None):
         return data_loader
 
+    def backward(self, loss, **kwargs):
+        loss.backward()
+
     def no_sync(self, model):
         return nullcontext()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +16,13 @@ from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.balance import Balancer
 from unsloth_multigpu.step.deal import Piece
-from unsloth_multigpu.step.loss import ROUTER, LossScale
+from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 TOKENS = [[1] * n for n in (3, 40, 7, 12)]
-TOKEN_SUM = LossScale(is_token_normalised=True)
-ROW_MEAN = LossScale(is_token_normalised=False, rows_are_independent=True)
-OTHER_MEAN = LossScale(is_token_normalised=False)
+TOKEN_SUM = LossReduction("token_sum", "sum")
+ROW_MEAN = LossReduction("row_mean", rows_are_independent=True)
+OTHER_MEAN = LossReduction("auto", is_declared=False)
 
 
 class Exchange(DDPManager):
@@ -83,7 +81,7 @@ def balancer(answers: Any = None, **options: Any) -> Balancer:
     return Balancer(SimpleNamespace(model=nn.Linear(2, 2), args=args), Exchange(MultiGPUConfig(**options), answers))
 
 
-def prepared(loader: Any, scale: LossScale = TOKEN_SUM, **options: Any) -> Balancer:
+def prepared(loader: Any, scale: LossReduction = TOKEN_SUM, **options: Any) -> Balancer:
     ours = balancer(**options)
     ours.prepare(loader, scale)
     return ours
@@ -127,11 +125,11 @@ def test_rows_that_the_collator_cuts_count_as_cut() -> None:
         (loader(with_unmasked_starts), TOKEN_SUM, "the collator joins rows without telling them apart"),
         (loader(with_pictures), TOKEN_SUM, "rows are more than their tokens: pixel_values"),
         (loader(tokens=[]), TOKEN_SUM, "the data set is empty"),
-        (loader(), OTHER_MEAN, "may depend on which rows are in it together"),
+        (loader(), OTHER_MEAN, "the loss is not known as a sum over the tokens of the step"),
     ],
 )
 def test_what_cannot_be_planned_is_said_or_an_error(
-    data: Any, scale: LossScale, reason: str, balance: str, caplog: pytest.LogCaptureFixture
+    data: Any, scale: LossReduction, reason: str, balance: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = balancer(balance=balance)
     if balance == "tokens":
@@ -143,18 +141,6 @@ def test_what_cannot_be_planned_is_said_or_an_error(
         text = caplog.text.replace("the loss of a micro-batch ", "")
         assert re.search(f"samples are dealt in order: {reason}", text)
         assert ours.plan([0, 1], [2], 1) is None
-
-
-def test_loss_that_is_known_for_whole_micro_batches_only_is_no_token_plan() -> None:
-    with pytest.raises(SetupError, match="micro-batches cannot be regrouped: the router's loss counts once"):
-        balancer(balance="tokens").prepare(loader(), replace(TOKEN_SUM, misfit=ROUTER))
-
-
-def test_row_without_a_label_ends_an_exchange() -> None:
-    for scale, labels, ends in ((ROW_MEAN, [1, -100], True), (ROW_MEAN, [1, 2], False), (TOKEN_SUM, [1, -100], False)):
-        ours = prepared(loader(), scale)
-        with pytest.raises(SetupError, match="A row has the label -100") if ends else nullcontext():
-            ours.check_labels([{"labels": torch.tensor(labels)}])
 
 
 def test_mean_over_rows_is_no_token_plan() -> None:

@@ -121,6 +121,8 @@ HANDED_ON = (
         "resume": "auto",
         "grace_s": 20.0,
         "on_nan": "skip",
+        "check_first_step": "every",
+        "loss_reduction": "whole",
         "inexact": "raise",
         "nnodes": "1:2",
         "rdzv_endpoint": "node0:29400",

@@ -51,6 +51,8 @@ ASKING: dict[str, dict[str, Any]] = {
     "rank_speeds": {"rank_speeds": [1, 0.5]},
     "max_restarts": {"max_restarts": 1},
     "on_nan": {"on_nan": "skip"},
+    "check_first_step": {"check_first_step": "every"},
+    "loss_reduction": {"loss_reduction": "row_mean"},
     "inexact": {"inexact": "raise"},
     "nnodes": {"nnodes": "1:2", "rdzv_endpoint": "host:1", "rdzv_id": "job"},
     "rdzv_endpoint": {"rdzv_endpoint": "host:1"},

@@ -1,6 +1,5 @@
 """What is put on one trainer for the time of a training, and which trainings are refused; without other ranks."""
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -50,9 +49,8 @@ class Losing(FakeTrainer):
 
 
 def manager_of(identity, **options):
-    # It cannot meet anybody: every exchange with other ranks would raise, but for what an own `training_step` does.
-    found = {"gather_texts": lambda text: [text]}
-    return SimpleNamespace(config=MultiGPUConfig(**options), identity=identity, waits=WAITS, **found)
+    # It cannot meet anybody: every exchange with other ranks would raise.
+    return SimpleNamespace(config=MultiGPUConfig(**options), identity=identity, waits=WAITS)
 
 
 def feed(trainer, identity=SINGLE_PROCESS, **options):
@@ -94,43 +92,6 @@ def test_filler_counts_nothing_and_a_loss_meets_no_other_rank():
         trainer.accelerator.gather("between two steps")
     assert trainer.gathered == ["between two steps"]
     assert (steps.num_samples, steps.num_micro_batches) == (3, 2)
-
-
-class Mixing(Losing):
-    """Its step computes the loss of other rows than it is given."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return super().training_step(model, {"loss": inputs["loss"].flip(0)}, num_items_in_batch)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return (inputs["loss"] * torch.arange(2.0)).sum()
-
-
-def mixing_step():
-    piece = Piece((0, 1), group=(0,), is_shared=True)
-    return Step([MicroBatch({"loss": torch.tensor([3.0, 5.0])}, piece)], 4)
-
-
-def test_step_of_a_script_that_ranks_cannot_share_is_refused_where_that_is_asked():
-    trainer = Mixing()
-    with fed(trainer, feed(trainer, ONE_OF_TWO, inexact="raise")), pytest.raises(SetupError) as caught:
-        trainer.training_step(trainer.model, mixing_step(), 5)
-    assert "Mixing.training_step does what ranks that share a step cannot: the loss is called with another loss" in str(
-        caught.value
-    )
-    assert caught.value.hint.startswith("Set gradient_accumulation_steps=2 or a multiple of it, and balance='off'")
-
-
-def test_step_of_a_script_is_looked_at_in_steps_1_2_4_8():
-    trainer, asked = Mixing(), []
-    steps = feed(trainer, ONE_OF_TWO)
-    # What it does in the steps between, and to whole micro-batches, is not seen.
-    steps.manager.gather_texts = lambda text: asked.append(json.loads(text)) or ['["", ""]']
-    with fed(trainer, steps):
-        for _ in range(9):
-            trainer.training_step(trainer.model, mixing_step(), 5)
-    assert len(asked) == 4
-    assert all("another loss" in rows and not gradient for rows, gradient in asked)
 
 
 @pytest.mark.parametrize("is_filler", [True, False])
@@ -395,19 +356,14 @@ class Queue(Numbers):
             yield self.left.pop(0)
 
 
-def test_rows_of_a_trial_are_those_that_the_training_gets():
+def test_steps_of_a_stream_have_all_its_rows_whatever_a_collator_makes_of_them():
     queue = Queue(10)
     stream = stream_of(queue, 2)
-    tried = stream.rows()
-    assert [row["number"] for row in tried] == [0, 1, 2, 3]
-    assert len(queue.left) == 10 - 4
-    tried[0]["number"] = "changed by a collator"
-    steps = iter(stream)
-    assert [row["number"] for row in rows_of(next(steps))] == [0, 1, 2, 3]
-    assert [row["number"] for row in rows_of(next(steps))] == [4, 5, 6, 7]
-    assert [row["number"] for row in stream.rows()] == [4, 5, 6, 7]
-    assert list(steps) == []
-    assert [row["number"] for row in rows_of(stream._left_over)] == [8, 9]
+    stream.collate = lambda rows: [row.pop("number") for row in rows]
+    steps = list(stream)
+    assert [[row["number"] for row in step.samples] for step in steps] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [step.sizes for step in steps] == [(2, 2), (2, 2)]
+    assert queue.left == []
 
 
 def test_stream_that_resumes_in_a_later_pass_is_read_in_its_order():
@@ -418,7 +374,6 @@ def test_stream_that_resumes_in_a_later_pass_is_read_in_its_order():
     rows = Turned(4)
     rows.epoch = 0
     stream = stream_of(rows, 2)
-    assert stream.rows() == [0, 1, 2, 3]
     rows.epoch = 1
     stream.set_epoch(1)
     assert [rows_of(step) for step in stream] == [[1, 2, 3, 0]]

@@ -1,14 +1,10 @@
-"""Weighings of a loss where a part of a micro-batch has other shapes than the rows on which it was tried."""
-
-from types import SimpleNamespace
+"""Weighings of a loss where a part of a micro-batch has other shapes than the rows by which it was chosen."""
 
 import pytest
 import torch
 
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.step.loss import LossScale
-from unsloth_multigpu.step.samples import Sample
-from unsloth_multigpu.step.trial import LossTrial
+from unsloth_multigpu.step.loss import LossReduction
 from unsloth_multigpu.step.weighing import candidates, obstacle, weight_of
 
 TWO_BY_THREE = torch.tensor([[1, 2, -100], [4, -100, -100]])
@@ -62,21 +58,8 @@ def test_weighings_that_other_shapes_do_not_have_are_named(changed, lost):
 
 
 def test_micro_batch_of_the_training_without_the_weighing_says_what_is_wrong():
-    scale = LossScale(is_token_normalised=False, weighing="labelled sum of weights")
+    scale = LossReduction("auto", "labelled sum of weights")
     with pytest.raises(SetupError) as info:
         scale.weight({"labels": NARROW, "weights": torch.ones(1, 3)})
     assert "labels are 1 x 2 of int64 and weights is 1 x 3 of float32" in str(info.value)
     assert "num_items_in_batch" in info.value.hint
-
-
-def test_loss_that_is_tried_again_on_rows_without_its_weighing_has_left_its_form():
-    model = torch.nn.Linear(1, 1)
-    trainer = SimpleNamespace(
-        model=model,
-        accelerator=SimpleNamespace(mixed_precision="no"),
-        args=SimpleNamespace(device=torch.device("cpu")),
-    )
-    part = {"labels": NARROW, "weights": torch.ones(1, 3)}
-    fit = LossTrial(trainer, lambda *_: None).fit([Sample(ALIGNED, (part, part))], None, "labelled sum of weights")
-    assert fit.is_certain
-    assert "cannot be computed for a part of it: labels are 1 x 2" in fit.problem

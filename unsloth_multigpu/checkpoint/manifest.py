@@ -53,6 +53,7 @@ class Manifest:
         planner: What the planner had measured.
         files: Path in the folder -> its size in bytes and the CRC-32 of its content.
         is_sharded: Each rank held a part of the weights. None = an earlier version wrote it, see `checkpoint.way`.
+        first_step: What the comparison of the first step with that of one process has found.
     """
 
     run_id: str
@@ -64,6 +65,7 @@ class Manifest:
     planner: dict[str, Any]
     files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     is_sharded: bool | None = None
+    first_step: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def seal(folder: Path, manifest: Manifest) -> None:

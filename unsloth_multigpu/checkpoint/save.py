@@ -178,6 +178,7 @@ class Checkpoints(Part):
             cursor=self._cursor(loader),
             planner=self._steps.balancer.state_dict(),
             is_sharded=self._resume.is_sharded,
+            first_step=self._steps.proof.values(),
         )
         seal(part, manifest)
         # Once more: what was removed before it was sealed is in no checksum.

@@ -88,7 +88,7 @@ def named_as_before(model: nn.Module) -> None:
 def tried_pass(model: nn.Module) -> Iterator[None]:
     """Around a forward and backward pass that may raise: the model is left as it was, its weights in parts.
 
-    FSDP2 of torch 2.13 and newer can be told that a pass has failed; see `can_pass_again`.
+    FSDP2 of torch 2.13 and newer can be told that a pass has failed.
     """
     try:
         yield
@@ -104,11 +104,6 @@ def tried_pass(model: nn.Module) -> Iterator[None]:
         raise
     finally:
         reshard(model)
-
-
-def can_pass_again(model: nn.Module) -> bool:
-    """False where FSDP2 stays in the middle of a pass that has raised, and the next one would raise as well."""
-    return all(hasattr(root, "reset_iter_state") for root in _roots(model))
 
 
 def is_entered_below(error: BaseException) -> bool:

@@ -5,7 +5,9 @@ It is slower than one device, and is kept so that it can be compared against. Th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,9 +33,11 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
-from unsloth_multigpu.step.loss import LossScale, find_loss_scale, has_router_loss
-from unsloth_multigpu.step.samples import Sample
-from unsloth_multigpu.step.weighing import weight_of
+from unsloth_multigpu.step.bound import rounding_bound
+from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, find_reduction, has_router_loss, seen_alone
+from unsloth_multigpu.step.snapshot import kept_training_state
+from unsloth_multigpu.step.still import Still
+from unsloth_multigpu.step.weighing import SUM, candidates, obstacle, weight_of
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -87,7 +91,7 @@ class SerialTrainer(Part):
         self.report: RunReport | None = None
         self._devices: list[torch.device] = []
         self._replicas: list[nn.Module] = []
-        self._scale: LossScale | None = None
+        self._reduction: LossReduction | None = None
         self._shard: Shard | None = None
         self._is_weighed = False
         self._told: set[str] = set()
@@ -228,7 +232,7 @@ class SerialTrainer(Part):
             self._tell("a micro-batch of one row cannot be cut: the model computes it alone")
             return [Shard(inputs, self._devices[0])]
         pieces = cut_rows(inputs, min(rows, len(self._devices)))
-        self._scale = scale = self._scale or self._find_scale(inputs)
+        self._reduction = scale = self._reduction or self._find_reduction(inputs)
         weighed = [(piece, self._weight(scale, piece)) for piece in pieces]
         # A shard without a label adds nothing, and its mean would be no number.
         pieces, weights = [p for p, weight in weighed if weight], [weight for _, weight in weighed if weight]
@@ -242,28 +246,51 @@ class SerialTrainer(Part):
         factors, shares = (shard_factors(weights, name, scale) for name in (self.aggregation, "weighted"))
         return [Shard(*facts) for facts in zip(pieces, self._devices, factors, shares, strict=False)]
 
-    def _find_scale(self, inputs: Any) -> LossScale:
-        def draw_samples() -> list[Sample]:
-            whole, *parts = (self.trainer._prepare_inputs(part) for part in (dict(inputs), *cut_rows(inputs, 2)))
-            return [Sample(whole, tuple(parts))]
-
+    def _find_reduction(self, inputs: Any) -> LossReduction:
+        """Of the loss: declared, or that by which the losses of two parts make up the one of a micro-batch."""
+        trainer = self.trainer
+        reduction = find_reduction(trainer, self._loss, self.config.loss_reduction)
+        if reduction.kind == WHOLE:
+            raise SetupError("loss_reduction='whole': a micro-batch cannot be cut into shards.", hint=HINT)
+        if reduction.kind != AUTO:
+            return reduction
+        batches = [trainer._prepare_inputs(part) for part in (dict(inputs), *cut_rows(inputs, 2))]
+        still = Still()
         try:
-            # In the middle of a step, where hooks on the model must not take a trial for a part of it.
-            scale = find_loss_scale(self.trainer, draw_samples, self._loss, with_gradient=False)
-        except SetupError as error:
-            raise SetupError(error.args[0], hint=HINT) from error
-        if scale.misfit is not None:
-            what = f"The loss of a micro-batch cannot be cut into shards: {scale.misfit}."
-            if self.config.inexact == "raise" or not scale.misfit.may_be_shared:
-                raise SetupError(what, hint=HINT)
-            self._tell(f"{what} This is not quite the training of one device")
-        return scale
+            # In the middle of a step, where hooks on the model must not take it for a part of the step.
+            with kept_training_state(trainer), torch.no_grad(), still, seen_alone(trainer, self._loss):
+                whole, *losses = (self._value(batch) for batch in batches)
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            what = f"a part of it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
+            raise SetupError(f"The loss of a micro-batch cannot be cut into shards: {what}.", hint=HINT) from error
+        off = math.inf
+        for name in candidates(batches[0], len(still.class_weights)):
+            if any(obstacle(part, name) for part in batches[1:]):
+                continue
+            way = dataclasses.replace(reduction, weighing=name, class_weights=still.class_weights)
+            weights = [way.weight(part) for part in batches[1:]]
+            total = 1.0 if name == SUM else sum(weights)
+            made = sum(w / total * loss for w, loss in zip(weights, losses, strict=True) if w) if total else math.inf
+            here = abs(made - whole) / max(abs(whole), 1e-6)
+            if here <= max(rounding_bound(trainer), 1e-4):
+                return way
+            off = min(off, here)
+        what = f"The loss of a micro-batch cannot be cut into shards: no weighing makes it up ({off:.2g} off)"
+        if self.config.inexact == "raise":
+            raise SetupError(f"{what}.", hint=HINT)
+        self._tell(f"{what}. This is not quite the training of one device")
+        return reduction
 
-    def _weight(self, scale: LossScale, piece: Mapping[str, Any]) -> float:
+    def _value(self, inputs: Any) -> float:
+        with self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
+            loss = self._loss(self.trainer.model, inputs)
+        return float(loss[0] if isinstance(loss, tuple) else loss)
+
+    def _weight(self, reduction: LossReduction, piece: Mapping[str, Any]) -> float:
         """Labelled tokens of a shard, or what else its mean is taken over."""
         # transformers 4 does not say that a loss does not shift.
         counted = "next tokens" if getattr(self.trainer, "_loss_shifts_labels", True) else "tokens"
-        return weight_of(piece, counted) if scale.is_token_normalised else scale.weight(piece)
+        return weight_of(piece, counted) if reduction.is_token_normalised else reduction.weight(piece)
 
     def _tell(self, fact: str) -> None:
         if fact not in self._told:

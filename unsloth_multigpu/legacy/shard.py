@@ -9,7 +9,7 @@ import torch
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.legacy.replica import HINT
-from unsloth_multigpu.step.loss import LossScale
+from unsloth_multigpu.step.loss import LossReduction
 
 
 def count_rows(inputs: Any) -> int:
@@ -47,14 +47,14 @@ def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]
     return [{name: v if _length(v) is None else v[part] for name, v in inputs.items()} for part in parts]
 
 
-def shard_factors(weights: Sequence[float], aggregation: str, scale: LossScale) -> list[float]:
+def shard_factors(weights: Sequence[float], aggregation: str, reduction: LossReduction) -> list[float]:
     """What the losses of a micro-batch's shards are multiplied by before their gradients are added up.
 
     Args:
         weights: Labelled tokens of each shard, or rows, all above 0.
         aggregation: Of the gradients g of the shards' mean losses, where T is the sum of the weights w: "weighted" is
             the sum of w/T g, which is the micro-batch's own; "mean" the plain mean; "sum" the plain sum.
-        scale: How the loss is scaled.
+        reduction: Of the loss.
     """
     total, num_shards = sum(weights), len(weights)
     of_means = {
@@ -62,7 +62,7 @@ def shard_factors(weights: Sequence[float], aggregation: str, scale: LossScale) 
         "mean": [1 / num_shards] * num_shards,
         "sum": [1.0] * num_shards,
     }
-    if not scale.is_token_normalised:
+    if not reduction.is_token_normalised:
         return of_means[aggregation]
     # A shard's loss is its mean times its own part of the step's tokens already.
     return [factor * total / w for factor, w in zip(of_means[aggregation], weights, strict=True)]

@@ -24,8 +24,8 @@ from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
 from unsloth_multigpu.shard.groups import grouped, refusal_of
 from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.step.feed import StepFeed
-from unsloth_multigpu.step.gradient_hooks import hooks_of
 from unsloth_multigpu.step.loss import Inexact
+from unsloth_multigpu.step.own_code import hooked
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -287,7 +287,7 @@ def check_no_hooks(model: nn.Module) -> None:
     Raises:
         SetupError: A trainable parameter has one.
     """
-    name = next((name for name, *_ in hooks_of(model)), None)
+    name = next(hooked(model), None)
     if name is None:
         return
     raise SetupError(

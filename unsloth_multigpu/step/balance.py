@@ -26,7 +26,7 @@ from unsloth_multigpu.step.cost import (
 )
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
 from unsloth_multigpu.step.length import read_lengths
-from unsloth_multigpu.step.loss import LossScale, has_router_loss
+from unsloth_multigpu.step.loss import LossReduction, has_router_loss
 from unsloth_multigpu.step.measure import Lap, Stopwatch, as_collated, attention_of
 from unsloth_multigpu.step.sampler import steps_ahead
 from unsloth_multigpu.step.step import Plan
@@ -85,7 +85,7 @@ class Balancer:
         self.resumed: Mapping[str, Any] = {}
         self.stopwatch = Stopwatch(lambda: trainer.model, trainer.args.device)
 
-    def prepare(self, loader: Any, scale: LossScale) -> str:
+    def prepare(self, loader: Any, reduction: LossReduction) -> str:
         """Decides how samples are dealt; returns it in words. Collective.
 
         Raises:
@@ -106,7 +106,7 @@ class Balancer:
             return ""
         is_demanded, reason = self._is_demanded, None
         try:
-            self._regroup = _may_regroup(scale, self._trainer, is_demanded=is_demanded)
+            self._regroup = _may_regroup(reduction, self._trainer, is_demanded=is_demanded)
             self._lengths, cost = self._read(loader)
             self.balance = Balance(cost, tuple(speeds), self._config.max_tokens_per_micro_batch)
             self._num_ahead = steps_ahead(loader)
@@ -245,6 +245,11 @@ class Balancer:
         return self._regroup
 
     @property
+    def exchanges(self) -> bool:
+        """True where rows are exchanged between micro-batches, which keep their numbers of rows."""
+        return self.balance is not None and not self._regroup
+
+    @property
     def varies_rows(self) -> bool:
         """True where micro-batches have other numbers of rows than the script asked for."""
         return self.balance is not None and self._regroup and self.balance.cost.is_padded
@@ -255,22 +260,6 @@ class Balancer:
         lap = self.stopwatch.lap() if piece.work and self._measures() else None
         if lap is not None and self.num_steps - self._num_resumed >= _WARM_UP_STEPS:
             self._laps.append((piece.work, lap))
-
-    def check_labels(self, inputs: Sequence[Any]) -> None:
-        """Raises if exchanged rows turn out to have different weights: a mean over labels leaves ignored ones out.
-
-        Raises:
-            SetupError: A micro-batch has a row without a label.
-        """
-        if self.balance is None or self._regroup:
-            return
-        for micro_batch in inputs:
-            labels = micro_batch.get("labels")
-            if isinstance(labels, torch.Tensor) and labels.dim() == 1 and bool((labels == -100).any()):
-                raise SetupError(
-                    "A row has the label -100, so that rows do not all count the same.",
-                    hint="Set balance='off', or leave rows without a label out.",
-                )
 
     def _measures(self) -> bool:
         if self.balance is None or torch.are_deterministic_algorithms_enabled():
@@ -343,23 +332,23 @@ def _numbers(balance: Balance) -> dict[str, Any]:
     }
 
 
-def _may_regroup(scale: LossScale, trainer: TrainerLike, *, is_demanded: bool) -> bool:
+def _may_regroup(reduction: LossReduction, trainer: TrainerLike, *, is_demanded: bool) -> bool:
     """True if rows can be regrouped into other micro-batches, False if they can only be exchanged between them."""
-    if scale.misfit is not None:
-        has_router = has_router_loss(trainer)
-        raise SetupError(
-            f"micro-batches cannot be regrouped: {scale.misfit.problem}",
-            hint="Set output_router_logits=False in the model's config." if has_router else "Set balance='off'.",
-        )
-    if scale.is_token_normalised:
+    if reduction.is_token_normalised:
         return True
-    if scale.rows_are_independent and not is_demanded:
-        return False
+    if reduction.rows_are_independent:
+        if not is_demanded:
+            return False
+        raise SetupError(
+            "the loss is a mean over the rows of a micro-batch, not a sum over the tokens of the step",
+            hint="Set balance='auto', and leave max_tokens_per_micro_batch out.",
+        )
+    if has_router_loss(trainer):
+        hint = "Set output_router_logits=False in the model's config."
+        raise SetupError("the router's loss counts once for each micro-batch, whatever is in it", hint=hint)
     raise SetupError(
-        "the loss is a mean over the rows of a micro-batch, not a sum over the tokens of the step"
-        if scale.rows_are_independent
-        else "the loss of a micro-batch may depend on which rows are in it together",
-        hint="Set balance='auto', and leave max_tokens_per_micro_batch out.",
+        "the loss is not known as a sum over the tokens of the step, and may depend on which rows are in a micro-batch",
+        hint="Set loss_reduction='token_sum' if it is one, divided by num_items_in_batch; else balance='off'.",
     )
 
 

@@ -86,6 +86,8 @@ class _Alone:
         object.__setattr__(self, "_state", state)
 
     num_processes = 1
+    process_index = local_process_index = 0
+    is_main_process = is_local_main_process = is_last_process = True
 
     def __getattr__(self, name: str) -> Any:
         if name == "_state":  # Of a copy, which has none yet.
@@ -98,7 +100,7 @@ class _Alone:
 
 @contextmanager
 def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
-    """`accelerator.num_processes` and `args.world_size` are 1 while the context is open, and nothing else changes.
+    """`accelerator` and `args` tell of rank 0 of one process while the context is open, and nothing else changes.
 
     A loss of a script is then the one that it is in one process. Collectives still reach all ranks.
     """
@@ -106,6 +108,34 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
         for owner, name in ((trainer.accelerator, "state"), (trainer.args, "distributed_state")):
             if vars(owner).get(name) is not None:
                 stack.enter_context(instance_attribute(owner, name, _Alone(vars(owner)[name])))
+        yield
+
+
+@contextmanager
+def without_other_ranks() -> Iterator[None]:
+    """A script's own code finds no process group while the context is open: its exchanges would meet copies of itself.
+
+    Libraries name the group that they mean, and keep it.
+    """
+    import torch.distributed as dist
+
+    def of_one(name: str, answer: Callable[..., Any]) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+            return answer(*args) if group is None else original(*args, **kwargs)
+
+        return instance_attribute(dist, name, call)
+
+    with ExitStack() as stack:
+        for name, answer in {"get_world_size": 1, "get_rank": 0}.items():
+            stack.enter_context(of_one(name, lambda *_, value=answer: value))
+        for name in ("all_reduce", "broadcast", "barrier"):
+            stack.enter_context(of_one(name, lambda *_: None))
+        stack.enter_context(of_one("all_gather", lambda found, tensor, *_: found.__setitem__(slice(None), [tensor])))
+        stack.enter_context(of_one("all_gather_into_tensor", lambda found, tensor, *_: found.copy_(tensor) and None))
+        stack.enter_context(instance_attribute(dist, "is_initialized", lambda: False))
         yield
 
 

@@ -8,7 +8,7 @@ place in the training alone, so that a step is the same whether those before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,12 +34,13 @@ class _StepIndex:
 
     Args:
         samples: Of the whole step.
+        sizes: Rows of each micro-batch that the one-process run would do in it.
         plan: This rank's pieces. It is not made for a step that is skipped.
         following: That of the next step, in the process of the sampler.
     """
 
     samples: tuple[int, ...]
-    num_references: int
+    sizes: tuple[int, ...]
     seed: int
     plan: Ahead[list[Piece]] = field(repr=False)
     following: Ahead[list[Piece]] | None = field(default=None, repr=False)
@@ -87,8 +88,9 @@ class StepSampler(BatchSampler):
         for place, start in enumerate(range(0, len(batches), self.shape.num_accumulated)):
             step = batches[start : start + self.shape.num_accumulated]
             samples = tuple(i for batch in step for i in batch)
-            plan = self.shape.pieces([len(b) for b in step], samples, first + place)
-            index = _StepIndex(samples, len(step), draw_seed(self.shape.rank_seed, self._epoch, place), plan)
+            sizes = tuple(len(b) for b in step)
+            plan = self.shape.pieces(sizes, samples, first + place)
+            index = _StepIndex(samples, sizes, draw_seed(self.shape.rank_seed, self._epoch, place), plan)
             if before is not None:
                 before.following = plan
                 yield [before]
@@ -151,8 +153,8 @@ def step_loader(
         broadcast: Sends rank 0's order to all ranks.
 
     Raises:
-        SetupError: There are fewer rows than a batch, and incomplete ones are dropped. Or the script's sampler has
-            divided the rows among the ranks.
+        SetupError: A stream gives whole batches. There are fewer rows than a batch, and incomplete ones are dropped. Or
+            the script's sampler has divided the rows among the ranks.
     """
     settings: dict[str, Any] = {
         "num_workers": loader.num_workers,
@@ -165,6 +167,11 @@ def step_loader(
     }
     assert loader.collate_fn is not None
     if isinstance(loader.dataset, IterableDataset):
+        if loader.batch_size is None:
+            raise SetupError(
+                "A stream of ready batches (batch_size=None) cannot be dealt: a step is cut from its rows.",
+                hint="Let the data set give rows and the loader batches of them, or set global_batch='scale'.",
+            )
         rows_only = DataLoader(
             loader.dataset,
             batch_size=loader.batch_size,
@@ -184,6 +191,11 @@ def step_loader(
         )
     if shape.world_size > 1:
         _refuse_divided(loader)
+    if loader.batch_sampler is None:
+        # The data set gives whole batches: each is a micro-batch of one row, which is the batch.
+        batches = BatchSampler(loader.sampler, 1, drop_last=False)
+        ready = _ReadyBatch(loader.collate_fn)
+        loader = DataLoader(loader.dataset, batch_sampler=batches, collate_fn=ready, **settings)
     one_process = reference(loader)
     sampler = StepSampler(one_process, shape, broadcast)
     steps = StepLoader(
@@ -204,23 +216,36 @@ class Reference(Protocol):
     def __call__(self, loader: DataLoader[Any]) -> DataLoader[Any]: ...
 
 
+class _ReadyBatch:
+    """Collates nothing: the one row of a micro-batch is a batch already. A class, because workers get it pickled."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+
+    def __call__(self, rows: Rows) -> Any:
+        (batch,) = rows
+        return self._convert(batch)
+
+
 class _StepDataset(Dataset[Any]):
     """Looks up and collates a whole step. A class, because worker processes may receive it pickled."""
 
     def __init__(self, dataset: Any, collate: Collate, regroup: bool) -> None:
         self._dataset = dataset
-        self._collate = collate
+        self.collate = collate
         self.regroup = regroup
 
     def __getitem__(self, index: _StepIndex) -> Step:
         pieces = index.plan.result()
         with seeded_draws(index.seed):
-            rows = [self._rows([index.samples[p] for p in piece.positions]) for piece in pieces]
-            step = collate_step(pieces, rows, index.num_references, self._collate, self.regroup)
-        step.following = index.following
+            rows = [self.rows_of([index.samples[p] for p in piece.positions]) for piece in pieces]
+            step = collate_step(pieces, rows, len(index.sizes), self.collate, self.regroup)
+        step.following, step.sizes, step.samples = index.following, index.sizes, index.samples
         return step
 
-    def _rows(self, indices: list[int]) -> Rows:
+    def rows_of(self, indices: Sequence[int]) -> Rows:
+        """Looks rows up."""
+        indices = list(indices)
         # Hugging Face data sets read many rows at once much faster than one by one.
         if hasattr(self._dataset, "__getitems__"):
             return list(self._dataset.__getitems__(indices))

@@ -1,4 +1,4 @@
-"""Keeps what the script's own code may change when it is run once more: a trial must leave no trace."""
+"""Keeps what the script's own code may change when a step is computed once more, which must leave no trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTAINERS = (list, dict, set, collections.deque)
 # Those of the standard library, which hold what they show. A mapping of a library may make its values when it is asked
 # for them: transformers' tables of models import all models.
 _STANDARD = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict, collections.Counter})
-# A container of more is data and no state of a loss; copying it at each trial would cost.
+# A container of more is data and no state of a loss; copying it for each pass would cost.
 _MOST_ITEMS = 10_000
 # The same of a tensor's elements.
 _MOST_ELEMENTS = 2**20

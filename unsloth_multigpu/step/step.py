@@ -107,6 +107,8 @@ class Step:
         left_over: Of the pass of a stream before, see `StepStream`: computed first, and divided by itself.
         left_over_items: Its tokens over all ranks, where they are counted.
         following: The plan of the next step, where it is made in this process.
+        sizes: Rows of each micro-batch that the one-process run would do in this step.
+        samples: What all rows of the step are looked up by: indices, or the rows themselves of a stream.
     """
 
     def __init__(
@@ -114,9 +116,13 @@ class Step:
         micro_batches: list[MicroBatch],
         num_references: int,
         following: Ahead[list[Piece]] | None = None,
+        sizes: Sequence[int] = (),
+        samples: Sequence[Any] = (),
     ) -> None:
         self.micro_batches = micro_batches
         self.num_references = num_references
+        self.sizes = tuple(sizes)
+        self.samples = samples
         self.left_over: Step | None = None
         self.left_over_items: Any = None
         self.following = following
@@ -128,7 +134,8 @@ class Step:
 
     def pin_memory(self) -> Step:
         """Called by torch's loader for page-locked copies."""
-        pinned = Step([m.pin_memory() for m in self.micro_batches], self.num_references, self.following)
+        micro_batches = [m.pin_memory() for m in self.micro_batches]
+        pinned = Step(micro_batches, self.num_references, self.following, self.sizes, self.samples)
         pinned.left_over = None if self.left_over is None else self.left_over.pin_memory()
         return pinned
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -32,15 +32,12 @@ class StepStream(IterableDataset[Step]):
     def __init__(self, reference: DataLoader[Any], shape: StepShape, collate: Collate) -> None:
         self._reference = reference
         self.shape = shape
-        self._collate = collate
+        self.collate = collate
         self._epoch = 0
         self._num_skipped = 0
         self._next_epoch: int | None = None
         self._cursor = {"epoch": 0, "steps": 0, "samples": 0}
         self._left_over: Step | None = None
-        # The first pass, and its first step, where that was read before the training.
-        self._begun: tuple[Iterator[Rows], list[Rows]] | None = None
-        self._rows: Rows | None = None
         self._digest = ""
 
     def __len__(self) -> int:
@@ -74,18 +71,6 @@ class StepStream(IterableDataset[Step]):
         self._next_epoch = cursor["epoch"]
         self._cursor = dict(cursor)
 
-    def rows(self) -> Rows:
-        """Rows of the step that was given out last; before the training those of its first, which is read for it.
-
-        Nothing is read that the training does not get: a stream may have each row only once, or count its passes.
-        """
-        if self._rows is None:
-            batches = self._new_pass()
-            first = self._read(batches, 0)
-            self._begun = (batches, first)
-            self._rows = _rows_of(first)
-        return self._rows
-
     def digest(self) -> str:
         """Of the first row of each step that was read: ranks that read other rows do not share one stream."""
         return self._digest
@@ -102,12 +87,10 @@ class StepStream(IterableDataset[Step]):
             yield _SKIPPED
         self._cursor = {"epoch": self._epoch, "steps": 0, "samples": 0}
         length = self._num_micro_batches()
-        begun, self._begun = self._begun, None
-        # A training that resumes in a later pass needs another order than that of the first.
-        batches, first = begun if begun is not None and self._epoch == 0 else (self._new_pass(), None)
+        batches = islice(self._reference, length)
         num_read = 0
         for step_index in count():
-            batch, first = self._read(batches, step_index) if first is None else first, None
+            batch = self._read(batches, step_index)
             num_read += len(batch)
             if len(batch) < self.shape.num_accumulated and num_read != length:
                 self._keep(batch, step_index)
@@ -121,15 +104,10 @@ class StepStream(IterableDataset[Step]):
             if step_index < num_done:
                 yield _SKIPPED
                 continue
-            if self._rows is not None:
-                self._rows = _rows_of(batch)
             step = self._collated(batch, step_index)
             # In a resumed pass it was part of a step that is skipped.
             step.left_over, self._left_over = self._left_over, None
             yield step
-
-    def _new_pass(self) -> Iterator[Rows]:
-        return islice(self._reference, self._num_micro_batches())
 
     def _read(self, batches: Iterator[Rows], step_index: int) -> list[Rows]:
         # Seeds of the loader's workers are drawn here as well, with the first batch.
@@ -163,8 +141,21 @@ class StepStream(IterableDataset[Step]):
         rows = [row for batch in step for row in batch]
         pieces = self.shape.in_order([len(batch) for batch in step])
         mine = [[rows[p] for p in piece.positions] for piece in pieces]
+        # Collators may put what they make of a column in its place.
+        kept = _rows_of(step)
         with seeded_draws(draw_seed(self.shape.rank_seed, self._epoch, step_index)):
-            return collate_step(pieces, mine, len(step), self._collate, self.shape.regroup)
+            collated = collate_step(pieces, mine, len(step), self.collate, self.shape.regroup)
+        collated.sizes, collated.samples = tuple(len(batch) for batch in step), kept
+        return collated
+
+    def rows_of(self, rows: Sequence[Any]) -> Rows:
+        """They are here."""
+        return list(rows)
+
+    @property
+    def regroup(self) -> bool:
+        """See `StepShape`."""
+        return self.shape.regroup
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the stream shuffle for `epoch`; not after `go_on`, which knows better."""

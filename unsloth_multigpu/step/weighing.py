@@ -44,7 +44,7 @@ def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[
         return float(count_rows(inputs))
     if why := obstacle(inputs, weighing):
         raise SetupError(
-            f'The loss of a part of a micro-batch counts by "{weighing}", as it did on the rows on which it was tried, '
+            f'The loss of a part of a micro-batch counts by "{weighing}", as it did in the first step, '
             f"and that cannot be computed here: {why}.",
             hint="Let the collator give every micro-batch these columns, in the same form. Or let the loss be a sum "
             "divided by num_items_in_batch, or use global_batch='scale'.",
@@ -126,9 +126,9 @@ def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]
     if has_tokens:
         yield _NEXT
         yield TOKENS
-    yield ROWS
-    if has_classes and not has_tokens:
+    elif has_classes:
         yield TOKENS
+    yield ROWS
     yield SUM
     if has_tokens and labels.dim() == 2:
         yield _LABELLED_ROWS

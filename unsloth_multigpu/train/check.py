@@ -102,7 +102,7 @@ class StepCheck(Part):
         self._place = f"{place} of step {self._step}" + (f" ({size})" if size else "")
         result = original(model, inputs, *args, **kw)
         loss = result[0] if isinstance(result, tuple) else result
-        if model.training and loss.requires_grad:  # Not a trial.
+        if model.training and loss.requires_grad:
             self._losses.append(loss.detach())
         return result
 

@@ -29,7 +29,7 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("statistics", "Puts together what all micro-batches of a step have added, so it is around the feed."),
     ("view", "Hides from callbacks that the loop is fed with whole steps."),
     ("metrics", "Reads what the feed has noted, before the Trainer logs, evaluates or saves."),
-    ("figures", "Counts what the feed gives the loss, which is tried below it, and writes the page before a line."),
+    ("figures", "Counts what the feed gives the loss, and writes the page before a line."),
     ("check", "Sees the loss of every micro-batch with its weight, and the gradient before it is sent."),
     ("exchange", "Gradients meet once the check has judged them. Saving waits until weights have met."),
     ("trained", "DDP must be rebuilt before a step computes, so it is around all that computes."),

@@ -30,8 +30,6 @@ from unsloth_multigpu.shard.engine import Engine, find_engine
 from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
-from unsloth_multigpu.step.gradient_hooks import misfit_of_hooks
-from unsloth_multigpu.step.loss import Inexact
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import attached
 from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
@@ -161,7 +159,6 @@ class DDPTrainer:
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
             if self.manager.identity.world_size > 1 and self.config.meets_every_step:
-                self._check_gradient_hooks()
                 if self.manager.identity.rank == 0:
                     _warn_of_rank_arithmetic(getattr(sys.modules["__main__"], "__file__", None))
                 statistics = RunningStatistics(self.trainer, self.manager, self.steps)
@@ -258,21 +255,6 @@ class DDPTrainer:
                 hint="Remove train_sampling_strategy, or set global_batch='scale'.",
             )
 
-    def _check_gradient_hooks(self) -> None:
-        """Warns of a script's hooks on gradients that do not sum up over ranks, or refuses them."""
-        if self.trainer.model is None or self.is_sharded or not (misfit := misfit_of_hooks(self.trainer.model)):
-            return
-        what = f"The ranks' gradients may not add up to that of one process: {misfit}."
-        hint = (
-            "A rank has a part of the step, times the number of ranks. Change the gradient in a callback's "
-            "on_pre_optimizer_step, where it is whole, or use max_grad_norm."
-        )
-        if self.config.inexact == "raise":
-            raise SetupError(what, hint=hint)
-        self.steps.inexact = Inexact(misfit, hint)
-        if self.manager.identity.rank == 0:
-            logger.warning("%s %s", what, hint)
-
     def _deals_steps(self) -> bool:
         """True where we choose the samples of a step; trainers that generate their samples do it themselves."""
         if not self.config.keeps_global_batch:
@@ -322,6 +304,8 @@ class DDPTrainer:
             self.meter.figures.max_steps,
             self.meter.resumed_step,
             self._resumed(),
+            self.steps.proof.values(),
+            self.steps.inexact.cause if self.steps.inexact is not None else "",
         )
         # One process whose own batches are trained on ends as it does without the line.
         has_trained = self.manager.identity.world_size > 1 and self.progress.num_steps > 0

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback
 
+from unsloth_multigpu.step.proof import StepProof
+
 # Each gradient shows in the weights as it is.
 SGD = {
     "learning_rate": 0.05,
@@ -18,6 +20,28 @@ SGD = {
     "seed": 7,
     "disable_tqdm": True,
 }
+
+
+class Comparing:
+    """Tells a script's hooks whether a step is computed to be compared with one process, and not yet trained."""
+
+    is_on = False
+
+    @staticmethod
+    def watch():
+        original = StepProof.before
+
+        def before(*arguments):
+            Comparing.is_on = True
+            try:
+                original(*arguments)
+            finally:
+                Comparing.is_on = False
+
+        StepProof.before = before
+
+
+Comparing.watch()
 
 
 class MeanLoss(Trainer):

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import unsloth_multigpu as ump
 
-ump.enable_multi_gpu(num_gpus=2, max_restarts=len(sys.argv) - 3, hang_timeout_s=float(sys.argv[1]))
+ump.enable_multi_gpu(
+    num_gpus=2,
+    max_restarts=len(sys.argv) - 3,
+    hang_timeout_s=float(sys.argv[1]),
+    # Where it hangs is the exchange of gradients.
+    check_first_step="off",
+    loss_reduction="row_mean",
+)
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -16,8 +16,9 @@ import datasets.io.csv
 import datasets.io.json
 import datasets.io.parquet
 import torch
+from common import Comparing
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 model_dir, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -94,17 +95,11 @@ dropout_masks = []
 
 
 def draw(*_):
-    if torch.is_grad_enabled():
+    if not Comparing.is_on:
         dropout_masks.append(float(torch.rand(())))
 
 
-class Begin(TrainerCallback):
-    def on_train_begin(self, *args, **kwargs):
-        dropout_masks.clear()  # Before it the loss is tried on a few rows, alike on all ranks.
-
-
 model.register_forward_hook(draw)
-trainer.add_callback(Begin())
 trainer.train()
 note("drawn_while_training", dropout_masks)
 note("weights", sum(float(p.double().sum()) for p in model.parameters() if p.requires_grad))

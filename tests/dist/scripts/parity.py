@@ -34,7 +34,7 @@ if HAS_UNSLOTH:
     import unsloth  # noqa: F401  (first, as in a user's script)
 import torch
 import trl.trainer.utils
-from common import logged, move_off_zero, new_classifier, write_outcome
+from common import Comparing, logged, move_off_zero, new_classifier, write_outcome
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -43,7 +43,6 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -185,7 +184,7 @@ def record_samples(trainer):
     def note(module, positional, named):
         ids = named.get("input_ids", positional[0] if positional else None)
         mask, labels = named.get("attention_mask"), named.get("labels")
-        if not module.training or ids is None or not torch.is_grad_enabled() or has_filler:
+        if not module.training or ids is None or Comparing.is_on or has_filler:
             return
         if "position_ids" in named and len(ids) == 1:
             # Texts end to end: each begins at position 0. A filler has no label at all.
@@ -201,12 +200,7 @@ def record_samples(trainer):
             tokens = row if mask is None else row[mask[i].bool()]
             seen[trainer.state.global_step][fingerprint(tokens)] += 1
 
-    class Begin(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            seen.clear()  # Before it the loss is tried on a few rows.
-
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-    trainer.add_callback(Begin())
     return seen
 
 

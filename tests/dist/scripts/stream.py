@@ -15,9 +15,9 @@ if num_ranks > 1:
     ump.enable_multi_gpu(num_gpus=num_ranks)
 
 import torch
-from common import SGD, MeanLoss, logged, write_outcome
+from common import SGD, Comparing, MeanLoss, logged, write_outcome
 from tiny_llama import RaggedRows, collate, tiny_llama
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 rank = int(os.environ.get("RANK", "0"))
 
@@ -98,20 +98,16 @@ JOBS = {
 }
 
 
-class Record(TrainerCallback):
-    """Notes the rows of each step, whose model calls are those with a gradient; a trial before it has none of it."""
+class Record:
+    """Notes the rows of each step."""
 
     def __init__(self, trainer, rows):
         self.numbers = {tuple(row["input_ids"]): i for i, row in enumerate(rows)}
         self.trainer, self.steps = trainer, {}
         trainer.model.register_forward_pre_hook(self.note, with_kwargs=True)
-        trainer.add_callback(self)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.steps = {}
 
     def note(self, module, positional, named):
-        if module.training and torch.is_grad_enabled():
+        if module.training and not Comparing.is_on:
             found = [self.numbers[tuple(i for i in row.tolist() if i)] for row in named["input_ids"]]
             self.steps.setdefault(self.trainer.state.global_step, []).extend(found)
 

@@ -46,6 +46,19 @@ texts = [f"#{i}" + "lora"[: 2 * (i % 3)] for i in range(5)]
 model, tokenizer = load(options.model)
 model = with_lora(model, "q_proj", "v_proj", "down_proj")
 
+comparing: list[bool] = []  # While a step is computed to be compared with one process, and not yet trained.
+if "--plain" not in sys.argv:
+    from unsloth_multigpu.step.proof import StepProof
+
+    compare = StepProof.before
+
+    def before(*arguments) -> None:
+        comparing.append(True)
+        compare(*arguments)
+        comparing.clear()
+
+    StepProof.before = before
+
 samples: list[list[str]] = []  # For each optimizer step, the samples this rank trained on.
 
 
@@ -55,7 +68,7 @@ class NewStep(TrainerCallback):
 
 
 def note_samples(module, args, kwargs):
-    if samples and torch.is_grad_enabled():
+    if samples and not comparing:
         samples[-1] += re.findall(r"#(\d)", tokenizer.decode(kwargs["input_ids"].flatten()))
 
 

@@ -125,9 +125,9 @@ class Recorder(FirstSteps):
                 f"{type(self._trainer).__name__} builds batches of its own; its global batch cannot be kept by ranks.",
                 hint='Use enable_multi_gpu(global_batch="scale") for this trainer, also for its forecast.',
             )
-        scale, sampler = self._steps.scale, getattr(self._steps.loader, "batch_sampler", None)
-        self._whole = scale.misfit is not None
-        self._regroup = scale.is_token_normalised and not self._whole
+        reduction, sampler = self._steps.reduction, getattr(self._steps.loader, "batch_sampler", None)
+        self._whole = self._steps.is_whole
+        self._regroup = reduction.is_token_normalised
         if sampler is not None and self._request.num_gpus == 1:
             self._sweep = Sweep(self._steps.balancer, self._regroup, self._whole)
             self._steps.loader.deal(dataclasses.replace(sampler.shape, planner=self._sweep))

@@ -1,0 +1,85 @@
+"""What the comparison of a step with that of one process has found, and how it is said."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from unsloth_multigpu.step.sketch import Difference
+
+# How much more the gradient of a single parameter may differ by rounding than that of all together.
+_OF_ONE = 20.0
+
+
+def is_within(found: Difference, bound: float) -> bool:
+    """True where gradients are equal but for rounding; those that are not finite are not told apart."""
+    return math.isnan(found.off) or (found.off <= bound and not found.worst_off > _OF_ONE * bound)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step, as one process computes it and as the ranks share it.
+
+    Args:
+        step: Its number, from 1 on.
+        num_ranks: That share it.
+        num_compared: Micro-batches of one process that were compared.
+        num_references: Those of the step.
+        difference: Of the gradients; None where they were not compared.
+        bound: Largest relative difference that rounding makes in this precision.
+        one_s: Seconds of these micro-batches as one process; nan = not measured.
+        dealt_s: Seconds as the ranks share them.
+        unproven: Why they were not compared, in words; "" = they were.
+        draws: What draws random numbers in the training, of which ranks have others than one process; it is compared
+            without.
+    """
+
+    step: int
+    num_ranks: int
+    num_compared: int
+    num_references: int
+    difference: Difference | None = None
+    bound: float = math.nan
+    one_s: float = math.nan
+    dealt_s: float = math.nan
+    unproven: str = ""
+    draws: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """The gradients are equal but for rounding."""
+        found = self.difference
+        return found is not None and is_within(found, self.bound)
+
+    def __str__(self) -> str:
+        what = "first step" if self.step == 1 else f"step {self.step}"
+        if self.num_compared < self.num_references:
+            what += f", {self.num_compared} of {self.num_references} micro-batches"
+        if self.unproven:
+            return f"{what}: not compared with one process: {self.unproven}"
+        found = self.difference
+        assert found is not None
+        seconds = ""
+        if math.isfinite(self.one_s) and self.dealt_s > 0:
+            ranks = f"{self.num_ranks} ranks" if self.num_ranks > 1 else "one rank, as planned"
+            times = f"{self.one_s / self.dealt_s:.2f} times as fast"
+            seconds = f"{self.one_s:.3g} s as one process, {self.dealt_s:.3g} s on {ranks} ({times}), "
+        size = "equal gradient, differs by" if self.is_exact else "the gradient differs by"
+        draws = f"; drawn anew on each rank: {', '.join(self.draws)}" if self.draws and self.num_ranks > 1 else ""
+        return f"{what}: {seconds}{size} {found.off:.1e}{draws}"
+
+    def values(self) -> dict[str, Any]:
+        """As JSON values, for files and reports."""
+        found = self.difference
+        return {
+            "step": self.step,
+            "ranks": self.num_ranks,
+            "micro_batches": [self.num_compared, self.num_references],
+            "difference": None if found is None or not math.isfinite(found.off) else found.off,
+            "gradient_norm": None if found is None or not math.isfinite(found.norm) else found.norm,
+            "one_process_s": self.one_s if math.isfinite(self.one_s) else None,
+            "dealt_s": self.dealt_s if math.isfinite(self.dealt_s) else None,
+            "is_exact": self.is_exact,
+            "not_compared": self.unproven,
+        }

@@ -1,0 +1,139 @@
+"""The rows of a step, read once: collated as one process does, and as they are dealt."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
+from unsloth_multigpu.step.step import MicroBatch, Rows, Step, collate_step
+
+
+class NotPossibleError(Exception):
+    """Steps cannot be computed twice; its argument says why."""
+
+
+class Given:
+    """The rows of a step, collated as one process does and as they are dealt. Both from one reading of the rows.
+
+    Args:
+        dataset: Of the loader of whole steps.
+        step: This rank's.
+        seed: Rows and collators draw from it.
+
+    Attributes:
+        is_drawn: The collator draws: another seed gives other batches.
+        are_rows_drawn: The data set does.
+    """
+
+    def __init__(self, dataset: Any, step: Step, seed: int) -> None:
+        self._dataset = dataset
+        self.sizes = tuple(step.sizes)
+        self._pieces = [m.piece for m in step.micro_batches]
+        self._seed = seed
+        with seeded_draws(seed):
+            self._rows = dataset.rows_of(step.samples)
+        with seeded_draws(seed + 1):
+            again = dataset.rows_of(step.samples[: self.sizes[0]])
+        self.are_rows_drawn = not _is_equal(self._rows[: self.sizes[0]], again)
+        self._of_one: list[Any] | None = None
+        self.is_drawn = False
+
+    def part(self, num_references: int, loader: Any) -> Given:
+        """The same of the first micro-batches alone.
+
+        Args:
+            loader: Deals them; None = they are not dealt.
+        """
+        if num_references == len(self.sizes):
+            return self
+        given = object.__new__(Given)
+        given.__dict__.update(vars(self))
+        given.sizes = self.sizes[:num_references]
+        given._rows = self._rows[: sum(given.sizes)]
+        given._of_one = None
+        if loader is not None:
+            steps = loader.dataset if hasattr(loader.dataset, "shape") else loader.batch_sampler
+            given._pieces = steps.shape.in_order(given.sizes)
+        return given
+
+    def of_one(self) -> list[Any]:
+        """The micro-batches of one process, not yet on the device."""
+        if self._of_one is None:
+            starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+            rows = [self._rows[a : a + n] for a, n in zip(starts, self.sizes, strict=True)]
+            self._of_one = [self._collated(batch, i) for i, batch in enumerate(rows)]
+            self.is_drawn = not _is_equal(self._of_one[0], self._collated(rows[0], 0, seed=self._seed + 1))
+        return [_copied(batch) for batch in self._of_one]
+
+    def _collated(self, rows: Rows, place: int, *, seed: int | None = None) -> Any:
+        with seeded_draws(draw_seed(self._seed if seed is None else seed, place)):
+            return self._dataset.collate([_copied(row) for row in rows])
+
+    def dealt(self) -> Step:
+        """This rank's part, not yet on the device."""
+        whole = self.of_one()
+        if self.is_drawn:
+            micro_batches = [MicroBatch(_cut(whole, self.sizes, piece.positions), piece) for piece in self._pieces]
+            return Step(micro_batches, len(self.sizes), sizes=self.sizes)
+        rows = [[_copied(self._rows[p]) for p in piece.positions] for piece in self._pieces]
+        with seeded_draws(self._seed):
+            step = collate_step(self._pieces, rows, len(self.sizes), self._dataset.collate, self._dataset.regroup)
+        step.sizes = self.sizes
+        return step
+
+
+def _cut(whole: Sequence[Any], sizes: Sequence[int], positions: Sequence[int]) -> Any:
+    """Rows of collated micro-batches: a collator that draws would give them other values by themselves.
+
+    Raises:
+        NotPossibleError: They are of several micro-batches, or these have no rows.
+    """
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    references = {next(i for i, end in enumerate(ends) if p < end) for p in positions}
+    if len(references) != 1:
+        raise NotPossibleError("the collator draws, and rows of several micro-batches are dealt together")
+    (reference,) = references
+    first, size = ends[reference] - sizes[reference], sizes[reference]
+    if len(positions) == size:
+        return whole[reference]
+    return _rows_of(whole[reference], [p - first for p in positions], size)
+
+
+def _rows_of(batch: Any, rows: list[int], size: int) -> Any:
+    if isinstance(batch, torch.Tensor) and batch.dim() and len(batch) == size:
+        return batch[rows]
+    if isinstance(batch, Mapping):
+        return {name: _rows_of(value, rows, size) for name, value in batch.items()}
+    if isinstance(batch, list) and len(batch) == size:
+        return [batch[i] for i in rows]
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_rows_of(value, rows, size) for value in batch)
+    return batch
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and all(_is_equal(value, other.get(name)) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return bool(one is other or type(one) is not type(other) or repr(one) == repr(other))
+
+
+def _copied(value: Any) -> Any:
+    """A copy of rows or batches: collators and losses may write into them."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, MutableMapping):
+        held = copy.copy(value)
+        for name, each in list(value.items()):
+            held[name] = _copied(each)
+        return held
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each) for each in value)
+    return value

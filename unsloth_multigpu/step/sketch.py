@@ -1,0 +1,138 @@
+"""Sketches of gradients: a few numbers for each tensor, by which two gradients are compared without keeping either."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unsloth_multigpu.group.precision import sum_dtype
+from unsloth_multigpu.group.shards import part_of
+
+# Random projections of each tensor.
+NUM_PROJECTIONS = 4
+# Elements that are projected at once: what a sketch needs of memory.
+_CHUNK = 2**18
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a gradient is from another one.
+
+    Args:
+        norm: Of the first.
+        other_norm: Of the second.
+        off: Norm of their difference by `norm`; inf where one of them alone is not finite.
+        worst: The parameter whose own gradient differs most, relative to its norm.
+        worst_off: By how much.
+    """
+
+    norm: float
+    other_norm: float
+    off: float
+    worst: str
+    worst_off: float
+
+
+def sketch(model: nn.Module, factor: float = 1.0) -> list[float]:
+    """The norm and `NUM_PROJECTIONS` random projections of the gradient of each trained parameter, in a flat list.
+
+    The mean square of the projections of a difference is the square of its norm: the signs of a projection are
+    independent of each other. All ranks draw the same signs, so a mean of sketches is the sketch of the mean but for
+    its norms. Of a sharded parameter it is the sketch of this rank's part.
+
+    Args:
+        model: Between its backward pass and the step.
+        factor: Multiplies the gradient, as where it is still to be averaged.
+    """
+    rows = [_sketch_of(p) for p in model.parameters() if p.requires_grad]
+    if not rows:
+        return []
+    # One wait for the device.
+    flat = torch.stack([row.to(rows[0].device) for row in rows]).reshape(-1)
+    return [float(value) * factor for value in flat.tolist()]
+
+
+def names_of(model: nn.Module) -> list[str]:
+    """Of the parameters of a sketch."""
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]], names: Sequence[str]) -> Difference:
+    """Compares two gradients by sketches of their parts.
+
+    Args:
+        one: A sketch for each part that a parameter is in: of all ranks where they are sharded, else one.
+        other: The same of the other gradient.
+        names: Of the parameters.
+    """
+    squares = [0.0] * len(names)
+    norms, other_norms = list(squares), list(squares)
+    width = 1 + NUM_PROJECTIONS
+    for mine, theirs in zip(one, other, strict=True):
+        for k in range(len(names)):
+            a, b = mine[k * width : (k + 1) * width], theirs[k * width : (k + 1) * width]
+            projected = sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / NUM_PROJECTIONS
+            squares[k] += max(projected, (a[0] - b[0]) ** 2)
+            norms[k] += a[0] ** 2
+            other_norms[k] += b[0] ** 2
+    norm, other_norm = math.sqrt(sum(norms)), math.sqrt(sum(other_norms))
+    if not (math.isfinite(norm) and math.isfinite(other_norm)):
+        is_alike = not math.isfinite(norm) and not math.isfinite(other_norm)
+        return Difference(norm, other_norm, math.nan if is_alike else math.inf, "", math.nan)
+    size = norm or other_norm
+    if not size:
+        return Difference(0.0, 0.0, 0.0, "", 0.0)
+    # A tensor whose gradient is zero in theory, as that of a key's bias, is rounding alone.
+    floor = 1e-3 * size
+    own = [math.sqrt(d) / (math.sqrt(n) + floor) for d, n in zip(squares, norms, strict=True)]
+    worst = max(range(len(names)), key=own.__getitem__)
+    return Difference(norm, other_norm, math.sqrt(sum(squares)) / size, names[worst], own[worst])
+
+
+def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
+    """The sketch of the mean of some gradients. Its norms are those of the projections, which estimate them."""
+    mean = [math.fsum(values) / len(sketches) for values in zip(*sketches, strict=True)]
+    if len(sketches) == 1:
+        return mean
+    width = 1 + NUM_PROJECTIONS
+    for k in range(0, len(mean), width):
+        mean[k] = math.sqrt(sum(x * x for x in mean[k + 1 : k + width]) / NUM_PROJECTIONS)
+    return mean
+
+
+def _sketch_of(parameter: nn.Parameter) -> torch.Tensor:
+    gradient = None if parameter.grad is None else part_of(parameter.grad.detach())
+    dtype = sum_dtype(parameter.device)
+    found = torch.zeros(1 + NUM_PROJECTIONS, dtype=dtype, device=parameter.device)
+    if gradient is None or not gradient.numel():
+        return found
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    found[0] = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    for sign, chunk in _signed(gradient.reshape(-1)):
+        signs = _signs(chunk.device)[:, : len(chunk)]
+        found[1:] += sign * torch.stack([(chunk * row).sum(dtype=dtype) for row in signs])
+    return found
+
+
+def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Chunks of a tensor, each with a sign of its own for each projection."""
+    generator = torch.Generator().manual_seed(len(flat))
+    for start in range(0, len(flat), _CHUNK):
+        sign = torch.randint(0, 2, (NUM_PROJECTIONS,), generator=generator) * 2 - 1
+        chunk = flat[start : start + _CHUNK]
+        wide = torch.promote_types(chunk.dtype, torch.float32)
+        yield sign.to(chunk.device), chunk.to(wide)
+
+
+@functools.cache
+def _signs(device: torch.device) -> torch.Tensor:
+    """Random signs, (projections, `_CHUNK`)."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 2, (NUM_PROJECTIONS, _CHUNK), generator=generator, dtype=torch.int8)
+    return bits.to(device, torch.float32) * 2 - 1
