@@ -520,7 +520,7 @@ class Rank:
 
 def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
     rank = Rank(**options)
-    steps: Any = SimpleNamespace(balancer=SimpleNamespace(), loader=None)
+    steps: Any = SimpleNamespace(proof=SimpleNamespace(values=dict), balancer=SimpleNamespace(), loader=None)
     return Resume(trainer, rank, steps, {}, 0, RunContext()), rank  # type: ignore[arg-type]
 
 
@@ -691,6 +691,7 @@ class Saving(FakeTrainer):
 
 def checkpoints(trainer: Any, rank: Rank) -> Checkpoints:
     steps: Any = SimpleNamespace(
+        proof=SimpleNamespace(values=dict),
         balancer=SimpleNamespace(state_dict=dict),
         num_accumulated=4,
         loader=None,
