@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "attacks.py"
 EXACT = (
     *("chunks_1", "chunks_2", "stock_chunks_1", "changing_weights_1", "counter_1", "few_tags_1", "rare_tags_1"),
     *("gathers_by_accelerate_2", "own_step_1", "own_step_2", "by_progress_2", "by_rate_1", "by_callback_2"),
-    *("tuples_2", "ready_2"),
+    *("tuples_2", "ready_2", "counting_2"),
 )
 # With the step in which it shows.
 SAID = {
@@ -24,13 +24,22 @@ SAID = {
     "hooked_2": 1,
 }
 
+OTHERS = ("noisy_2", "tight_1")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Of both runs."""
     folder = tmp_path_factory.mktemp("attacks")
     for num_ranks in (1, 2):
-        arguments = ["--num-gpus", num_ranks, "--jobs", ",".join([*EXACT, *SAID]), "--out", folder / str(num_ranks)]
+        arguments = [
+            "--num-gpus",
+            num_ranks,
+            "--jobs",
+            ",".join([*EXACT, *SAID, *OTHERS]),
+            "--out",
+            folder / str(num_ranks),
+        ]
         run = run_python([SCRIPT, *map(str, arguments)], folder, BARE)
         assert run.code == 0, run.err
     return folder
@@ -73,9 +82,25 @@ def test_what_ranks_cannot_share_is_said_in_the_step_where_it_shows(folder, job,
     assert difference(folder, job) > 1e-5
 
 
-def test_a_comparison_leaves_the_scripts_own_state_as_it_was(folder):
-    one, two = (outcome(folder / str(n), "counter_2")[0]["num_calls"] for n in (1, 2))
+@pytest.mark.parametrize("job", ["counter_2", "counting_2"])
+def test_a_comparison_leaves_the_scripts_own_state_as_it_was(folder, job):
+    one, two = (outcome(folder / str(n), job)[0]["num_calls"] for n in (1, 2))
     assert (one, two) == (12, 6)
+
+
+def test_random_numbers_of_a_loss_are_equal_in_the_comparison_and_said_to_be_others_in_the_training(folder):
+    (line,) = [text for _, text in facts_of(folder, "noisy_2")["said"] if text.startswith("first step: ")]
+    assert line.endswith("; drawn anew on each rank: the model or its loss")
+    assert facts_of(folder, "noisy_2")["first_step"]["is_exact"]
+
+
+def test_micro_batch_that_one_device_cannot_hold_is_not_compared_and_nothing_is_lost(folder):
+    facts = facts_of(folder, "tight_1")
+    why = "the script's own micro-batch does not fit on one device"
+    assert facts["first_step"]["not_compared"] == why
+    (warning,) = warnings(folder, "tight_1")
+    assert f"not compared with one process: {why}; it is not known how OwnLoss" in warning.replace("Tight", "OwnLoss")
+    assert difference(folder, "tight_1") < 1e-5  # Its rows have equal weights, so that what is taken for it is right.
 
 
 def test_last_line_repeats_that_it_was_not_exact(folder):

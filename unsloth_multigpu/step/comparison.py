@@ -50,7 +50,7 @@ class Comparison:
     def is_exact(self) -> bool:
         """The gradients are equal but for rounding."""
         found = self.difference
-        return found is not None and is_within(found, self.bound)
+        return found is not None and not self.unproven and is_within(found, self.bound)
 
     def __str__(self) -> str:
         what = "first step" if self.step == 1 else f"step {self.step}"

@@ -35,6 +35,7 @@ from unsloth_multigpu.step.loss import (
     is_scripts_own,
     name_of,
     seen_alone,
+    whole_ways,
 )
 from unsloth_multigpu.step.metrics import Metrics
 from unsloth_multigpu.step.one_process import as_one_process, batches_of_one_process
@@ -272,7 +273,7 @@ class StepFeed(Part):
             return False
         if self.num_accumulated >= world_size or self.trainer._train_batch_size == 1:
             return True
-        name, ways = name_of(self.trainer, self._loss), _whole_ways(world_size)
+        name, ways = name_of(self.trainer, self._loss), whole_ways(world_size)
         if reduction.kind == WHOLE:
             raise SetupError(
                 f"loss_reduction='whole', but a step has {self.num_accumulated} of them for {world_size} ranks.",
@@ -418,8 +419,10 @@ class StepFeed(Part):
         self.metrics.end_step()
         return loss
 
-    def compute(self, model: nn.Module, step: Step, num_items: Any, *, is_synced: bool) -> None:
+    def computed(self, model: nn.Module, step: Step, num_items: Any, *, is_synced: bool) -> Iterator[int]:
         """The gradient of a step alone, by the script's own methods: nothing is counted, noted or timed.
+
+        Yields the place in the step of the micro-batch of one process before each of ours.
 
         Args:
             model: As `training_step` gets it.
@@ -430,8 +433,9 @@ class StepFeed(Part):
         training_step = unsteered(self.trainer.training_step)
         loss = functools.partial(self._compute_loss, unsteered(self.trainer.compute_loss))
         with instance_attribute(self.trainer, "compute_loss", loss):
-            for i, _ in enumerate(self._each(step, num_items)):
+            for i, micro_batch in enumerate(self._each(step, num_items)):
                 self.mark(i)
+                yield micro_batch.piece.reference
                 is_last = is_synced and i == len(step.micro_batches) - 1
                 with nullcontext() if is_last else self.trainer.accelerator.no_sync(model):
                     self._call(training_step, model, num_items)
@@ -575,10 +579,3 @@ class StepFeed(Part):
         if self.manager.identity.world_size == 1:
             return nullcontext()
         return instance_attribute(self.trainer.args, "average_tokens_across_devices", False)
-
-
-def _whole_ways(world_size: int) -> str:
-    return (
-        f"Set gradient_accumulation_steps={world_size} or a multiple of it: each micro-batch is then computed whole by "
-        "one rank, which is exact for any loss of a micro-batch."
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unsloth_multigpu.group.random_state import draw_seed, seeded_draws
-from unsloth_multigpu.step.step import MicroBatch, Rows, Step, collate_step
+from unsloth_multigpu.step.step import MicroBatch, Rows, Step, StepShape, collate_step
 
 
 class NotPossibleError(Exception):
@@ -42,22 +42,20 @@ class Given:
         self._of_one: list[Any] | None = None
         self.is_drawn = False
 
-    def part(self, num_references: int, loader: Any) -> Given:
+    def part(self, num_references: int, shape: StepShape | None) -> Given:
         """The same of the first micro-batches alone.
 
         Args:
-            loader: Deals them; None = they are not dealt.
+            shape: How they are dealt; None = they are not.
         """
         if num_references == len(self.sizes):
             return self
-        given = object.__new__(Given)
-        given.__dict__.update(vars(self))
+        given = copy.copy(self)
         given.sizes = self.sizes[:num_references]
         given._rows = self._rows[: sum(given.sizes)]
         given._of_one = None
-        if loader is not None:
-            steps = loader.dataset if hasattr(loader.dataset, "shape") else loader.batch_sampler
-            given._pieces = steps.shape.in_order(given.sizes)
+        if shape is not None:
+            given._pieces = shape.in_order(given.sizes)
         return given
 
     def of_one(self) -> list[Any]:

@@ -19,7 +19,6 @@ from unsloth_multigpu.trainer_protocol import OptionalArguments, TrainerLike
 
 # The values of `loss_reduction`.
 AUTO, TOKEN_SUM, ROW_MEAN, TOKEN_MEAN, WHOLE = "auto", "token_sum", "row_mean", "token_mean", "whole"
-REDUCTIONS = (AUTO, TOKEN_SUM, ROW_MEAN, TOKEN_MEAN, WHOLE)
 _WEIGHING = {TOKEN_SUM: SUM, ROW_MEAN: ROWS, TOKEN_MEAN: TOKENS, WHOLE: ROWS}
 
 _KNOWN_AUTHORS = ("trl.", "unsloth", "Unsloth")
@@ -53,7 +52,7 @@ class LossReduction:
     """How the losses of parts of a micro-batch make up its own.
 
     Args:
-        kind: One of `REDUCTIONS`; "auto" = it is not known, and the first step measures it.
+        kind: A value of `loss_reduction`; "auto" = it is not known, and the first step measures it.
         weighing: What a part counts among its other parts, see `weighing.candidates`.
         rows_are_independent: A mean over rows in which the other rows do not change the weight of a row: rows may be
             exchanged between micro-batches.
@@ -218,3 +217,11 @@ def _loss_types(trainer: TrainerLike) -> set[str]:
     """The loss types of a trainer of preferences."""
     types = cast(OptionalArguments, trainer.args).loss_type if hasattr(trainer.args, "loss_type") else ()
     return {types} if isinstance(types, str) else set(types or ())
+
+
+def whole_ways(world_size: int) -> str:
+    """What to set so that micro-batches need not be shared, in words."""
+    return (
+        f"Set gradient_accumulation_steps={world_size} or a multiple of it: each micro-batch is then computed whole by "
+        "one rank, which is exact for any loss of a micro-batch."
+    )

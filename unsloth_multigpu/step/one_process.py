@@ -115,26 +115,17 @@ def counted_as_one_process(trainer: TrainerLike) -> Iterator[None]:
 def without_other_ranks() -> Iterator[None]:
     """A script's own code finds no process group while the context is open: its exchanges would meet copies of itself.
 
-    Libraries name the group that they mean, and keep it.
+    A script that trains in one process asks before it exchanges. Libraries name the group that they mean.
     """
     import torch.distributed as dist
 
-    def of_one(name: str, answer: Callable[..., Any]) -> Any:
-        original = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
-            return answer(*args) if group is None else original(*args, **kwargs)
-
-        return instance_attribute(dist, name, call)
+    def of_one(original: Callable[..., int], answer: int, group: Any = None) -> int:
+        return answer if group is None else original(group)
 
     with ExitStack() as stack:
         for name, answer in {"get_world_size": 1, "get_rank": 0}.items():
-            stack.enter_context(of_one(name, lambda *_, value=answer: value))
-        for name in ("all_reduce", "broadcast", "barrier"):
-            stack.enter_context(of_one(name, lambda *_: None))
-        stack.enter_context(of_one("all_gather", lambda found, tensor, *_: found.__setitem__(slice(None), [tensor])))
-        stack.enter_context(of_one("all_gather_into_tensor", lambda found, tensor, *_: found.copy_(tensor) and None))
+            told = functools.partial(of_one, getattr(dist, name), answer)
+            stack.enter_context(instance_attribute(dist, name, told))
         stack.enter_context(instance_attribute(dist, "is_initialized", lambda: False))
         yield
 

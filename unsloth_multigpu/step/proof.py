@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.random_state import draw_seed
+from unsloth_multigpu.group.random_state import draw_seed, read_random_state
 from unsloth_multigpu.group.shards import has_shards, is_entered_below, tried_pass
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.seam import instance_attribute, unsteered
@@ -28,7 +28,7 @@ from unsloth_multigpu.step.bound import rounding_bound
 from unsloth_multigpu.step.comparison import Comparison, is_within
 from unsloth_multigpu.step.given import Given, NotPossibleError
 from unsloth_multigpu.step.inputs import on_device
-from unsloth_multigpu.step.loss import AUTO, TOKEN_SUM, LossReduction, name_of
+from unsloth_multigpu.step.loss import AUTO, TOKEN_MEAN, TOKEN_SUM, LossReduction, name_of, whole_ways
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
 from unsloth_multigpu.step.own_code import own_code
@@ -36,7 +36,7 @@ from unsloth_multigpu.step.sketch import Difference, difference, mean_of, names_
 from unsloth_multigpu.step.snapshot import kept_data_state, kept_training_state
 from unsloth_multigpu.step.step import Step
 from unsloth_multigpu.step.still import Still
-from unsloth_multigpu.step.weighing import ROWS, SUM, candidates, obstacle
+from unsloth_multigpu.step.weighing import NEXT, ROWS, SUM, TOKENS, candidates, obstacle
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import TrainerLike
 
@@ -65,6 +65,23 @@ _EARLY_STEPS = 16
 _TIMED_AGAIN_S = 20.0
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """Micro-batches as one process computes them.
+
+    Args:
+        why: It cannot be done, on one of the ranks at least; "" = it was.
+        gradient: Its sketch.
+        still: What was seen of the losses.
+        seconds: On rank 0, whose device one process would have.
+    """
+
+    why: str
+    gradient: list[float]
+    still: Still
+    seconds: float
+
+
 class StepProof:
     """Compares steps of one training with those of one process.
 
@@ -75,7 +92,6 @@ class StepProof:
 
     Attributes:
         first: The first comparison of this training; None before it.
-        last_inexact: The last one that was not exact; None where all were.
         is_alone: A pass as one process is under way: no other rank is in it.
     """
 
@@ -89,7 +105,6 @@ class StepProof:
         # That comparisons have taken, on the slowest rank.
         self._seconds = 0.0
         self.first: Comparison | None = None
-        self.last_inexact: Comparison | None = None
         self.is_alone = False
 
     def values(self) -> dict[str, Any]:
@@ -121,6 +136,8 @@ class StepProof:
         if step.left_over is not None or not step.sizes:
             return  # Of two passes of a stream, each divided by itself: the next step is compared.
         found = self._compared(model, step, is_first=is_first)
+        if found.difference is not None and math.isnan(found.difference.off) and self._num_steps < _EARLY_STEPS:
+            return  # Not finite in either way, as while a scaler looks for its scale: the next step may be.
         if is_first:
             self.first = found
         self._say(found, is_first=is_first)
@@ -150,39 +167,44 @@ class StepProof:
         loader = feed.loader
         assert loader is not None
         begun = time.monotonic()
-        with kept_data_state(loader.one_process), feed.accumulation_of_script():
-            given = Given(loader.dataset, step, self._seed)
-        with self._whole_passes():
-            why, seconds = self._tried(model, given)
-            if why:
+        with kept_data_state(loader.one_process), self._without_optimizer():
+            with feed.accumulation_of_script():
+                given = Given(loader.dataset, step, self._seed)
+            # How long a micro-batch takes decides how many are compared, on all ranks alike.
+            trial = self._tried(model, given, 1)
+            if not trial.why:
+                num_compared = _affordable(num_references, base.num_ranks, trial.seconds)
+                given = given.part(num_compared, loader.shape)
+                trial = self._tried(model, given, num_compared)
+            if trial.why:
                 self._is_over = True
-                return replace(base, unproven=why)
-            # Before anything is computed that takes long, on all ranks alike.
-            num_compared = _affordable(num_references, base.num_ranks, seconds)
-            given = given.part(num_compared, loader)
-            one, still, one_s = self._as_one(model, given)
+                return replace(base, unproven=trial.why)
+            one, still, one_s = trial.gradient, trial.still, trial.seconds
             dealt, dealt_s = self._as_dealt(model, given, one, still)
-            if is_first and max(row[0] for row in self._manager.gather_floats([one_s + dealt_s])) < _TIMED_AGAIN_S:
-                one_s = self._as_one(model, given)[2]
-                dealt_s = self._as_dealt(model, given, one, still, is_chosen=True)[1]
-            is_random = not self._is_within(dealt) and self._draws(model, given, one)
-        times = self._manager.gather_floats([one_s, dealt_s, time.monotonic() - begun])
-        self._seconds += max(row[2] for row in times)
+            if is_first and one_s + max(row[0] for row in self._manager.gather_floats([dealt_s])) < _TIMED_AGAIN_S:
+                one_s = self._tried(model, given, num_compared).seconds
+                dealt_s = self._dealt_once(model, given, one)[1]
+            has_drawn = any(row[0] for row in self._manager.gather_int64([still.has_drawn]))
+            is_random = has_drawn and self._draws(model, given, one)
+            draws = self._drawn(given, still, is_random=is_random)
+        times = self._manager.gather_floats([dealt_s, time.monotonic() - begun])
+        self._seconds += max(row[1] for row in times)
         found = replace(
             base,
             num_compared=num_compared,
             bound=rounding_bound(trainer),
-            one_s=times[0][0],
-            dealt_s=max(row[1] for row in times),
+            one_s=one_s,
+            dealt_s=max(row[0] for row in times),
             difference=dealt,
-            draws=self._drawn(given, still),
+            draws=draws,
         )
         logger.debug("step %d was compared in %.2f s", base.step, time.monotonic() - begun)
-        if is_random:
+        if is_random and not self._is_within(dealt):
+            self._is_over = self._is_auto
             why = "it draws random numbers beyond dropout, so that one process would not compute it twice alike either"
             return replace(found, difference=None, unproven=why)
         if math.isnan(dealt.off):
-            return replace(found, difference=None, unproven="its gradient is not finite, in one process as well")
+            return replace(found, unproven="its gradient is not finite, in one process as well")
         return found
 
     def _obstacle(self) -> str:
@@ -199,7 +221,7 @@ class StepProof:
         return draw_seed(int(self._trainer.args.seed), self._num_steps)
 
     @contextmanager
-    def _whole_passes(self) -> Iterator[None]:
+    def _without_optimizer(self) -> Iterator[None]:
         """No optimizer steps: a script's own training_step may, which would not be undone."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -213,23 +235,19 @@ class StepProof:
             handle.remove()
 
     @contextmanager
-    def _pass(self, model: nn.Module) -> Iterator[Still]:
+    def _pass(self) -> Iterator[Still]:
         """Around one pass over a step: begins with the state of the training, and restores it."""
         still = Still()
         with kept_training_state(self._trainer), tried_pass(self._trainer.model), still:
-            torch.manual_seed(self._seed % 2**63)
             yield still
 
-    def _tried(self, model: nn.Module, given: Given) -> tuple[str, float]:
-        """Computes the first micro-batch as one process. Collective.
-
-        Returns:
-            Why it cannot be, in words, "" = it can; and the seconds that it took on the slowest rank.
-        """
-        why, begin = "", self._now()
+    def _tried(self, model: nn.Module, given: Given, num_references: int) -> _Trial:
+        """Computes the first micro-batches as one process, where that can be done. Collective."""
+        why, seconds, still = "", 0.0, Still()
+        gradient: list[float] = []
         try:
             given.dealt()
-            self._as_one(model, given.part(1, None))
+            gradient, still, seconds = self._as_one(model, given.part(num_references, None), self._seed)
         except NotPossibleError as error:
             why = str(error)
         except _ERRORS as error:
@@ -246,10 +264,11 @@ class StepProof:
                 why = "the script's own micro-batch does not fit on one device"
             else:
                 why = f"it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
-        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps([why, self._now() - begin]))]
-        return next((why for why, _ in ranks if why), ""), max(seconds for _, seconds in ranks)
+        ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps([why, seconds]))]
+        whys = (why for why, _ in ranks if why)
+        return _Trial(next(whys, ""), gradient, still, ranks[0][1])
 
-    def _as_one(self, model: nn.Module, given: Given) -> tuple[list[float], Still, float]:
+    def _as_one(self, model: nn.Module, given: Given, seed: int) -> tuple[list[float], Still, float]:
         """The step as one process computes it, with nothing of ours between.
 
         Returns:
@@ -258,11 +277,11 @@ class StepProof:
         trainer, accelerator = self._trainer, self._trainer.accelerator
         is_sharded = has_shards(trainer.model)
         with ExitStack() as stack:
-            still = stack.enter_context(self._pass(model))
+            still = stack.enter_context(self._pass())
             stack.enter_context(self._alone())
-            begin = self._now()
             inputs = [on_device(trainer, batch) for batch in given.of_one()]
             batches, num_items = self._feed.count_as_given(inputs)
+            begin = self._now()
             gradient_state = accelerator.gradient_state
             before = gradient_state.sync_gradients
             training_step = unsteered(trainer.training_step)
@@ -274,9 +293,11 @@ class StepProof:
                     with ExitStack() as each:
                         if not (is_sharded and is_last):  # Its gradient is a mean of equal ones.
                             each.enter_context(accelerator.no_sync(model))
-                        _seed_all(draw_seed(self._seed, i))
+                        _seed_all(draw_seed(seed, i))
                         self._feed.mark(i)
+                        random_state = read_random_state(trainer.args.device.type)
                         training_step(model, batch, num_items)
+                        still.has_drawn |= read_random_state(trainer.args.device.type) != random_state
             finally:
                 gradient_state._set_sync_gradients(before)
             seconds = self._now() - begin
@@ -300,30 +321,22 @@ class StepProof:
             finally:
                 self.is_alone = before
 
-    def _as_dealt(
-        self, model: nn.Module, given: Given, one: Sequence[float], still: Still, *, is_chosen: bool = False
-    ) -> tuple[Difference, float]:
-        """The step as the ranks share it, by the first weighing that makes up the step of one process. Collective.
-
-        Args:
-            is_chosen: The weighing is that of the training.
-        """
+    def _as_dealt(self, model: nn.Module, given: Given, one: Sequence[float], still: Still) -> tuple[Difference, float]:
+        """The step as the ranks share it, by the first weighing that makes up the step of one process. Collective."""
         feed, before = self._feed, self._feed.reduction
-        ways = [before] if is_chosen else self._ways(given, still)
-        found: list[tuple[Difference, float]] = []
+        found: list[tuple[Difference, float, LossReduction]] = []
         tables: list[Any] = []
-        for way in ways:
+        for way in self._ways(given, still):
             feed.use(way)
             table = self._table(given, way)
-            if table is None or table in tables:
+            if table in tables:
                 continue
             tables.append(table)
-            found.append((*self._dealt_once(model, given, one), way))  # type: ignore[arg-type]
+            found.append((*self._dealt_once(model, given, one), way))
             if self._is_within(found[-1][0]):
-                feed.use(way)
                 return found[-1][0], found[-1][1]
-        off, seconds, way = min(found, key=lambda each: each[0].off)  # type: ignore[misc]
-        # Near is not right: what is not known stays as it was.
+        off, seconds, way = min(found, key=lambda each: each[0].off)
+        # What is declared stays as it is said; else the nearest is the best that is known.
         feed.use(way if before.kind == AUTO else before)
         return off, seconds
 
@@ -333,10 +346,13 @@ class StepProof:
     def _ways(self, given: Given, still: Still) -> list[LossReduction]:
         """Reductions to be tried, the one of the training first. Equal on all ranks."""
         reduction = self._feed.reduction
-        is_asked = self._manager.config.loss_reduction != AUTO
-        if is_asked or reduction.is_token_normalised or not self._feed.shares_micro_batches(given.sizes):
+        asked = self._manager.config.loss_reduction
+        is_shared = self._feed.shares_micro_batches(given.sizes)
+        if asked not in (AUTO, TOKEN_MEAN) or reduction.is_token_normalised or not is_shared:
             return [reduction]
         mine = self._offered(given, still)
+        if asked == TOKEN_MEAN:  # Labels may be those of the next token.
+            mine = [name for name in mine if name in (TOKENS, NEXT)]
         ranks = [json.loads(text) for text in self._manager.gather_texts(json.dumps(mine))]
         names = [name for name in ranks[0] if all(name in other for other in ranks)]
         tables = json.loads(self._manager.gather_texts(json.dumps(still.class_weights))[0])
@@ -354,13 +370,12 @@ class StepProof:
         return [name for name in names if not any(obstacle(part, name) for part in [*whole, *parts])]
 
     def _table(self, given: Given, way: LossReduction) -> Any:
-        """What the parts of each micro-batch count on each rank; None where a micro-batch has nothing that counts."""
+        """What the parts of each micro-batch count on each rank: two ways with the same are one. Collective."""
         if way.is_token_normalised or way.weighing in (SUM, ROWS) or not self._feed.shares_micro_batches(given.sizes):
             return way.kind if way.is_token_normalised else way.weighing
-        ranks = self._feed.weigh(self._counted(given)[0], way)
+        with self._pass():
+            ranks = self._feed.weigh(self._counted(given)[0], way)
         totals = [sum(counts) for counts in zip(*ranks, strict=True)]
-        if not any(totals):
-            return None
         return [
             [round(count / total, 12) if total else 0.0 for count, total in zip(r, totals, strict=True)] for r in ranks
         ]
@@ -372,12 +387,14 @@ class StepProof:
     def _dealt_once(self, model: nn.Module, given: Given, one: Sequence[float]) -> tuple[Difference, float]:
         manager, trainer = self._manager, self._trainer
         is_exchanged = isinstance(manager.config.sync, DDP) and manager.identity.world_size > 1
-        manager.gather_floats([0.0])  # All ranks begin at once.
-        with self._pass(model):
-            begin = self._now()
+        with self._pass():
             step, num_items = self._counted(given)
+            manager.gather_floats([0.0])  # All ranks begin at once.
+            begin = self._now()
             try:
-                self._feed.compute(model, step, num_items, is_synced=is_exchanged)
+                for place in self._feed.computed(model, step, num_items, is_synced=is_exchanged):
+                    # A whole micro-batch draws what it draws in one process.
+                    _seed_all(draw_seed(self._seed, place))
             except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
                 raise SetupError(
                     f"A part of a micro-batch cannot be computed by itself ({type(error).__name__}: "
@@ -393,24 +410,20 @@ class StepProof:
             return difference(ones, dealt, names), seconds
         if not is_exchanged and manager.identity.world_size > 1:
             mean = mean_of(dealt)
-            return difference([mean_of([ones[0]] * 2)], [mean], names), seconds
+            return difference([mean_of(ones[:1])], [mean], names), seconds
         each = [difference([mine], [theirs], names) for mine, theirs in zip(ones, dealt, strict=True)]
         return max(each, key=lambda found: found.off), seconds
 
-    def _drawn(self, given: Given, still: Still) -> tuple[str, ...]:
+    def _drawn(self, given: Given, still: Still, *, is_random: bool) -> tuple[str, ...]:
         """What draws random numbers, of which ranks have others than one process. Collective."""
-        mine = [still.has_dropped, given.is_drawn, given.are_rows_drawn]
+        mine = [still.has_dropped, given.is_drawn, given.are_rows_drawn, is_random]
         ranks = self._manager.gather_int64(mine)
-        names = ("dropout", "the collator", "the data set")
+        names = ("dropout", "the collator", "the data set", "the model or its loss")
         return tuple(name for name, found in zip(names, zip(*ranks, strict=True), strict=True) if any(found))
 
     def _draws(self, model: nn.Module, given: Given, one: Sequence[float]) -> bool:
         """True where one process does not compute the step twice alike, with other random numbers. Collective."""
-        num_steps, self._num_steps = self._num_steps, self._num_steps + 1_000_003
-        try:
-            again = self._as_one(model, given)[0]
-        finally:
-            self._num_steps = num_steps
+        again = self._as_one(model, given, self._seed + 1)[0]
         names = names_of(self._trainer.model)
         off = difference([one], [again], names)
         return any(row[0] for row in self._manager.gather_floats([float(not self._is_within(off))]))
@@ -422,17 +435,14 @@ class StepProof:
         return time.perf_counter()
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
-        is_told = is_first and self._manager.identity.rank == 0
         if found.is_exact or (found.unproven and not self._is_unknown):
-            if is_told:
+            if is_first and self._manager.identity.rank == 0:
                 logger.info("%s", found)
             return
-        self.last_inexact = found
         if found.unproven:
             cause = f"it is not known how {name_of(self._trainer, unsteered(self._trainer.compute_loss))} is averaged"
-            self._feed.tell(
-                cause, f"{found}; {cause}.", "Parts of micro-batches count by their rows.", self._ways_out()
-            )
+            so = f"Parts of micro-batches count by this: {self._feed.reduction.weighing}."
+            self._feed.tell(cause, f"{found}; {cause}.", so, self._ways_out())
             return
         off = found.difference
         assert off is not None
@@ -440,8 +450,12 @@ class StepProof:
         worst = f", most in {off.worst}" if off.worst else ""
         what = f"{found} ({norms}{worst}): this is not exactly the training of one process."
         own = f"The step has code of the script's own: {', '.join(self._own_code)}." if self._own_code else ""
-        self._is_over = self._manager.config.check_first_step == "auto"
+        self._is_over = self._is_auto
         self._feed.tell(f"{found}", what, own, self._ways_out())
+
+    @property
+    def _is_auto(self) -> bool:
+        return self._manager.config.check_first_step == "auto"
 
     @property
     def _is_unknown(self) -> bool:
@@ -451,10 +465,7 @@ class StepProof:
     def _ways_out(self) -> str:
         world_size = self._manager.identity.world_size
         if self._feed.shares_micro_batches(()):
-            return (
-                f"Set gradient_accumulation_steps={world_size} or a multiple of it: each micro-batch is then computed "
-                "whole by one rank, which is exact for any loss of a micro-batch."
-            )
+            return whole_ways(world_size)
         if self._feed.reduction.kind == TOKEN_SUM:
             return "Set loss_reduction='whole'."
         return (

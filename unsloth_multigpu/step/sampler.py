@@ -127,18 +127,24 @@ class StepLoader(DataLoader[Any]):
         """Steps of an epoch. TypeError for a stream whose data set does not say its length."""
         return self.dataset.num_steps() if isinstance(self.dataset, StepStream) else super().__len__()
 
+    @property
+    def _steps(self) -> Any:
+        return self.dataset if isinstance(self.dataset, StepStream) else self.batch_sampler
+
+    @property
+    def shape(self) -> StepShape:
+        """How samples are dealt."""
+        return self._steps.shape  # type: ignore[no-any-return]
+
     def deal(self, shape: StepShape) -> None:
         """Deals samples by another shape, from the next epoch on."""
-        if isinstance(self.dataset, StepStream):
-            self.dataset.shape = shape
-        else:
-            self.batch_sampler.shape = shape  # type: ignore[union-attr]
+        self._steps.shape = shape
+        if not isinstance(self.dataset, StepStream):
             self.dataset.regroup = shape.regroup  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer at the start of each epoch."""
-        steps: Any = self.dataset if isinstance(self.dataset, StepStream) else self.batch_sampler
-        steps.set_epoch(epoch)
+        self._steps.set_epoch(epoch)
 
 
 def step_loader(

@@ -38,7 +38,7 @@ class Difference:
     worst_off: float
 
 
-def sketch(model: nn.Module, factor: float = 1.0) -> list[float]:
+def sketch(model: nn.Module) -> list[float]:
     """The norm and `NUM_PROJECTIONS` random projections of the gradient of each trained parameter, in a flat list.
 
     The mean square of the projections of a difference is the square of its norm: the signs of a projection are
@@ -47,14 +47,13 @@ def sketch(model: nn.Module, factor: float = 1.0) -> list[float]:
 
     Args:
         model: Between its backward pass and the step.
-        factor: Multiplies the gradient, as where it is still to be averaged.
     """
     rows = [_sketch_of(p) for p in model.parameters() if p.requires_grad]
     if not rows:
         return []
     # One wait for the device.
     flat = torch.stack([row.to(rows[0].device) for row in rows]).reshape(-1)
-    return [float(value) * factor for value in flat.tolist()]
+    return [float(value) for value in flat.tolist()]
 
 
 def names_of(model: nn.Module) -> list[str]:
@@ -97,8 +96,6 @@ def difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]],
 def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
     """The sketch of the mean of some gradients. Its norms are those of the projections, which estimate them."""
     mean = [math.fsum(values) / len(sketches) for values in zip(*sketches, strict=True)]
-    if len(sketches) == 1:
-        return mean
     width = 1 + NUM_PROJECTIONS
     for k in range(0, len(mean), width):
         mean[k] = math.sqrt(sum(x * x for x in mean[k + 1 : k + width]) / NUM_PROJECTIONS)

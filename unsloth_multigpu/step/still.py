@@ -35,11 +35,12 @@ class Still(TorchFunctionMode):
 
     Attributes:
         has_dropped: There was a dropout to switch off.
+        has_drawn: Random numbers were drawn all the same. Whoever opens it sets this.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_dropped = False
+        self.has_dropped = self.has_drawn = False
         self._tables: set[tuple[float, ...]] = set()
 
     @property
@@ -59,6 +60,7 @@ class Still(TorchFunctionMode):
             kwargs.update({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
         elif func is functional.multi_head_attention_forward:
             bound = inspect.signature(func).bind(*args, **kwargs)
+            self.has_dropped |= bool(bound.arguments["dropout_p"])
             bound.arguments["dropout_p"] = 0.0
             args, kwargs = bound.args, bound.kwargs
         elif func in _CLASS_LOSSES:

@@ -13,12 +13,12 @@ from unsloth_multigpu.group.precision import sum_dtype
 IGNORED = -100
 ROWS, SUM = "rows", "sum"
 # Labels that are predicted from the token before lose the first of each row.
-_NEXT, TOKENS = "next tokens", "tokens"
+NEXT, TOKENS = "next tokens", "tokens"
 _LABELLED_ROWS, _NEXT_LABELLED_ROWS = "labelled rows", "rows with a next token"
 _CLASSES, _NEXT_CLASSES = "class weights", "class weights of next tokens"
 _OF = " of "
 # The dimensions that labels need for it.
-_OF_LABELS = {_NEXT: 1, TOKENS: 1, _LABELLED_ROWS: 2, _NEXT_LABELLED_ROWS: 2, _CLASSES: 1, _NEXT_CLASSES: 2}
+_OF_LABELS = {NEXT: 1, TOKENS: 1, _LABELLED_ROWS: 2, _NEXT_LABELLED_ROWS: 2, _CLASSES: 1, _NEXT_CLASSES: 2}
 # Sums of one of the inputs, such as weights of rows or tokens: of all its values, of those with a label, and the same
 # where labels are those of the next token.
 _ALL, _LABELLED, _AFTER_FIRST, _NEXT_LABELLED = "sum", "labelled sum", "sum after first", "next labelled sum"
@@ -50,10 +50,10 @@ def weight_of(inputs: Mapping[str, Any], weighing: str, class_weights: Sequence[
             "divided by num_items_in_batch, or use global_batch='scale'.",
         )
     labels: Any = inputs.get("labels")
-    if weighing in (_NEXT, TOKENS):
-        if labels.dim() < 2 and (weighing == _NEXT or labels.is_floating_point()):
+    if weighing in (NEXT, TOKENS):
+        if labels.dim() < 2 and (weighing == NEXT or labels.is_floating_point()):
             return float(len(labels))
-        return float(_shifted(labels, weighing == _NEXT).ne(IGNORED).sum())
+        return float(_shifted(labels, weighing == NEXT).ne(IGNORED).sum())
     if weighing in (_LABELLED_ROWS, _NEXT_LABELLED_ROWS):
         return float(_shifted(labels, weighing == _NEXT_LABELLED_ROWS).ne(IGNORED).any(1).sum())
     if weighing in (_CLASSES, _NEXT_CLASSES):
@@ -124,7 +124,7 @@ def candidates(inputs: Mapping[str, Any], num_classes: int = 0) -> Iterator[str]
                 yield _NEXT_CLASSES
     # Of rows with one label each, models average the labels.
     if has_tokens:
-        yield _NEXT
+        yield NEXT
         yield TOKENS
     elif has_classes:
         yield TOKENS

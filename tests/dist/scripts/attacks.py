@@ -207,6 +207,33 @@ class Ready(Trainer):
         return torch.utils.data.DataLoader(batches, batch_size=None, shuffle=False)
 
 
+class Noisy(OwnLoss):
+    """Noise that is no dropout."""
+
+    def factor(self):
+        return 1.0 + torch.rand(())
+
+
+class Tight(OwnLoss):
+    """The whole micro-batch does not fit on one of several devices."""
+
+    def compute_loss(self, model, inputs, *arguments, **keywords):
+        if args.num_gpus > 1 and len(inputs["labels"]) > 2:
+            raise torch.OutOfMemoryError("out of memory, as planted")
+        return super().compute_loss(model, inputs, *arguments, **keywords)
+
+
+class CountingCollator:
+    """Each call changes what it gives next."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, rows):
+        self.num_calls += 1
+        return collate(rows)
+
+
 class Hooked(OwnLoss):
     """A hook on a gradient that is not linear."""
 
@@ -233,6 +260,9 @@ KINDS = {
     "tuples": (Tuples, collate_tuple),
     "ready": (Ready, collate),
     "hooked": (Hooked, collate),
+    "noisy": (Noisy, collate),
+    "tight": (Tight, collate),
+    "counting": (OwnLoss, CountingCollator()),
 }
 
 
@@ -273,7 +303,7 @@ def run(job):
         "said": said.records,
         "first_step": dict(report.first_step) if report else {},
         "inexact": report.inexact if report else "",
-        "num_calls": getattr(trainer, "num_calls", 0),
+        "num_calls": getattr(trainer, "num_calls", 0) + getattr(collator, "num_calls", 0),
     }
     write_outcome(out, job, facts, model.named_parameters())
 
