@@ -276,7 +276,8 @@ class StepFeed(Part):
         name, ways = name_of(self.trainer, self._loss), whole_ways(world_size)
         if reduction.kind == WHOLE:
             raise SetupError(
-                f"loss_reduction='whole', but a step has {self.num_accumulated} of them for {world_size} ranks.",
+                f"loss_reduction='whole' keeps micro-batches whole, and a step has {self.num_accumulated} for "
+                f"{world_size} ranks.",
                 hint=ways,
             )
         if self.manager.config.check_first_step == "off" and not self._is_alone:
