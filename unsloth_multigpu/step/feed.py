@@ -120,7 +120,7 @@ class StepFeed(Part):
             "compute_loss": self._compute_loss,
             "backward": self._backward,
             "get_total_train_batch_size": self._total_train_batch_size,
-            **{n: functools.partial(self._unless_in_loss, n) for n in ("gather", "gather_for_metrics", "reduce")},
+            **dict.fromkeys(("gather", "gather_for_metrics", "reduce"), self._unless_in_loss),
         }
 
     def is_needed(self, seam: str) -> bool:
@@ -536,14 +536,14 @@ class StepFeed(Part):
             )
         return loss * self._piece_factor if self._piece_factor else without_effect(loss)
 
-    def _unless_in_loss(self, name: str, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _unless_in_loss(self, exchange: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.gather` and its like, which TRL's losses call for metrics (and KTO's for its estimate of KL).
 
         Inside a loss a micro-batch is by itself, as in one process: ranks differ in its rows and in how many there are.
         """
         if not self._in_loss and not self.proof.is_alone:
             return exchange(tensor, *args, **kwargs)
-        return self.metrics.gathered(name, tensor, *args, **kwargs)
+        return tensor
 
     @property
     def has_one_order(self) -> bool:

@@ -165,10 +165,6 @@ class Metrics(Part):
         """All micro-batches of a step are noted."""
         self._steps.append(self._trainer.state.global_step)
 
-    def gathered(self, name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `Accelerator.gather` and its like give inside a loss: this rank's own part, as in one process."""
-        return tensor
-
     def _collected(self) -> list[tuple[str, list[Any], dict[str, list[Any]]]]:
         """Each training metric: its name with its store's, its values, and where they lie."""
         found = []

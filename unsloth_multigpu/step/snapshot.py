@@ -59,7 +59,7 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
         stack.callback(_keep(vars(trainer)))
         for module in modules:
             stack.callback(_keep(vars(module), takes_all_new=_is_own(module)))
-        for restore in _keep_reached([*_loss_functions(trainer), *owned], known, generators=True):
+        for restore in _keep_reached([*_loss_functions(trainer), *owned], known):
             stack.callback(restore)
         for cls in _own_classes([trainer, *modules]):
             stack.callback(_keep_class(cls))
@@ -68,18 +68,17 @@ def kept_training_state(trainer: TrainerLike) -> Iterator[None]:
 
 
 @contextmanager
-def kept_data_state(loader: Any, *, generators: bool = True) -> Iterator[None]:
+def kept_data_state(loader: Any) -> Iterator[None]:
     """Restores on leaving what reading rows and collating them may have changed in the collator and the data set.
 
-    Attributes of both and of what they wrap, as `kept_training_state` does.
+    Attributes of both and of what they wrap, and generators that they have for themselves.
 
     Args:
         loader: Of the training, as the Trainer built it.
-        generators: Those that the collator or the data set have for themselves are restored as well.
     """
     roots = [loader.collate_fn, loader.dataset]
     with ExitStack() as stack:
-        for restore in _keep_reached(roots, set(), generators=generators):
+        for restore in _keep_reached(roots, set()):
             stack.callback(restore)
         for cls in _own_classes(roots):
             stack.callback(_keep_class(cls))
@@ -122,7 +121,6 @@ def _keep(
     names: Sequence[str] | None = None,
     *,
     takes_all_new: bool = False,
-    generators: bool = True,
 ) -> Callable[[], None]:
     """Notes attributes or variables.
 
@@ -130,7 +128,6 @@ def _keep(
         values: Of an object or a module.
         names: Only these; None = all.
         takes_all_new: New ones of any type are deleted; else those of libraries stay, which keep caches.
-        generators: Generators among them are kept as well.
 
     Returns:
         Restores them.
@@ -139,7 +136,7 @@ def _keep(
     def now() -> list[str]:
         return [name for name in (values if names is None else names) if name in values and name not in _DATA]
 
-    kept = {name: _copied(values[name], generators=generators) for name in now()}
+    kept = {name: _copied(values[name]) for name in now()}
 
     def restore() -> None:
         for name in now():
@@ -174,13 +171,12 @@ def _own_classes(objects: Sequence[Any]) -> list[type]:
     return sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
 
 
-def _keep_reached(roots: Sequence[Any], known: set[int], *, generators: bool) -> Iterator[Callable[[], None]]:
+def _keep_reached(roots: Sequence[Any], known: set[int]) -> Iterator[Callable[[], None]]:
     """Notes what functions and objects hold: closures, variables that functions name, attributes of the script's own.
 
     Args:
         roots: Of libraries these are looked into as well where they are functions, collators or data sets.
         known: Ids of objects that are kept otherwise.
-        generators: See `_keep`.
     """
     # A list keeps the objects, and so their ids, alive.
     stack: list[Any] = list(reversed(roots))
@@ -195,9 +191,9 @@ def _keep_reached(roots: Sequence[Any], known: set[int], *, generators: bool) ->
         known.add(id(value))
         seen.append(value)
         for values, names in found.spaces:
-            yield _keep(values, names, generators=generators)
+            yield _keep(values, names)
         for cell in found.cells:
-            yield functools.partial(_restore_cell, cell, _copied(cell.cell_contents, generators=generators))
+            yield functools.partial(_restore_cell, cell, _copied(cell.cell_contents))
         stack.extend(reversed(found.others))
 
 
@@ -297,13 +293,13 @@ def _is_container(value: Any) -> bool:
     return type(value) in _STANDARD or (isinstance(value, _CONTAINERS) and not is_library(type(value).__module__))
 
 
-def _copied(value: Any, *, generators: bool = True) -> tuple[Any, Any]:
+def _copied(value: Any) -> tuple[Any, Any]:
     """The object, and a copy of what it holds where that can be restored: containers, tensors, generators."""
     if _is_container(value):
         return value, _copy(value) if _is_state(value) else None
     if type(value) is torch.Tensor:
         return value, value.detach().clone() if value.numel() <= _MOST_ELEMENTS else None
-    generator = _generator_of(value) if generators else None
+    generator = _generator_of(value)
     return value, None if generator is None else generator[0]()
 
 
@@ -319,11 +315,6 @@ def _generator_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] 
     if bits is not None:
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
     return (value.get_state, value.set_state) if hasattr(value, "set_state") else None
-
-
-def has_random_state(value: Any) -> bool:
-    """True for a generator of random numbers whose state can be restored."""
-    return _generator_of(value) is not None
 
 
 def _copy(value: Any) -> Any:

@@ -21,7 +21,7 @@ ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
 import torch
 import torch.distributed as dist
-from common import SGD, logged, write_outcome
+from common import SGD, Said, logged, write_outcome
 from torch.nn import functional
 from transformers import (
     BertConfig,
@@ -266,15 +266,6 @@ KINDS = {
 }
 
 
-class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.records = []
-
-    def emit(self, record):
-        self.records.append((record.levelname, record.getMessage()))
-
-
 def run(job):
     global trainer
     kind, _, accumulation = job.rpartition("_")
@@ -293,7 +284,7 @@ def run(job):
         **SGD,
     )
     trainer = own(model=model, args=config, train_dataset=make_rows(24), data_collator=collator, callbacks=[Sets()])
-    said = Warnings()
+    said = Said()
     logging.getLogger("unsloth_multigpu").addHandler(said)
     trainer.train()
     logging.getLogger("unsloth_multigpu").removeHandler(said)

@@ -1,6 +1,7 @@
 """What several scripts beside this file have in common. They import it behind the line, as users do their modules."""
 
 import json
+import logging
 import os
 
 import torch
@@ -42,6 +43,17 @@ class Comparing:
 
 
 Comparing.watch()
+
+
+class Said(logging.Handler):
+    """Keeps what is said while one job trains, with its level."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.records = []
+
+    def emit(self, record):
+        self.records.append((record.levelname, record.getMessage()))
 
 
 class MeanLoss(Trainer):

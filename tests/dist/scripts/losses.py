@@ -20,7 +20,7 @@ args = parser.parse_args()
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
 import torch
-from common import SGD, logged, write_outcome
+from common import SGD, Said, logged, write_outcome
 from torch.nn import functional
 from transformers import (
     BertConfig,
@@ -214,17 +214,6 @@ KINDS = {
 }
 
 
-class Warnings(logging.Handler):
-    """Keeps what is said while one job trains."""
-
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.records = []
-
-    def emit(self, record):
-        self.records.append((record.levelname, record.getMessage()))
-
-
 def run(job):
     kind, _, shape = job.partition(":")
     rows, batch_size, accumulation = map(int, shape.split("x"))
@@ -247,7 +236,7 @@ def run(job):
     )
     if loss:
         trainer.loss = loss
-    said = Warnings()
+    said = Said()
     logging.getLogger("unsloth_multigpu").addHandler(said)
     trainer.train()
     logging.getLogger("unsloth_multigpu").removeHandler(said)

@@ -20,6 +20,7 @@ args = parser.parse_args()
 ump.enable_multi_gpu(num_gpus=args.num_gpus)
 
 import torch
+from common import Said
 from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import (
@@ -193,15 +194,6 @@ class Grows(TrainerCallback):
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self.rows.extend(make_rows(5, seed=int(state.epoch) + 20))
-
-
-class Said(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.INFO)
-        self.records = []
-
-    def emit(self, record):
-        self.records.append((record.levelname, record.getMessage()))
 
 
 def train(name, kind, accumulation, *, tokens=False, count=22, grows=False, **settings):

@@ -22,7 +22,7 @@ args = parser.parse_args()
 ump.enable_multi_gpu(num_gpus=args.num_gpus, log_metrics=False)
 
 import torch
-from common import SGD, logged
+from common import SGD, Said, logged
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
@@ -98,15 +98,6 @@ class Composed(Trainer):
         return loss * (1 + 0.1 * (self.num_calls % 3)) if self.counts else loss
 
 
-class Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def run(seed):
     rng = random.Random(seed)
     accumulation = rng.choice((1, 1, 2, 3))
@@ -129,7 +120,7 @@ def run(seed):
     trainer.counts = rng.random() < 0.15
     if rng.random() < 0.1:
         model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    said = Warnings()
+    said = Said()
     logging.getLogger("unsloth_multigpu").addHandler(said)
     error = ""
     try:
@@ -144,7 +135,7 @@ def run(seed):
         "what": what,
         **logged(trainer, "grad_norm"),
         "weights": weights,
-        "said": said.texts,
+        "said": [text for level, text in said.records if level == "WARNING"],
         "error": error,
     }
 
