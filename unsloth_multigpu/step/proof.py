@@ -92,6 +92,7 @@ class StepProof:
 
     Attributes:
         first: The first comparison of this training; None before it.
+        last: The newest one.
         is_alone: A pass as one process is under way: no other rank is in it.
     """
 
@@ -105,6 +106,7 @@ class StepProof:
         # That comparisons have taken, on the slowest rank.
         self._seconds = 0.0
         self.first: Comparison | None = None
+        self.last: Comparison | None = None
         self.is_alone = False
 
     def values(self) -> dict[str, Any]:
@@ -135,7 +137,7 @@ class StepProof:
             return
         if step.left_over is not None or not step.sizes:
             return  # Of two passes of a stream, each divided by itself: the next step is compared.
-        found = self._compared(model, step, is_first=is_first)
+        self.last = found = self._compared(model, step, is_first=is_first)
         if found.difference is not None and math.isnan(found.difference.off) and self._num_steps < _EARLY_STEPS:
             return  # Not finite in either way, as while a scaler looks for its scale: the next step may be.
         if is_first:
