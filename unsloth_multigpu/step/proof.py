@@ -39,6 +39,7 @@ from unsloth_multigpu.step.still import Still
 from unsloth_multigpu.step.weighing import NEXT, ROWS, SUM, TOKENS, candidates, obstacle
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.wire.beat import BeatPage
 
 if TYPE_CHECKING:
     from unsloth_multigpu.step.feed import StepFeed
@@ -89,6 +90,7 @@ class StepProof:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         feed: Computes what is dealt.
+        beat: This rank's page.
 
     Attributes:
         first: The first comparison of this training; None before it.
@@ -96,8 +98,10 @@ class StepProof:
         is_alone: A pass as one process is under way: no other rank is in it.
     """
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: BeatPage) -> None:
         self._trainer = trainer
+        self._beat = beat
+        beat.tell_first_step("")
         self._manager = manager
         self._feed = feed
         self._num_steps = 0
@@ -142,6 +146,8 @@ class StepProof:
             return  # Not finite in either way, as while a scaler looks for its scale: the next step may be.
         if is_first:
             self.first = found
+        if is_first or not (found.is_exact or found.unproven):
+            self._beat.tell_first_step(found.in_short())
         self._say(found, is_first=is_first)
 
     @functools.cached_property
