@@ -134,7 +134,7 @@ def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 @functools.cache
 def _signs(device: torch.device) -> torch.Tensor:
-    """Random signs, (projections, `_CHUNK`)."""
+    """Random signs, (projections, `_CHUNK`), in a byte each: they stay on the device."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (NUM_PROJECTIONS, _CHUNK), generator=generator, dtype=torch.int8)
-    return bits.to(device, torch.float32) * 2 - 1
+    return (bits * 2 - 1).to(device)
