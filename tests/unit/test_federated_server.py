@@ -473,7 +473,7 @@ def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> N
     training.train(plan, AppGrid(plan.client_app), 2, options)
     for other in (plan, make_plan(strategy=Slower(8.0))):
         training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))
-        assert other.strategy.rate == 1.0  # type: ignore[union-attr]
+        assert other._strategy.rate == 1.0  # type: ignore[union-attr]
     other = make_plan(strategy=Slower(4.0))
     with pytest.raises(ump.ResumeError, match=r"strategy.rate=8.0, this training has 4.0"):
         training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))

@@ -232,7 +232,7 @@ def pack(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, tuple):
-        return "tuple", [pack(item) for item in value]
+        return "tuple", tuple(pack(item) for item in value)  # No list: it may be the key of a dict.
     if isinstance(value, list):
         return [pack(item) for item in value]
     if isinstance(value, dict):
@@ -254,7 +254,7 @@ def unpack(packed: Any) -> Any:
         return packed
     kind, content = packed
     if kind == "tuple":
-        return tuple(unpack(content))
+        return tuple(unpack(item) for item in content)
     if kind in ("ndarray", "Array", "scalar"):
         array = content.numpy().copy()
         return Array(array) if kind == "Array" else array if kind == "ndarray" else array[()]
