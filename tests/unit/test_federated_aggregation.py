@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from unsloth_multigpu.errors import ConfigError, FederatedError
 from unsloth_multigpu.federated import aggregation
-from unsloth_multigpu.federated.adapters import to_tensor
 from unsloth_multigpu.federated.aggregation import (
     aggregate_lora,
     find_pairs,
@@ -23,6 +22,7 @@ from unsloth_multigpu.federated.aggregation import (
     not_projectable,
     partner_of,
     residual_names,
+    to_tensor,
     weighted_mean,
 )
 

@@ -139,4 +139,4 @@ def test_failure_names_its_client_once() -> None:
     assert failures == ["client 1: left out of train: on slot 1, cpu:1: ValueError: x"]
     with pytest.raises(FederatedError) as error:
         judge(replies[1:], "evaluate", 2, **options | {"num_asked": 1})
-    assert "fraction_evaluate" in str(error.value.hint)
+    assert "evaluate_fn" in str(error.value.hint)

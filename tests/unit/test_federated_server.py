@@ -16,7 +16,7 @@ from torch import nn
 
 pytest.importorskip("flwr", reason="Flower needs Python 3.11")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
 from safetensors.torch import load_file
@@ -26,14 +26,14 @@ from tests.helpers.answering_grid import AnsweringGrid
 from unsloth_multigpu import plugin, versions
 from unsloth_multigpu.checkpoint.manifest import PART_FOLDER
 from unsloth_multigpu.errors import ConfigError, FederatedError, SetupError, VersionError
-from unsloth_multigpu.federated import server_app, training, weights
+from unsloth_multigpu.federated import server_app, training
 from unsloth_multigpu.federated.option import FitOptions
 from unsloth_multigpu.federated.report import (
     DeviceReport,
     FederatedReport,
     RoundReport,
     busy_seconds,
-    round_from_json,
+    round_from_dict,
     write_rounds,
 )
 
@@ -56,16 +56,14 @@ def evaluate(model: nn.Module, client: Any) -> tuple[float, int, dict[str, float
 def make_server(**options: Any) -> ump.FederatedServer:
     names = {"server_id", "model_builder", "device", "strategy", "auto_gpu"} & options.keys()
     given = {"server_id": "s", "model_builder": build, **{name: options.pop(name) for name in names}}
-    if "client_app" not in options:
-        options.setdefault("train_fn", train)
+    options.setdefault("train_fn", train)
     return ump.create_multigpu_flower_server(**given, **options)
 
 
 def make_plan(model_builder: Callable[[], nn.Module] = build, **options: Any) -> training.ServerPlan:
     """The server's half of the pair, which trains over any grid of Flower."""
-    app = options.pop("client_app", None)
     defaults = {"strategy": "fedavg", "strategy_kwargs": None, "lora_aggregation": "mean", "seed": 0, "device": "cpu"}
-    return training.make_plan("s", model_builder, None if app else train, None, app, **{**defaults, **options})
+    return training.ServerPlan("s", model_builder, train, None, **{**defaults, **options})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def make_plan(model_builder: Callable[[], nn.Module] = build, **options: Any) ->
         ({"device": 0}, "device=0"),
         ({"num_gpus": 0}, "num_gpus=0; expected a whole number of 1 or more"),
         ({"num_gpus": True}, "num_gpus=True"),
-        ({"clients_per_gpu": "many"}, "clients_per_gpu='many'; expected a whole number of 1 or more, or 'auto'"),
+        ({"clients_per_gpu": "many"}, "clients_per_gpu='many'; expected a whole number of 1 or more"),
         ({"max_workers": 1.5}, "max_workers=1.5"),
         ({"placement": "random"}, "placement='random'; expected one of 'round_robin', 'balanced'"),
         ({"lora_aggregation": "svd"}, "lora_aggregation='svd'; expected one of 'mean', 'project', 'exact'"),
@@ -88,28 +86,25 @@ def make_plan(model_builder: Callable[[], nn.Module] = build, **options: Any) ->
             {"lora_aggregation": "exact", "strategy": "fedadam"},
             "lora_aggregation='exact' cannot work here: FedAdam does not take the example-weighted mean",
         ),
-        ({"lora_aggregation": "exact", "client_app": ClientApp()}, "cannot work here: client_app decides what travels"),
         ({"seed": -1}, "seed=-1"),
         ({"log_dir": ""}, "log_dir=''"),
         ({"train_fn": None}, "train_fn=None; expected a function that is called as train_fn"),
         ({"evaluate_fn": 1}, "evaluate_fn=1"),
-        ({"client_app": "app"}, "client_app='app' is no ClientApp"),
-        ({"client_app": ClientApp(), "train_fn": train}, "train_fn or evaluate_fn together with client_app"),
         ({"strategy": "sgd"}, "strategy='sgd'; expected one of"),
         ({"strategy": FedAvg}, "strategy=<class .*expected a name such as 'fedavg' or a flwr.serverapp"),
         ({"strategy": FedAvg(), "strategy_kwargs": {"fraction_train": 0.5}}, "together with an object as strategy"),
         ({"strategy_kwargs": ["a"]}, r"strategy_kwargs=\['a'\] is no mapping"),
-        ({"strategy_kwargs": {"momentum": 1}}, "'momentum', which strategy='fedavg' does not know"),
+        ({"strategy_kwargs": {"momentum": 1}}, "strategy='fedavg' does not know 'momentum'"),
         (
             {"strategy": DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1.0, 1.0, 2)},
-            "DifferentialPrivacyClientSideFixedClipping needs Flower's fixedclipping_mod in the ClientApp; train_fn",
+            "DifferentialPrivacyClientSideFixedClipping needs clients that clip their updates with Flower's mod",
         ),
         (
             {
                 "strategy": "differentialprivacyclientsideadaptiveclipping",
                 "strategy_kwargs": {"strategy": FedAvg(), "noise_multiplier": 0.1, "num_sampled_clients": 100},
             },
-            "AdaptiveClipping needs Flower's adaptiveclipping_mod in the ClientApp",
+            "AdaptiveClipping needs clients that clip their updates",
         ),
     ],
 )
@@ -124,21 +119,18 @@ def test_argument_that_cannot_be_used_is_named_at_once(options: dict[str, Any], 
         ({"num_clients": 0}, "num_clients=0; expected a whole number of 1 or more"),
         ({"num_rounds": 0}, "num_rounds=0"),
         ({"num_rounds": 2.0}, "num_rounds=2.0"),
-        ({"min_success": 1.1}, "min_success=1.1; expected a share between 0 and 1"),
+        ({"min_success": 1.1}, "min_success=1.1; expected a share from 0 to 1"),
         ({"min_success": float("nan")}, "min_success=nan"),
         ({"round_timeout_s": 0}, "round_timeout_s=0; expected seconds above 0"),
         ({"config": [1]}, r"config=\[1\]; expected a mapping"),
         ({"config": {"model": nn.Linear}}, r"config\['model'\]=.*cannot be sent"),
         ({"config": {"sizes": [1, 2.0]}}, r"config\['sizes'\]=\[1, 2.0\] cannot be sent"),
         ({"config": {"server-round": 1}}, r"config\['server-round'\] is set in every round"),
-        ({"config": {"lr": float("nan")}}, r"config\['lr'\]=nan cannot be sent"),
-        ({"config": {"lrs": [0.1, float("inf")]}}, r"config\['lrs'\]=\[0.1, inf\] cannot be sent"),
         ({"config": {"lrs": [[0.1]]}}, r"config\['lrs'\]=\[\[0.1\]\] cannot be sent"),
         ({"output_dir": ""}, "output_dir=''"),
         ({"output_dir": Path("runs"), "num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg"),
-        ({"resume": Path("logs/round-1")}, "resume='logs/round-1' without output_dir"),
         ({"resume": "auto"}, "resume='auto' looks for rounds in output_dir, which is not set"),
-        ({"resume": "logs/round-1"}, "resume='logs/round-1' without output_dir"),
+        ({"resume": "logs/round-1"}, "resume='logs/round-1'; expected 'auto' or None"),
         ({"server_evaluate": "f"}, "server_evaluate='f'"),
         ({"num_clients": 1, "strategy": FedAvg()}, "min_train_nodes=2 of FedAvg, but num_clients=1"),
     ],
@@ -157,7 +149,7 @@ def test_fit_refuses_before_it_starts_a_process(
 def test_server_starts_nothing_before_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = psutil.Process().children()
-    with make_server(num_gpus=64, client_app=ClientApp()) as server:
+    with make_server(num_gpus=64) as server:
         assert psutil.Process().children() == before
         assert list(tmp_path.iterdir()) == []
         for use in (server.state_dict, lambda: server.save(tmp_path)):
@@ -200,7 +192,7 @@ def test_device_is_busy_while_a_client_runs(intervals: list[tuple[float, float]]
 def some_round(number: int) -> RoundReport:
     devices = (DeviceReport("cuda:0", (0, 2), 1.5, 10), DeviceReport("cuda:1", (1,), 9.0))
     failures = ("client 3: left out of train: ValueError: x",) if number == 2 else ()
-    return RoundReport(number, 2.0, 40, devices, {"loss": 0.25}, {"loss": 0.5}, {"acc": 1.0}, failures, 0.125, 10, 20)
+    return RoundReport(number, 2.0, 40, devices, {"loss": 0.25}, {"loss": 0.5}, {"acc": 1.0}, failures, 0.125)
 
 
 def test_report_is_a_table_with_what_failed_below() -> None:
@@ -224,7 +216,8 @@ def test_rounds_survive_the_way_over_the_disk(tmp_path: Path) -> None:
     write_rounds(tmp_path, [some_round(1)], must_append=False)
     write_rounds(tmp_path, [some_round(2)], must_append=True)
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
-    assert [round_from_json(json.loads(line)) for line in lines] == [some_round(1), some_round(2)]
+    assert [json.loads(line)["server_round"] for line in lines] == [1, 2]
+    assert round_from_dict(dataclasses.asdict(some_round(2))) == some_round(2)
     odd = dataclasses.replace(some_round(3), train_metrics={"loss": float("nan"), "list": [1.0, float("-inf")]})
     write_rounds(tmp_path, [odd], must_append=False)
     text = (tmp_path / "rounds.jsonl").read_text()
@@ -304,7 +297,7 @@ def test_nodes_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(server_app, "_POLL_S", 0.01)
     grid = AppGrid(ClientApp(), 2)
     assert server_app.wait_for_nodes(grid, 2, 5.0) == 2
-    with pytest.raises(FederatedError, match=r"2 nodes are connected after 0.05 s, 3 are needed"):
+    with pytest.raises(FederatedError, match=r"with 3 nodes, still waits for nodes after 0.05 s; 2 are connected"):
         server_app.wait_for_nodes(grid, 3, 0.05)
 
 
@@ -333,35 +326,18 @@ def test_clients_that_do_not_answer_are_reported_with_the_time_that_they_had() -
             return []
 
     with pytest.raises(FederatedError, match="no client could build its model: no answer within 300 s"):
-        weights.ask_for_start(Silent(ClientApp()), 1, 5.0)
-
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_other_clients_are_asked_where_the_first_do_not_answer() -> None:
-    class Deaf(AppGrid):
-        """Its first clients say nothing."""
-
-        asked: tuple[list[int], ...] = ()
-
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-            messages = list(messages)
-            self.asked += ([message.metadata.dst_node_id for message in messages],)
-            return super().send_and_receive(messages) if len(self.asked) > 1 else []
-
-    grid = Deaf(make_plan().client_app, 4)
-    assert weights.ask_for_start(grid, 2, 5.0).layout is not None
-    assert grid.asked == ([997, 998], [999, 1000])
+        training.ask_for_start(Silent(ClientApp()), 1, 5.0)
 
 
 def test_buffers_that_training_has_not_changed_are_no_part_of_an_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[list[str]] = []
-    monkeypatch.setattr(weights, "save_adapter", lambda folder, state, *_: saved.append(sorted(state)))
+    monkeypatch.setattr(training, "save_adapter", lambda folder, state, *_: saved.append(sorted(state)))
     before = {name: Array(np.zeros(2)) for name in ("lora", "moved", "same")}
-    start = weights.Start(ArrayRecord(before), adapter_config="{}", buffers=["moved", "same"])
+    start = training.Start(ArrayRecord(before), adapter_config="{}", buffers=["moved", "same"])
     now = ArrayRecord({**before, "moved": Array(np.ones(2))})
-    weights.Trained(now, None, start).save(tmp_path)
+    training.Trained(now, None, start).save(tmp_path)
     assert saved == [["lora", "moved"]]
 
 
@@ -373,101 +349,20 @@ class SlotGrid(AppGrid):
     def __init__(self, app: ClientApp) -> None:
         super().__init__(app, 4)
         self.asked: list[int] = []
+        self.records: list[Any] = []
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         messages = list(messages)
         self.asked.append(len(messages))
         return super().send_and_receive(messages, timeout=timeout)
 
-    def client_states(self) -> dict[int, RecordDict]:
-        return {1000 - node_id: context.state for node_id, context in self.contexts.items()}
-
-    def load_client_states(self, states: Mapping[int, RecordDict]) -> None:
-        for client_id, state in states.items():
-            self.contexts[1000 - client_id].state = state
-
-    def take_records(self) -> list[Any]:
-        return []
-
 
 @pytest.mark.usefixtures("may_make_messages")
-def test_all_slots_load_at_once_and_states_of_clients_come_back(tmp_path: Path) -> None:
+def test_all_slots_load_at_once() -> None:
     plan = make_plan()
     grid = SlotGrid(plan.client_app)
-    grid.contexts[999].state = RecordDict({"mark": ConfigRecord({"client": 1})})
-    options = FitOptions(num_rounds=1, output_dir=str(tmp_path))
-    training.train(plan, grid, 4, options, slots=grid)
+    training.train(plan, grid, 4, FitOptions(num_rounds=1), slots=grid)
     assert grid.asked[0] == 2
-    again = SlotGrid(plan.client_app)
-    training.train(plan, again, 4, dataclasses.replace(options, num_rounds=2, resume="auto"), slots=again)
-    assert again.contexts[999].state == RecordDict({"mark": ConfigRecord({"client": 1})})
-
-
-def test_builder_that_draws_other_numbers_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    one, other = (weights.Start(ArrayRecord({"w": Array(np.full(2, value))})) for value in (1.0, 2.0))
-    weights.warn_of_unlike([one, one])
-    assert not caplog.records
-    weights.warn_of_unlike([one, one, other])
-    assert "model_builder makes w another one in each process" in caplog.text
-
-
-def foreign_app(change: Callable[[ArrayRecord], ArrayRecord]) -> ClientApp:
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        content = {"arrays": change(message.content["arrays"]), "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=message)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        assert "frozen-layout" not in message.content["config"]
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "loss": 1.0})}), reply_to=message)
-
-    return app
-
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_any_client_app_starts_from_the_whole_state_of_the_model() -> None:
-    def frozen() -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
-
-    seen: list[list[str]] = []
-
-    def change(arrays: ArrayRecord) -> ArrayRecord:
-        seen.append(list(arrays))
-        return ArrayRecord({name: Array(array.numpy() + 1) for name, array in arrays.items()})
-
-    def measure(model: nn.Module, server_round: int) -> dict[str, Any]:
-        return {"sum": sum(value.sum() for value in model.state_dict().values())}
-
-    plan = make_plan(client_app=foreign_app(change), model_builder=frozen)
-    result, trained, _ = training.train(
-        plan, AppGrid(plan.client_app), 2, FitOptions(num_rounds=1), server_evaluate=measure
-    )
-    assert seen == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
-    torch.manual_seed(0)
-    for name, value in frozen().state_dict().items():
-        torch.testing.assert_close(trained.state_dict()[name], value + 1)
-    sums = [dict(result.result.evaluate_metrics_serverapp[number])["sum"] for number in (0, 1)]
-    assert sums[1] - sums[0] == pytest.approx(4 + 2 + 2 + 1, rel=1e-5)
-    assert result.result.evaluate_metrics_clientapp == {1: MetricRecord({"loss": 1.0})}
-
-
-@pytest.mark.usefixtures("may_make_messages")
-def test_client_app_that_does_not_evaluate_is_told_what_to_set() -> None:
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        content = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
-        return Message(RecordDict(content), reply_to=message)
-
-    with pytest.raises(FederatedError, match="0 of 2 clients succeeded in evaluate") as error:
-        training.train(make_plan(client_app=app), AppGrid(app), 2, FitOptions(num_rounds=1))
-    assert "strategy_kwargs={'fraction_evaluate': 0.0}" in error.value.hint
-    plan = make_plan(client_app=app, strategy_kwargs={"fraction_evaluate": 0.0})
-    training.train(plan, AppGrid(app), 2, FitOptions(num_rounds=1))
 
 
 @pytest.mark.usefixtures("may_make_messages")
@@ -503,7 +398,7 @@ def test_what_the_servers_own_evaluation_leaves_is_gone_in_the_next_round(caplog
         model.get_parameter("weight").data += 1
         return {}
 
-    evaluate_on_server = training.Evaluator(make_plan(model_builder=build_frozen), spoil)
+    evaluate_on_server = training.server_evaluator(make_plan(model_builder=build_frozen), spoil)
     for server_round in (0, 1):
         evaluate_on_server(server_round, ArrayRecord({"bias": Array(np.zeros(1, np.float32))}), None)
     assert seen == [2.0, 2.0]
@@ -578,7 +473,7 @@ def test_strategy_that_changes_a_setting_of_its_own_goes_on(tmp_path: Path) -> N
     training.train(plan, AppGrid(plan.client_app), 2, options)
     for other in (plan, make_plan(strategy=Slower(8.0))):
         training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))
-        assert other.strategy.rate == 1.0  # type: ignore[union-attr]
+        assert other._strategy.rate == 1.0  # type: ignore[union-attr]
     other = make_plan(strategy=Slower(4.0))
     with pytest.raises(ump.ResumeError, match=r"strategy.rate=8.0, this training has 4.0"):
         training.train(other, AppGrid(plan.client_app), 2, dataclasses.replace(options, num_rounds=3))

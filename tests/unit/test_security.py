@@ -87,14 +87,19 @@ ALLOWED = {
     # A pair of connected sockets without a name, and the connections that a group has made.
     "wire/frames.py": {"socket.socket"},
     "wire/child.py": {"socket.socketpair"},
-    "federated/worker.py": {"socket.socket", "pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
+    "federated/worker.py": {
+        "socket.socket",
+        "cloudpickle.loads",
+        "pickle.dumps",
+        "pickle.loads",
+        "pickle.HIGHEST_PROTOCOL",
+    },
     "notebook/process.py": {"socket.socket"},
     "notebook/worker.py": {"socket.socket"},
     "notebook/group.py": {"socket.socket", "socket.SHUT_RDWR"},
     # Over such a pair, between a server and the slots that it has started: both run the same user's program.
-    "federated/user_code.py": {"cloudpickle.dumps", "cloudpickle.loads"},
-    "federated/slot.py": {"pickle.dumps", "pickle.loads"},
-    "federated/task.py": {"pickle.dumps", "pickle.HIGHEST_PROTOCOL"},
+    "federated/grid.py": {"cloudpickle.dumps"},
+    "federated/slot.py": {"pickle.dumps", "pickle.loads", "pickle.HIGHEST_PROTOCOL"},
     # Is this process one of a pool?
     "launch/spawned.py": {"multiprocessing.current_process", "multiprocessing.parent_process"},
 }

@@ -1,21 +1,32 @@
-"""What travels between the server and its clients: a model's trainable tensors and persistent buffers, by name."""
+"""What travels between the server and its clients: a model's trainable tensors and persistent buffers, by name.
+
+And PEFT's LoRA layers: what of a round's rest they can hold, and an adapter on the disk without its model.
+"""
 
 from __future__ import annotations
 
-import io
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import ArrayRecord
 from torch import nn
 
 from unsloth_multigpu.errors import FederatedError
+from unsloth_multigpu.federated.aggregation import (
+    find_pairs,
+    not_projectable,
+    partner_of,
+    residual_names,
+    to_array,
+    to_tensor,
+)
+from unsloth_multigpu.group.precision import sum_dtype
 
 _RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-# NumPy has no bfloat16, and the server would average in half precision.
-_HALF = (torch.bfloat16, torch.float16)
-# Elements of a tensor that `look_at` takes at least, if there are that many.
-_NUM_LOOKED_AT = 64
 
 
 def travelling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,16 +65,6 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> ArrayRecord:
             hint="Lower the client's learning rate, or clip its gradients.",
         )
     return ArrayRecord({name: to_array(value) for name, value in tensors.items()})
-
-
-def to_array(tensor: torch.Tensor) -> Array:
-    tensor = tensor.detach().cpu()
-    # Flower writes the bytes of an array down, so this is a copy where `.cpu()` is none.
-    return Array((tensor.float() if tensor.dtype in _HALF else tensor).numpy())
-
-
-def to_tensor(array: Array) -> torch.Tensor:
-    return torch.as_tensor(array.numpy())
 
 
 @torch.no_grad()
@@ -111,7 +112,7 @@ def check_layout(own: Sequence[str], expected: Sequence[str]) -> None:
     """Raises FederatedError naming the first frozen tensor in which this model is not that of the other clients."""
     if list(own) == list(expected):
         return
-    mine, theirs = (dict(line.split(": ", 1) for line in lines) for lines in (own, expected))
+    mine, theirs = layout_of(own), layout_of(expected)
     for name in dict.fromkeys([*theirs, *mine]):
         here, there = mine.get(name, "absent"), theirs.get(name, "absent")
         if here != there:
@@ -121,26 +122,9 @@ def check_layout(own: Sequence[str], expected: Sequence[str]) -> None:
             )
 
 
-@torch.no_grad()
-def look_at(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """The bits of some elements of each tensor, evenly spread: 64 to 127, all of a smaller one.
-
-    They tell of writes through `.data`, as PEFT's merge makes them, of which torch counts no version. Nothing is read
-    of a library's own kind of tensor.
-    """
-    values = {name: value.data for name, value in tensors.items() if not value.is_meta}
-    plain = {name: value for name, value in values.items() if type(value) is torch.Tensor}
-    looks = dict.fromkeys(tensors, b"")
-    for device in {value.device for value in plain.values()}:
-        parts = {name: _some_bits(value) for name, value in plain.items() if value.device == device}
-        stream = io.BytesIO(torch.cat(list(parts.values())).cpu().numpy().tobytes())  # One copy from the device.
-        looks |= {name: stream.read(len(part)) for name, part in parts.items()}
-    return looks
-
-
-def _some_bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.flatten()
-    return flat[:: max(1, len(flat) // _NUM_LOOKED_AT)].contiguous().view(torch.uint8)
+def layout_of(lines: Sequence[str]) -> dict[str, str]:
+    """The lines of `frozen_layout` by their names."""
+    return dict(line.split(": ", 1) for line in lines)
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -158,3 +142,218 @@ def is_quantized_tensor(tensor: torch.Tensor) -> bool:
 def _logical_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     packed = getattr(tensor, "quant_state", None)  # bitsandbytes packs two 4-bit values into a byte.
     return tuple(tensor.shape if packed is None else packed.shape)
+
+
+class BaseWeights:
+    """The base weights of a model's LoRA layers, as they were and with a residual on top.
+
+    The originals stay on the CPU from the first fold on, because adding and subtracting would drift, and every client
+    must find the same bits, whichever clients ran before in this process.
+    """
+
+    def __init__(self, model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> None:
+        self._model = model
+        self._pairs = find_pairs(travelling)
+        self._originals: dict[str, torch.Tensor] = {}
+        self._folded = b""
+
+    def fold(self, residual: ArrayRecord | None) -> bool:
+        """Base weight = original + LoRA factor * residual_B residual_A, in place; None brings the originals back.
+
+        Returns:
+            Whether it wrote anything: not where the weights hold this residual already.
+
+        Raises:
+            FederatedError: A residual for no layer of this model, or of another shape than its base weight.
+        """
+        residual = residual or ArrayRecord()
+        digest = _digest(residual)
+        if digest == self._folded:
+            return False
+        known = {name for pair in self._pairs.items() for name in residual_names(*pair)}
+        if unknown := sorted(residual.keys() - known):
+            raise FederatedError(
+                f"The residual {unknown[0]} belongs to no LoRA layer of this model.",
+                hint="All clients and the server need the same model_builder.",
+            )
+        self._folded = b"unknown"  # Until all layers are done.
+        for name_a, name_b in self._pairs.items():
+            self._fold_layer(name_a, *residual_names(name_a, name_b), residual)
+        self._folded = digest
+        return True
+
+    @torch.no_grad()
+    def _fold_layer(self, name_a: str, rest_a: str, rest_b: str, residual: ArrayRecord) -> None:
+        layer, adapter = lora_layer(self._model, name_a)
+        weight = layer.get_base_layer().weight
+        if rest_a not in residual and name_a not in self._originals:
+            return
+        if name_a not in self._originals:
+            self._originals[name_a] = weight.detach().to("cpu", copy=True)
+        original = self._originals[name_a]
+        if rest_a not in residual:
+            weight.copy_(original)
+            return
+        # In 64 bits, which no setting makes coarser: with a client's TF32 the next ones would find another base.
+        device = _device_of_doubles(weight.device)
+        a, b = (to_tensor(residual[name]).to(device, torch.float64) for name in (rest_a, rest_b))
+        rest = layer.scaling[adapter] * (b @ a)
+        if _is_transposed(layer, name_a):
+            rest = rest.T
+        if rest.shape != weight.shape:
+            raise FederatedError(
+                f"The residual of {name_a} has shape {tuple(rest.shape)}, the base weight {tuple(weight.shape)}.",
+                hint="All clients need the same base model.",
+            )
+        weight.copy_(original.to(device, torch.float64) + rest)
+
+
+def not_foldable(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
+    """Why base weights cannot take a residual, naming each; empty where they can.
+
+    A 4-bit or 8-bit weight has no room for a small change, and neither has one in half precision: bfloat16 lost 30 % of
+    the residual of a first round (federated_aggregation.py's model).
+    """
+    reasons = []
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[parameter.data_ptr()] = uses.get(parameter.data_ptr(), 0) + 1
+    for name in find_pairs(travelling):
+        layer, _ = lora_layer(model, name)
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if not isinstance(weight, torch.Tensor) or is_quantized_tensor(weight):
+            reasons.append(f"the base weight of {name} is quantised")
+        elif weight.dtype not in (torch.float32, torch.float64):
+            reasons.append(f"the base weight of {name} is {weight.dtype}, too coarse to add a residual to")
+        elif uses[weight.data_ptr()] > 1:
+            reasons.append(f"the base weight of {name} is tied to another layer's")
+    return reasons
+
+
+def variants(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> list[str]:
+    """Why B A is not what an adapter adds, as far as names and shapes tell, and PEFT's layers themselves."""
+    reasons = not_projectable({name: tuple(value.shape) for name, value in travelling.items()})
+    for name in find_pairs(travelling):
+        layer, adapter = lora_layer(model, name)
+        if kind := getattr(layer, "lora_variant", {}).get(adapter):
+            reasons.append(f"{name} belongs to the LoRA variant {type(kind).__name__}")
+        elif hasattr(layer, "parameter_name") and getattr(layer, "num_experts", 1) > 1:
+            reasons.append(f"{name} holds the factors of several experts")  # target_parameters
+    return reasons
+
+
+def lora_layer(model: nn.Module, name_a: str) -> tuple[Any, str]:
+    """The PEFT layer that owns a factor of this name, and the adapter's name."""
+    path, _, rest = name_a.rpartition(".lora_")
+    return model.get_submodule(path), rest.removesuffix(".weight").split(".")[-1]
+
+
+def describe_adapter(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> str:
+    """What `save_adapter` needs, as JSON; "" for what is no PEFT model with one active adapter."""
+    configs: Any = getattr(model, "peft_config", None)
+    names: list[str] = list(model.active_adapters) if configs else []  # type: ignore[arg-type]
+    if len(names) != 1:
+        return ""
+    config = {key: _plain(value) for key, value in configs[names[0]].to_dict().items()}
+    config["inference_mode"] = True
+    factors = {}
+    for name in find_pairs(travelling):
+        layer, adapter = lora_layer(model, name)
+        factors[name] = float(layer.scaling[adapter])
+    return json.dumps({"name": names[0], "config": config, "factors": factors})
+
+
+def frozen_factors(model: nn.Module, travelling: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A or B where only the other is trained: they stay where they are, and the adapter on the disk needs them."""
+    partners = {partner_of(name) for name in travelling} - travelling.keys()
+    return {name: value for name, value in model.named_parameters() if name in partners}
+
+
+def save_adapter(
+    folder: Path, arrays: Mapping[str, torch.Tensor], residual: ArrayRecord | None, adapter_config: str
+) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT loads; needs no model.
+
+    With a residual the adapter has a higher rank, for the ORIGINAL base weights: its product is that of adapter and
+    residual together.
+
+    Args:
+        arrays: The global state and `frozen_factors`. What is trained besides the adapter (biases, norms) is written,
+            too: PEFT loads it into the base model.
+        adapter_config: The text of `describe_adapter`.
+
+    Raises:
+        FederatedError: One of A and B is missing: PEFT would initialize it again when it loads the adapter.
+    """
+    from safetensors.torch import save_file
+
+    described = json.loads(adapter_config)
+    config, state = described["config"], dict(arrays)
+    if missing := sorted({partner for name in state if (partner := partner_of(name))} - state.keys()):
+        raise FederatedError(
+            f"{missing[0]} is not among the tensors of the adapter to be saved.",
+            hint="Pass what does not train (frozen A) as well.",
+        )
+    if residual:
+        rank = _widen(state, residual, described["factors"])
+        # One rank and the factor 1 for all layers; what the factors were is in B.
+        config |= {"r": rank, "lora_alpha": rank, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    mark = f".{described['name']}"
+    kept = {_name_on_disk(name, mark): value.contiguous() for name, value in state.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _widen(state: dict[str, torch.Tensor], residual: ArrayRecord, factors: Mapping[str, float]) -> int:
+    """Appends the residual to A and B, with rows of zeros up to one rank for all; returns that rank."""
+    wide = {}
+    for name_a, name_b in find_pairs(state).items():
+        a, b, factor = state[name_a], state[name_b], factors[name_a]
+        rest_a, rest_b = residual_names(name_a, name_b)
+        if rest_a in residual:
+            a, b = torch.cat([a, to_tensor(residual[rest_a])]), torch.cat([b, to_tensor(residual[rest_b])], 1)
+        wide[name_a, name_b] = a, factor * b
+    rank = max(a.shape[0] for a, _ in wide.values())
+    for (name_a, name_b), (a, b) in wide.items():
+        missing = rank - a.shape[0]
+        state[name_a] = torch.nn.functional.pad(a, (0, 0, 0, missing))
+        state[name_b] = torch.nn.functional.pad(b, (0, missing))
+        if (bias := name_b.removesuffix("weight") + "bias") in state:  # PEFT's factor is for B's bias as well.
+            state[bias] = factors[name_a] * state[bias]
+    return rank
+
+
+def _name_on_disk(name: str, mark: str) -> str:
+    if f".modules_to_save{mark}" in name:
+        return name.replace(f".modules_to_save{mark}", "")
+    head, _, tail = name.rpartition(mark)
+    return head + tail
+
+
+def _device_of_doubles(device: torch.device) -> torch.device:
+    """Some of Intel's GPUs have no 64-bit numbers."""
+    return device if sum_dtype(device) == torch.float64 else torch.device("cpu")
+
+
+def _is_transposed(layer: Any, name_a: str) -> bool:
+    """An embedding's table is (in, out); so is the weight of GPT-2's Conv1D."""
+    return ".lora_embedding_" in name_a or bool(getattr(layer, "fan_in_fan_out", False))
+
+
+def _digest(residual: ArrayRecord) -> bytes:
+    if not residual:
+        return b""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(residual):
+        digest.update(name.encode() + b"\0" + residual[name].data)
+    return digest.digest()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no sets (target_modules), enumerations (peft_type) and dtypes."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if isinstance(value, str | int | float | bool | list | type(None)) else str(value)

@@ -18,10 +18,11 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from unsloth_multigpu.errors import ConfigError, FederatedError
-from unsloth_multigpu.federated.adapters import to_array, to_tensor
 
 LoraAggregation = Literal["mean", "project", "exact"]
 
+# NumPy has no bfloat16, and the server would average in half precision.
+_HALF = (torch.bfloat16, torch.float16)
 # PEFT's names: "<layer>.lora_A.<adapter>.weight", of an embedding "<layer>.lora_embedding_A.<adapter>".
 _FACTOR = re.compile(
     r"(?P<layer>.+\.lora_(?P<table>embedding_)?)(?P<side>[AB])(?P<adapter>\.[^.]+)(?P<weight>\.weight)?"
@@ -282,6 +283,16 @@ def _check_shapes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 f"{tuple(first_a.shape)} and {tuple(first_b.shape)}.",
                 hint="All clients need the same model.",
             )
+
+
+def to_array(tensor: torch.Tensor) -> Array:
+    tensor = tensor.detach().cpu()
+    # Flower writes the bytes of an array down, so this is a copy where `.cpu()` is none.
+    return Array((tensor.float() if tensor.dtype in _HALF else tensor).numpy())
+
+
+def to_tensor(array: Array) -> torch.Tensor:
+    return torch.as_tensor(array.numpy())
 
 
 def _double(arrays: ArrayRecord, name: str) -> torch.Tensor:

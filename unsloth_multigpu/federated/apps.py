@@ -8,15 +8,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.adapters import to_arrays, travelling_buffers
+from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.federated.adapters import (
+    describe_adapter,
+    frozen_factors,
+    not_foldable,
+    to_arrays,
+    travelling_buffers,
+    variants,
+)
 from unsloth_multigpu.federated.client import ClientModel, FederatedClient, client_seed, seeded, visible_device
-from unsloth_multigpu.federated.lora import describe_adapter, frozen_factors, not_foldable, variants
 from unsloth_multigpu.federated.proximal import ProximalPull
 from unsloth_multigpu.federated.reply import CHANGED
 
@@ -71,8 +76,7 @@ class _Turn:
         self._changed: list[str] = []
 
     def train(self, message: Message, context: Context) -> Message:
-        client = self._client(message, context)
-        with self._prepared(message, client) as model:
+        with self._prepared(message, context) as (client, model):
             model.train()
             mu = float(client.config.get("proximal-mu", 0.0))
             num_examples, metrics = self._train_near(mu, model, client) if mu else self._trained(model, client)
@@ -81,10 +85,8 @@ class _Turn:
 
     def evaluate(self, message: Message, context: Context) -> Message:
         assert self._evaluate_fn is not None
-        client = self._client(message, context)
-        with self._prepared(message, client) as model:
-            model.eval()
-            result = self._evaluate_fn(model, client)
+        with self._prepared(message, context) as (client, model):
+            result = self._evaluate_fn(model.eval(), client)
         loss, num_examples, metrics = _unpack(result, 3, "evaluate_fn", "(loss, number of examples, metrics)")
         if not math.isfinite(loss := float(loss)) and num_examples:
             raise FederatedError(
@@ -97,7 +99,7 @@ class _Turn:
 
     def describe(self, message: Message, context: Context) -> Message:
         """The seeded model's travelling tensors, and what the server has to know of it."""
-        built = self._model.facts(_device(context))
+        built = self._model.build(visible_device())
         model, tensors = built.model, built.travelling
         facts: dict[str, Any] = {
             LAYOUT: built.layout,
@@ -112,7 +114,8 @@ class _Turn:
         return Message(content, reply_to=message)
 
     @contextmanager
-    def _prepared(self, message: Message, client: FederatedClient) -> Iterator[nn.Module]:
+    def _prepared(self, message: Message, context: Context) -> Iterator[tuple[FederatedClient, nn.Module]]:
+        """The client whose turn it is, and the model with the global weights; all is put back at the end."""
         records = message.content.array_records
         arrays = [record for name, record in records.items() if name != RESIDUAL]
         if len(arrays) != 1:
@@ -120,32 +123,26 @@ class _Turn:
                 f"A message with {len(arrays)} ArrayRecords reached the client; one was expected.",
                 hint="Use a strategy that sends the global arrays, as Flower's own do.",
             )
-        layout = [line for record in message.content.config_records.values() for line in _texts(record.get(LAYOUT))]
+        config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
+        layout: Any = config.pop(LAYOUT, [])
+        client = self._client(config, context)
         try:
             with seeded(client.seed, client.device):
-                yield self._model.prepare(arrays[0], records.get(RESIDUAL), client.device, layout)
+                yield client, self._model.prepare(arrays[0], records.get(RESIDUAL), client.device, layout)
         finally:
             self._changed = self._model.release()
 
-    def _client(self, message: Message, context: Context) -> FederatedClient:
-        config = {key: value for record in message.content.config_records.values() for key, value in record.items()}
-        config.pop(LAYOUT, None)
+    def _client(self, config: Mapping[str, Any], context: Context) -> FederatedClient:
         client_id, num_clients = context.node_config.get("partition-id"), context.node_config.get("num-partitions")
         if client_id is None or num_clients is None:
             raise FederatedError(
                 f"This node has no client number; its node config is {dict(context.node_config)}.",
                 hint="Start the SuperNode with --node-config 'partition-id=0 num-partitions=2'.",
             )
-        client_id, server_round = int(client_id), int(str(config.get("server-round", 0)))
-        return FederatedClient(
-            client_id=client_id,
-            num_clients=int(num_clients),
-            server_round=server_round,
-            device=_device(context),
-            config=config,
-            seed=client_seed(self._seed, server_round, client_id),
-            server_id=self._server_id,
-        )
+        client_id, server_round = int(client_id), int(config.get("server-round", 0))
+        seed = client_seed(self._seed, server_round, client_id)
+        device = visible_device()
+        return FederatedClient(client_id, int(num_clients), server_round, device, config, seed, self._server_id)
 
     def _trained(self, model: nn.Module, client: FederatedClient) -> tuple[int, Any]:
         result = self._train_fn(model, client)
@@ -171,17 +168,35 @@ class _Turn:
         metrics: Any,
         arrays: ArrayRecord | None = None,
     ) -> Message:
-        for key, value in (metrics or {}).items():
-            if key in own:
-                raise FederatedError(
-                    f"The metric {key!r} is set already.", hint="Give the client's metric another name."
-                )
-            own[key] = _metric(key, value)
+        if taken := own.keys() & (metrics or {}).keys():
+            raise ConfigError(
+                f"The metric {min(taken)!r} is set already.", hint="Give the client's metric another name."
+            )
+        found = to_metrics(own | dict(metrics or {}), "evaluate_fn" if arrays is None else "train_fn")
         facts: dict[str, Any] = {"client-id": client.client_id} | ({CHANGED: self._changed} if self._changed else {})
-        content = RecordDict({"metrics": MetricRecord(own), "client": ConfigRecord(facts)})
+        content = RecordDict({"metrics": found, "client": ConfigRecord(facts)})
         if arrays is not None:
             content["arrays"] = arrays
         return Message(content, reply_to=message)
+
+
+def to_metrics(metrics: Mapping[str, Any], source: str) -> MetricRecord:
+    """A MetricRecord; numbers of numpy, tensors and truth values count as numbers.
+
+    Args:
+        source: Name of the function that returned them, for the error.
+
+    Raises:
+        ConfigError: A value is neither a number nor a list of numbers.
+    """
+    try:
+        values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in metrics.items()}
+        return MetricRecord({name: int(v) if isinstance(v, bool) else v for name, v in values.items()})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{source} returned {metrics!r}, which are no metrics: {error}",
+            hint="Return a dict of names and numbers, or lists of numbers; write texts to a log.",
+        ) from error
 
 
 def _unpack(result: Any, length: int, name: str, form: str) -> tuple[Any, ...]:
@@ -201,24 +216,3 @@ def _number(num_examples: Any, name: str) -> int:
             f"{name} returned {num_examples!r} as number of examples.", hint="Return a whole number, 0 for no data."
         )
     return number
-
-
-def _metric(key: str, value: Any) -> Any:
-    """Flower takes int, float and lists of them; tensors and NumPy's scalars have `item`."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    value = int(value) if isinstance(value, bool) else value
-    if not isinstance(value, int | float | list):
-        raise FederatedError(
-            f"The metric {key!r} is {type(value).__name__}, not a number or a list of numbers.",
-            hint="Return numbers; write texts to a log.",
-        )
-    return value
-
-
-def _texts(value: Any) -> list[str]:
-    return value if isinstance(value, list) else []
-
-
-def _device(context: Context) -> torch.device:
-    named = context.node_config.get("device")
-    return torch.device(str(named)) if named else visible_device()

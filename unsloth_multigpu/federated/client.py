@@ -17,16 +17,16 @@ from torch import nn
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import FederatedError
 from unsloth_multigpu.federated.adapters import (
+    BaseWeights,
     check_layout,
     frozen_layout,
     is_quantized,
-    look_at,
     to_arrays,
     travelling_tensors,
     write_arrays,
 )
-from unsloth_multigpu.federated.lora import BaseWeights
 from unsloth_multigpu.group.random_state import kept_random_state
+from unsloth_multigpu.group.replicas import tensor_hashes
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 
@@ -121,14 +121,16 @@ class ClientModel:
     def __init__(self, model_builder: Callable[[], nn.Module], seed: int = 0) -> None:
         self._model_builder = model_builder
         self._seed = seed
-        self._state: _BuiltModel | None = None
+        self._built: BuiltModel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_state": None}  # Another process gets the builder, not the built model.
+        return self.__dict__ | {"_built": None}  # Another process gets the builder, not the built model.
 
-    def build(self, device: torch.device) -> nn.Module:
+    def build(self, device: torch.device) -> BuiltModel:
         """The model, built if there is none, as its builder or the last client left it."""
-        return self._built(device).model
+        if self._built is None:
+            self._built = BuiltModel(build_model(self._model_builder, device, self._seed))
+        return self._built
 
     def prepare(
         self, arrays: ArrayRecord, residual: ArrayRecord | None, device: torch.device, layout: Sequence[str] = ()
@@ -142,18 +144,18 @@ class ClientModel:
         Raises:
             FederatedError: Names or shapes of travelling or frozen tensors differ from the server's.
         """
-        built = self._built(device)
+        built = self.build(device)
         if layout:
             check_layout(built.layout, layout)
         built.reset()
         write_arrays(built.travelling, arrays)
-        built.base.fold(residual)
-        built.remember()
+        if built.base.fold(residual) or not built.marks:
+            built.marks = built.marked()
         return built.model
 
     def read(self) -> ArrayRecord:
         """The travelling tensors after a client's training, copied."""
-        return to_arrays(self._state.current() if self._state else {})
+        return to_arrays(self._built.current() if self._built else {})
 
     def release(self) -> list[str]:
         """Frees what a client left; the next one gets a new model where `reset` cannot put this one back.
@@ -161,33 +163,33 @@ class ClientModel:
         Returns:
             Names of the tensors for which it cannot.
         """
-        if self._state is None:
+        if self._built is None:
             return []
-        if changed := self._state.changed():
-            self._state = None
+        before = self._built.marks
+        now = self._built.marked() if before else {}
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
+        if changed:
+            self._built = None
         else:
-            self._state.reset()
+            self._built.reset()
         if torch.cuda.is_initialized():
             gc.collect()  # A Trainer is a cycle: its optimizer's memory would stay until the next collection.
         return changed
 
-    def facts(self, device: torch.device) -> _BuiltModel:
-        return self._built(device)
 
-    def _built(self, device: torch.device) -> _BuiltModel:
-        if self._state is None:
-            self._state = _BuiltModel(build_model(self._model_builder, device, self._seed))
-        return self._state
+class BuiltModel:
+    """A model and what it was like when it was built.
 
-
-class _BuiltModel:
-    """A model and what it was like when it was built."""
+    Attributes:
+        marks: Of `marked`, before the clients.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.travelling = travelling_tensors(model)
         self.layout = frozen_layout(model)
         self.base = BaseWeights(model, self.travelling)
+        self.marks: dict[str, tuple[Any, ...]] = {}
         self._shapes = {name: tuple(value.shape) for name, value in self.travelling.items()}
         self._trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
@@ -201,7 +203,6 @@ class _BuiltModel:
             for name, value in fixed.items()
             if name not in self.travelling and not value.is_inference() and not value.is_meta
         ]
-        self._before: dict[str, tuple[Any, ...]] = {}
 
     def reset(self) -> None:
         """Puts back all but the values of parameters and persistent buffers."""
@@ -228,46 +229,31 @@ class _BuiltModel:
             FederatedError: One is gone, or has another shape than it had.
         """
         now = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        if missing := [name for name in self.travelling if name not in now]:
-            raise FederatedError(
-                f"{missing[0]} is gone after the client's training ({len(missing)} tensors are).",
-                hint="train_fn must train the model that it gets: add or merge adapters in model_builder.",
-            )
         for name, shape in self._shapes.items():
-            if tuple(now[name].shape) != shape:
+            if name not in now or tuple(now[name].shape) != shape:
+                what = f"has shape {tuple(now[name].shape)}" if name in now else "is gone"
                 raise FederatedError(
-                    f"{name} has shape {tuple(now[name].shape)} after the client's training, {shape} before it.",
-                    hint="Buffers whose shape depends on data cannot be averaged: give them persistent=False.",
+                    f"{name} {what} after the client's training, {shape} was its shape.",
+                    hint="train_fn must train the model that it gets: add or merge adapters in model_builder, and give "
+                    "buffers whose shape depends on data persistent=False.",
                 )
         return {name: now[name] for name in self.travelling}
 
-    def remember(self) -> None:
-        self._before = self._marks()
+    def marked(self) -> dict[str, tuple[Any, ...]]:
+        """By which to see what `reset` cannot put back, by the tensor's name.
 
-    def changed(self) -> list[str]:
-        """Tensors that `reset` cannot put back.
-
-        Parameters that are new, gone or replaced; what has another dtype, device or shape; frozen weights that were
-        written to, as far as torch counts it or `look_at` sees it.
+        Of each tensor which one it is, its dtype, device and shape; of a frozen one also the hash of its values, but
+        for a library's own kind of tensor.
         """
-        marks = self._marks() if self._before else {}
-        return [name for name in self._before | marks if self._before.get(name) != marks.get(name)]
-
-    def _marks(self) -> dict[str, tuple[Any, ...]]:
-        fixed = {id(cache) for cache, _ in self._caches} | {id(value) for value in self.travelling.values()}
+        free = {id(cache) for cache, _ in self._caches} | {id(value) for value in self.travelling.values()}
         # Buffers as they were: a client may put others into their places.
         named = {**self._buffers, **dict(self.model.named_parameters())}
-        looks = look_at({name: value for name, value in named.items() if id(value) not in fixed})
+        fixed = {name: value.data for name, value in named.items() if id(value) not in free and not value.is_meta}
+        plain = {name: value for name, value in fixed.items() if type(value) is torch.Tensor}
+        hashes = dict(zip(plain, tensor_hashes(list(plain.values())), strict=True))
         return {
-            name: (id(value), value.dtype, value.device, value.shape)
-            + (() if id(value) in fixed else (value.data_ptr(), _version(value), looks[name]))
-            for name, value in named.items()
+            name: (id(value), value.dtype, value.device, value.shape, hashes.get(name)) for name, value in named.items()
         }
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """torch counts each tensor's writes, for autograd's own check; it has no public name."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _ids(container: Any) -> list[int]:

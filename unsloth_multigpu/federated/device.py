@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from unsloth_multigpu.accelerator import HIDDEN, KINDS, only
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import ENV_PREFIX
+from unsloth_multigpu.start import visible_accelerators
 from unsloth_multigpu.wire.process import threads_of_each
 
 # By which launchers tell a process that it is one of several: a Trainer in a slot would look for the others.
@@ -44,28 +45,22 @@ def choose_devices(num_gpus: int | None, device: str | None = None, *, auto_gpu:
         SetupError: More than there are.
     """
     kind, num_visible = visible_accelerators()
-    if auto_gpu:
-        if num_visible == 0:
-            return [SlotDevice("cpu", index) for index in range(num_gpus or 1)]
-        if num_gpus is not None and num_gpus > num_visible:
-            raise SetupError(
-                f"num_gpus={num_gpus}, but {num_visible} {kind} device(s) are visible.",
-                hint=f"Set num_gpus={num_visible}, or clients_per_gpu for several clients at once on one.",
-            )
-        return [SlotDevice(kind, index) for index in range(num_gpus or num_visible)]
-    if num_gpus is not None:
-        raise SetupError(f"auto_gpu=False, but num_gpus={num_gpus}.", hint="Set auto_gpu=True, or device alone.")
-    asked_kind, _, text = (device or kind).partition(":")
-    index = int(text or 0)
-    if asked_kind == "cpu":
-        return [SlotDevice("cpu", 0)]
-    if asked_kind != kind or index >= num_visible:
-        found = f"{num_visible} {kind}" if num_visible else "no accelerator"
+    if kind not in KINDS:  # There is no variable that hides all but one.
+        kind, num_visible = "cpu", 0
+    first, num_asked = 0, num_gpus or num_visible or 1
+    if not auto_gpu:
+        if num_gpus is not None:
+            raise SetupError(f"auto_gpu=False, but num_gpus={num_gpus}.", hint="Set auto_gpu=True, or device alone.")
+        asked_kind, _, index = (device or kind).partition(":")
+        kind, num_visible = (kind, num_visible) if asked_kind == kind else (asked_kind, 0)
+        first, num_asked = (0 if kind == "cpu" else int(index or 0)), 1
+    if kind != "cpu" and first + num_asked > num_visible:
         raise SetupError(
-            f"device={device!r}, but this machine shows {found} device(s).",
-            hint="Set device='cpu', or check CUDA_VISIBLE_DEVICES, the driver and the installed torch.",
+            f"{kind}:{first + num_asked - 1} is to be used, but {num_visible} {kind} device(s) are visible.",
+            hint="Lower num_gpus, set clients_per_gpu for several clients at once on one, or look at "
+            "CUDA_VISIBLE_DEVICES, the driver and the installed torch.",
         )
-    return [SlotDevice(kind, index)]
+    return [SlotDevice(kind, index) for index in range(first, first + num_asked)]
 
 
 def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -80,38 +75,15 @@ def slot_environment(device: SlotDevice, num_slots: int, seed: int, environment:
     Raises:
         SetupError: `environment` does not show the device.
     """
-    own = {
-        name: value
-        for name, value in environment.items()
-        if name not in _OF_RANKS and not name.startswith(_OF_LAUNCHERS)
-    }
-    defaults = {
-        "OMP_NUM_THREADS": str(threads_of_each(num_slots)),
-        "PYTHONHASHSEED": str(seed),
-    }
-    own |= {name: value for name, value in defaults.items() if not own.get(name)}
-    return own | (_NO_DEVICE if device.kind == "cpu" else _only(device, environment))
-
-
-def _only(device: SlotDevice, environment: Mapping[str, str]) -> dict[str, str]:
+    defaults = {"OMP_NUM_THREADS": str(threads_of_each(num_slots)), "PYTHONHASHSEED": str(seed)}
+    given = {name: value for name, value in environment.items() if value or name not in defaults}
+    of_ranks = {name for name in given if name in _OF_RANKS or name.startswith(_OF_LAUNCHERS)}
+    own = defaults | {name: value for name, value in given.items() if name not in of_ranks}
     try:
-        return only(device.kind, device.index, environment)
+        return own | (_NO_DEVICE if device.kind == "cpu" else only(device.kind, device.index, environment))
     except IndexError as hiding:
         name = str(hiding)
         raise SetupError(
             f"{device} is to be used, but {name}={environment[name]!r}.",
             hint=f"Do not change {name} after torch has counted the devices.",
         ) from hiding
-
-
-def visible_accelerators() -> tuple[str, int]:
-    """Kind and number of the devices that a slot may have for itself; ("cpu", 0) where there is none."""
-    import torch
-
-    from unsloth_multigpu.group.manager import find_accelerator
-
-    accelerator = find_accelerator()
-    # Others have no variable that hides all but one, or are one device anyway.
-    if accelerator is None or accelerator.type not in KINDS:
-        return "cpu", 0
-    return accelerator.type, torch.get_device_module(accelerator).device_count()

@@ -1,259 +1,175 @@
-"""The slots of a server: keeps them alive while messages wait, and gives each message to one of them."""
+"""The slots of a server: gives each message to a process, starts another one where a process ends."""
 
 from __future__ import annotations
 
-import functools
 import os
 import select
 import sys
 import time
-import weakref
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from unsloth_multigpu.errors import FederatedError, SetupError
 from unsloth_multigpu.federated.device import SlotDevice, slot_environment
-from unsloth_multigpu.federated.dispatch import MeasuredCosts, Queues, slots_to_have
-from unsloth_multigpu.federated.placement import Placement
-from unsloth_multigpu.federated.slot import Slot
-from unsloth_multigpu.federated.task import CLIENT_CRASHED, REPLY_UNAVAILABLE, Task
+from unsloth_multigpu.federated.placement import Placement, choose_client
+from unsloth_multigpu.federated.slot import Slot, Task
 from unsloth_multigpu.logs import get_logger
+from unsloth_multigpu.wire.child import read_tail
 
 logger = get_logger(__name__)
 
+# Flower's codes for what its own SuperNodes report; the names are in flwr.common.constant, which is not public.
+CLIENT_RAISED, REPLY_UNAVAILABLE, CLIENT_CRASHED = 2, 4, 8
 # How often a client is run whose process dies, and how often a slot is started that fails to start.
 _MAX_ATTEMPTS = 2
 _MAX_FAILED_STARTS = 2
+# A slot that is not ready after this time has failed to start.
+_START_LIMIT_S = 300.0
 _POLL_S = 1.0
-# Time for a process to write its stacks after the signal. A stopped process writes none.
-_STACK_S = 0.2
 
 
 class SlotPool:
     """Runs tasks. One thread at a time.
 
     Args:
-        app: `user_code.pack`'s.
-        devices: Each once.
-        clients_per_gpu: Slots of each device; "auto" = one until its memory is known.
-        max_workers: Upper limit of all slots.
-        placement: As in `placement.deal`.
-        log_dir: Where the slots' logs are.
+        app: A ClientApp, pickled by cloudpickle.
+        slots: Their place is `Slot.index`.
+        placement: As in `placement.choose_client`.
         seed: See `slot_environment`.
-        start_timeout_s: For a slot to be ready.
 
     Attributes:
-        slots: All of them; their place is `Slot.index`.
-        costs: What clients took so far.
+        seconds: What clients took the last time, by the kind of message and client_id.
     """
 
-    def __init__(
-        self,
-        app: bytes,
-        devices: Sequence[SlotDevice],
-        *,
-        clients_per_gpu: int | Literal["auto"],
-        max_workers: int | None,
-        placement: Placement,
-        log_dir: Path,
-        seed: int,
-        start_timeout_s: float,
-    ) -> None:
+    def __init__(self, app: bytes, slots: Sequence[Slot], placement: Placement, seed: int) -> None:
+        self.slots = slots
+        self.seconds: dict[str, dict[int, float]] = {}
         self._app = app
-        self._is_auto = clients_per_gpu == "auto"
-        self._max_slots = max_workers or sys.maxsize
-        self._log_dir = log_dir
+        self._placement = placement
         self._seed = seed
-        self._start_timeout_s = start_timeout_s
-        self._memory_bytes: dict[SlotDevice, int] = {}
-        self._shrunk: set[SlotDevice] = set()
-        self.costs = MeasuredCosts()
-        self._queues = Queues(placement, self.costs)
-        self.slots: list[Slot] = []
-        # Cannot be unregistered; it holds only a weak reference.
-        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
-        # One on each device, then a second on each: max_workers cuts off the last ones.
-        for _ in range(1 if clients_per_gpu == "auto" else clients_per_gpu):
-            for device in devices:
-                self._add_slot(device)
+        self._waiting: list[Task] = []
 
-    def submit(self, tasks: Sequence[Task]) -> None:
-        """Lets tasks wait for a slot."""
-        self._deal(tasks)
-
-    def run(self, has_ended: Callable[[], bool], deadline_s: float | None = None) -> None:
-        """Works until `has_ended`, or until all tasks that run or wait have ended by the deadline.
-
-        After an error, Ctrl-C among them, `close` ends what runs.
+    def run(self, tasks: Sequence[Task], deadline_s: float | None = None) -> None:
+        """Runs tasks until each has a reply; those that have none at the deadline end with an error.
 
         Args:
-            deadline_s: On the clock of `time.monotonic`.
+            deadline_s: On the clock of `time.monotonic`; None = no limit.
 
         Raises:
             FederatedError: No slot starts any more.
             SetupError: A slot cannot load the app.
         """
-        while not has_ended():
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                self._give_up()
-                return
-            self.step(_POLL_S if deadline_s is None else min(_POLL_S, deadline_s - time.monotonic()))
-
-    def step(self, limit_s: float) -> None:
-        """Starts and feeds slots, and takes in what they say within `limit_s`."""
-        for slot in self.slots:
-            if slot.is_live and slot.task is None and slot.has_ended():
-                # Noticed before it gets a client, which would otherwise count as the one that ended it.
-                self._listen(slot)
-                if slot.is_live and slot.has_ended():
-                    self._bury(slot)
-            if not slot.is_live and not slot.is_retired:
-                self._start(slot)
-        self._feed()
-        poll, ends = select.poll(), dict[int, Slot]()
-        for slot in self.slots:
-            ends |= slot.register(poll)
-        for slot in dict.fromkeys(ends[descriptor] for descriptor, _ in poll.poll(max(0.0, limit_s) * 1000)):
-            self._listen(slot)
-        for slot in self.slots:
-            late_s = time.monotonic() - slot.started_s - self._start_timeout_s
-            if slot.is_live and not slot.is_ready and late_s > 0:
-                self._bury(slot, f"it was not ready within {self._start_timeout_s:g} s")
+        self._waiting += tasks
+        try:
+            self._listen(0.0)  # A process that has died meanwhile gets no client.
+            while any(task.reply is None for task in tasks):
+                rest_s = _POLL_S if deadline_s is None else deadline_s - time.monotonic()
+                if rest_s <= 0:
+                    self._give_up()
+                    return
+                self._feed()
+                self._listen(min(_POLL_S, rest_s))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends all processes and forgets the tasks; a later `run` starts new ones."""
-        self._queues.take_all()
+        self._waiting.clear()
         for slot in self.slots:
             slot.end()
             slot.is_retired, slot.num_failed_starts = False, 0
 
-    def _add_slot(self, device: SlotDevice) -> None:
-        if len(self.slots) < self._max_slots:
-            self.slots.append(Slot(len(self.slots), device, self._log_dir))
-
-    def _start(self, slot: Slot) -> None:
-        num_slots = len(self.slots)
-        if self._is_auto and slot.device.kind == "cpu":
-            # Threads for as many slots as there can be later: sums depend on the number of threads.
-            num_slots = max(num_slots, min(self._max_slots, len(os.sched_getaffinity(0))))
-        environment = slot_environment(slot.device, num_slots, self._seed, os.environ)
-        slot.start(environment, (slot.device.kind, sys.argv, self._app))
-
-    def _deal(self, tasks: Sequence[Task] = ()) -> None:
-        counts: dict[SlotDevice, int] = {}
-        for slot in self.slots:
-            if not slot.is_retired:
-                counts[slot.device] = counts.get(slot.device, 0) + 1
-        self._queues.deal(tasks, counts, self._memory_bytes)
-
     def _feed(self) -> None:
         for slot in self.slots:
-            if slot.is_ready and slot.task is None:
-                beside = [s.task for s in self.slots if s.device == slot.device and s.task is not None]
-                task = self._queues.take(slot.device, beside, self._memory_bytes)
-                if task is not None:
-                    slot.give(task)
+            if slot.pid is None:
+                if not slot.is_retired:
+                    slot.start(slot_environment(slot.device, len(self.slots), self._seed, os.environ))
+            elif not slot.is_ready:
+                if time.monotonic() - slot.started_s > _START_LIMIT_S:
+                    self._bury(slot, f"it was not ready within {_START_LIMIT_S:g} s")
+            elif slot.task is None and (task := self._take(slot.device)):
+                slot.give(task)
 
-    def _listen(self, slot: Slot) -> None:
-        messages = slot.receive()
-        if messages is None:
-            self._bury(slot)
-            return
-        for kind, *fields in messages:
-            if kind == "ready":
-                slot.is_ready = True
-                shared_by = self._num_devices("cpu") if slot.device.kind == "cpu" else 1
-                self._memory_bytes.setdefault(slot.device, fields[0] // shared_by)
-            elif kind == "done":
-                self._finish(slot, *fields)
-            elif kind == "unloadable":
-                raise SetupError(
-                    f"{slot} cannot load the clients' functions: {fields[0]}\n{slot.tail()}",
-                    hint="Modules that they use must be importable in a process of their own, without the script.",
-                )
-            else:  # "unusable", "lost"
-                self._bury(slot, fields[0])
-                return
+    def _take(self, device: SlotDevice) -> Task | None:
+        """The next task for a free slot of a device. One that a process died with is tried elsewhere, and first."""
+        devices = list(dict.fromkeys(slot.device for slot in self.slots if not slot.is_retired))
+        for task in self._waiting:
+            if task.record.attempts and (task.record.device != str(device) or devices == [device]):
+                self._waiting.remove(task)
+                return task
+        fresh = [task for task in self._waiting if not task.record.attempts]
+        if device not in devices or not fresh:
+            return None
+        ids = [task.record.client_id for task in fresh]
+        chosen = choose_client(
+            ids, devices.index(device), len(devices), self._placement, self.seconds.get(fresh[0].record.kind, {})
+        )
+        if chosen is None:
+            return None
+        self._waiting.remove(fresh[chosen])
+        return fresh[chosen]
 
-    def _finish(
-        self,
-        slot: Slot,
-        reply: Any,
-        state: Any,
-        peak_bytes: int,
-        error: str,
-        lines: str,
-        is_out_of_memory: bool,
-    ) -> None:
+    def _listen(self, limit_s: float) -> None:
+        """Takes in what slots say, and waits for it at most this long."""
+        poll, slots = select.poll(), dict[int, Slot]()
+        for slot in self.slots:
+            for descriptor in slot.descriptors():
+                poll.register(descriptor, select.POLLIN)
+                slots[descriptor] = slot
+        for slot in dict.fromkeys(slots[descriptor] for descriptor, _ in poll.poll(limit_s * 1000)):
+            messages = slot.receive()
+            if messages is None:
+                self._bury(slot)
+            for message in messages or ():
+                self._take_in(slot, *message)
+
+    def _take_in(self, slot: Slot, kind: str, *fields: Any) -> None:
+        """A message of `worker.main`."""
+        if kind == "hello":
+            slot.send(slot.device.kind, sys.argv, self._app)
+        elif kind == "ready":
+            slot.is_ready = True
+        elif kind == "unusable":
+            self._bury(slot, *fields)
+        elif kind == "unloadable":
+            raise SetupError(
+                f"{slot} cannot load the clients' functions: {fields[0]}\n{read_tail(slot.log)}",
+                hint="Modules that they use must be importable in a process of their own, without the script.",
+            )
+        else:
+            self._finish(slot, kind, *fields)
+
+    def _finish(self, slot: Slot, kind: str, result: Any, more: Any) -> None:
+        """Ends a task: "done" with its reply and bytes of memory, "failed" with the error in one line and in all."""
         task, slot.task, slot.num_failed_starts = slot.task, None, 0
         assert task is not None
-        if self._is_auto and is_out_of_memory and self._shrink(slot, task):
+        if kind == "failed":
+            task.fail(CLIENT_RAISED, result)
+            logger.warning("%s failed:\n%s", task.place(), more.rstrip())
             return
-        task.peak_memory_bytes = peak_bytes
-        if error:
-            task.fail(reply.error.code, error)
-            logger.warning("%s failed:\n%s", task.place(), lines.rstrip())
-        else:
-            task.context.state = state
-            task.answer(reply)
-        self.costs.note(task)
-        if self._is_auto and task.kind == "train" and not error:
-            self._grow(slot.device)
-
-    def _grow(self, device: SlotDevice) -> None:
-        """Adds the slots that fit on a device where clients wait, and one has shown what it takes."""
-        num_waiting, num_devices = self._queues.num_waiting(device), self._num_devices(device.kind)
-        if not num_waiting or device in self._shrunk:
-            return
-        own = [slot for slot in self.slots if slot.device == device]
-        # An equal share of `max_workers` for each device, so that none is left without slots.
-        limit = min(1 + num_waiting + sum(slot.task is not None for slot in own), -(-self._max_slots // num_devices))
-        if device.kind == "cpu":
-            limit = min(limit, max(1, len(os.sched_getaffinity(0)) // num_devices))
-        peak_bytes = self.costs.held_bytes(device)
-        num_slots = slots_to_have(self._memory_bytes[device], peak_bytes, device, limit)
-        if num_slots > len(own):
-            logger.info("device=%s peak_bytes=%d slots=%d", device, peak_bytes, num_slots)
-        for _ in range(num_slots - len(own)):
-            self._add_slot(device)
-
-    def _num_devices(self, kind: str) -> int:
-        return len({slot.device for slot in self.slots if slot.device.kind == kind and not slot.is_retired})
-
-    def _shrink(self, slot: Slot, task: Task) -> bool:
-        """Removes a slot of a device that has too many. False if it is the only one: the client itself is too large."""
-        others = [s for s in self.slots if s.device == slot.device and s is not slot and not s.is_retired]
-        if not others or task.attempts >= _MAX_ATTEMPTS:
-            return False
-        logger.warning(
-            "%s ran out of memory with others on its device; it is run once more, %s goes away", task.place(), slot
-        )
-        slot.end()
-        slot.is_retired = True
-        self._shrunk.add(slot.device)
-        self._queues.put_first(task, [slot.device])
-        return True
+        task.answer(result)
+        record = task.record
+        record.peak_memory_bytes = more
+        if not task.is_first:  # The time of a process's first task includes loading the model.
+            self.seconds.setdefault(record.kind, {})[record.client_id] = record.seconds
 
     def _bury(self, slot: Slot, because: str = "") -> None:
         """Ends a process that is dead or useless: its client runs once more, and its slot starts once more."""
-        task = slot.task
+        task, is_fresh = slot.task, slot.is_fresh
         end = slot.end(because)
-        if slot.is_fresh:
+        if is_fresh:
             self._note_failed_start(slot, end)
         elif task is None:
             logger.warning("%s while it waited; a new process is started", end)
-        elif task.attempts < _MAX_ATTEMPTS:
-            logger.warning(
-                "%s. It was in the middle of %s, which is run once more. The end of its log:\n%s",
-                end,
-                task.place(),
-                slot.tail(),
-            )
-            self._queues.put_first(task, [s.device for s in self.slots if not s.is_retired])
+        elif task.record.attempts < _MAX_ATTEMPTS:
+            text = "%s. It was in the middle of %s, which is run once more. The end of its log:\n%s"
+            logger.warning(text, end, task.place(), read_tail(slot.log))
+            self._waiting.append(task)
         else:
-            task.fail(CLIENT_CRASHED, f"{end}. It is the second process that this client has ended: it is left out")
-            logger.warning("%s\nThe end of the log of slot %d:\n%s", task.error, slot.index, slot.tail())
+            text = f"{end}. It is the second process that this client has ended: it is left out"
+            error = task.fail(CLIENT_CRASHED, text)
+            logger.warning("%s\nThe end of the log of slot %d:\n%s", error, slot.index, read_tail(slot.log))
 
     def _note_failed_start(self, slot: Slot, end: str) -> None:
         slot.num_failed_starts += 1
@@ -263,36 +179,21 @@ class SlotPool:
         slot.is_retired = True
         if all(other.is_retired for other in self.slots):
             raise FederatedError(
-                f"No slot is left: {end}, and is not started a third time. The end of its log:\n{slot.tail()}",
+                f"No slot is left: {end}, and is not started a third time. The end of its log:\n{read_tail(slot.log)}",
                 hint=f"See {slot.log}.",
             )
-        logger.warning(
-            "%s. It is not started a third time: its clients go to other slots. The end of its log:\n%s",
-            end,
-            slot.tail(),
-        )
-        self._deal()
+        text = "%s. It is not started a third time: its clients go to other slots. The end of its log:\n%s"
+        logger.warning(text, end, read_tail(slot.log))
 
     def _give_up(self) -> None:
         """The round has run out of time: ends what runs, and answers all open tasks with an error."""
-        busy = [slot for slot in self.slots if slot.task is not None]
-        begins = {slot: slot.ask_for_stack() for slot in busy}
-        if busy:
-            time.sleep(_STACK_S)
-        for slot in busy:
-            task, place = slot.task, slot.place_in_code(begins[slot])
-            assert task is not None
+        for slot in self.slots:
+            if (task := slot.task) is None:
+                continue
+            place = slot.place_in_code()
             slot.end("the round's limit has come")
-            task.fail(REPLY_UNAVAILABLE, "not ended by the round's limit" + (f", it was in {place}" if place else ""))
-            logger.warning("%s; its process was ended", task.error)
-        for task in self._queues.take_all():
-            task.fail(REPLY_UNAVAILABLE, "not begun by the round's limit")
-            logger.warning("%s", task.error)
-
-
-def _forget(pool: weakref.ref[SlotPool]) -> None:
-    """Runs in a forked child, whose copies of the descriptors would keep slots alive that the server has closed."""
-    alive = pool()
-    if alive is not None:
-        for slot in alive.slots:
-            slot.end()
+            text = "not ended by the round's limit" + (f", it was in {place}" if place else "")
+            logger.warning("%s; its process was ended", task.fail(REPLY_UNAVAILABLE, text))
+        for task in self._waiting:
+            logger.warning("%s", task.fail(REPLY_UNAVAILABLE, "not begun by the round's limit"))
+        self._waiting.clear()

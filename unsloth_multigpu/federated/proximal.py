@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from unsloth_multigpu.errors import FederatedError
 
 
 class ProximalPull:
@@ -38,34 +40,21 @@ class ProximalPull:
             hook.remove()
             self._step = None  # It keeps what its callers had.
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A step may call its base class's, or that of an optimizer which it wraps. Counting steps that begin and end
         # would go wrong after one that raises; the stack does not.
         hook = inspect.currentframe()
         step = hook and hook.f_back
         if _is_within(step, self._step):
-            return None
+            return
         self._step = step
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)  # args[0] is the optimizer itself.
-        if not callable(closure):
-            self._pull(optimizer)
-            return None
-        # The gradients come to be inside the step, every time that it calls the closure.
-        pulled = self._pulled(optimizer, closure)
-        return (
-            (args, {**kwargs, "closure": pulled}) if kwargs.get("closure") else ((args[0], pulled, *args[2:]), kwargs)
-        )
-
-    def _pulled(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def with_pull() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._pull(optimizer)
-            return loss
-
-        return with_pull
+        if callable(kwargs.get("closure") or next(iter(args[1:]), None)):  # args[0] is the optimizer itself.
+            # The gradients come to be inside the step, after this.
+            raise FederatedError(
+                f"proximal-mu cannot go with {type(optimizer).__name__}.step(closure).",
+                hint="Call step() without a closure, or use another strategy than FedProx.",
+            )
+        self._pull(optimizer)
 
     @torch.no_grad()
     def _pull(self, optimizer: Optimizer) -> None:

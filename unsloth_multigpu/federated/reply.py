@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from unsloth_multigpu.errors import FederatedError
-from unsloth_multigpu.federated.report import DeviceReport, busy_seconds
-from unsloth_multigpu.federated.task import ClientRecord
 from unsloth_multigpu.logs import get_logger
 
 logger = get_logger(__name__)
@@ -19,11 +16,6 @@ Kind = Literal["train", "evaluate"]
 # In a reply's "client": names of tensors that the client has changed although they must stay as they are.
 CHANGED = "changed-weights"
 _LEAST_NODE_ID = 1 << 31
-_ADVICE = {
-    "train": "Correct train_fn or model_builder.",
-    "evaluate": "Correct evaluate_fn; where client_app does not evaluate, set "
-    "strategy_kwargs={'fraction_evaluate': 0.0}.",
-}
 
 
 def judge(
@@ -46,10 +38,12 @@ def judge(
         FederatedError: No client succeeded or had data to train, or fewer than `min_success` of them succeeded.
     """
     replies = sorted(replies, key=client_of)
-    failed = [reply for reply in replies if reply.has_error()]
     good = [reply for reply in replies if reply.has_content()]
-    full = [reply for reply in good if weight_of(reply.content, weight_key) != 0]
-    lost = [(name_of(reply), _reason(reply, f" (round {server_round}, {kind})")) for reply in failed]
+    empty = [reply for reply in good if weight_of(reply.content, weight_key) == 0]
+    # Without the words with which a slot's error begins: the line has them already.
+    what = f" (round {server_round}, {kind})"
+    bad = [(name_of(reply), reply.error.reason) for reply in replies if reply.has_error()]
+    lost = [(name, str(reason).removeprefix(name + what).lstrip(" :")) for name, reason in bad]
     if num_silent := num_asked - len(replies):
         lost.append((f"{num_silent} clients", "no answer in time"))
     # 0.35 * 20 is a little more than 7.
@@ -58,29 +52,28 @@ def judge(
         raise FederatedError(
             f"round {server_round}: {len(good)} of {num_asked} clients succeeded in {kind}{bound}. "
             f"The first failure: {': '.join(lost[0])}",
-            hint=f"The log above shows the whole error. {_ADVICE[kind]}",
+            hint=f"The log above shows the whole error. Correct {kind}_fn or model_builder.",
         )
-    if good and not full and kind == "train":
+    if good and len(empty) == len(good) and kind == "train":
         raise FederatedError(
             f"round {server_round}: no client had data in train: all that succeeded report 0 examples.",
             hint="train_fn returns (num_examples, metrics).",
         )
     failures = [f"{who}: left out of {kind}: {why}" for who, why in lost]
-    failures += [f"{name_of(r)}: no data in {kind}" for r in good if weight_of(r.content, weight_key) == 0]
+    failures += [f"{name_of(reply)}: no data in {kind}" for reply in empty]
     for reply in good:
         if changed := changed_by(reply.content):
             failures.append(
                 f"{name_of(reply)}: changed {changed[0]} in {kind}, one of {len(changed)} that must not change"
             )
             logger.warning("round %d: %s; its model is built again", server_round, failures[-1])
-    return [reply for reply in replies if reply.has_error() or any(reply is other for other in full)], failures
+    return [reply for reply in replies if not any(reply is other for other in empty)], failures
 
 
-def changed_by(content: RecordDict) -> list[str]:
+def changed_by(content: RecordDict) -> list[object]:
     """Names of tensors, frozen weights mostly, that the client has changed: what it did to them is in no result."""
-    facts = content.config_records.get("client", ConfigRecord())
-    changed = facts.get(CHANGED, [])
-    return [name for name in changed if isinstance(name, str)] if isinstance(changed, list) else []
+    changed = content.config_records.get("client", ConfigRecord()).get(CHANGED)
+    return list(changed) if isinstance(changed, list) else []
 
 
 def client_of(message: Message) -> int:
@@ -96,11 +89,6 @@ def name_of(message: Message) -> str:
     """ "client 3"; a SuperNode that sent an error has a random number of 64 bits and does not say whose it is."""
     number = client_of(message)
     return f"client {number}" if number < _LEAST_NODE_ID else f"node {message.metadata.src_node_id}"
-
-
-def _reason(reply: Message, what: str) -> str:
-    """Without the words with which a slot begins: the line has them already."""
-    return str(reply.error.reason).removeprefix(name_of(reply) + what).lstrip(" :")
 
 
 def weight_of(content: RecordDict, key: str) -> float:
@@ -143,32 +131,8 @@ def like(arrays: ArrayRecord, before: ArrayRecord) -> ArrayRecord:
                 f"{name} is infinite or no number after aggregation.",
                 hint="Lower the learning rate of the clients, or of the strategy (eta, server_learning_rate).",
             )
-        old = before.get(name)
-        if old is not None and old.dtype != array.dtype:
-            is_whole = np.dtype(old.dtype).kind in "iub"
-            array = Array(np.asarray(np.rint(value) if is_whole else value, dtype=old.dtype))
+        dtype = np.dtype(before[name].dtype) if name in before else value.dtype
+        if dtype != value.dtype:
+            array = Array(np.asarray(np.rint(value) if dtype.kind in "iub" else value, dtype=dtype))
         found[name] = array
     return ArrayRecord(found)
-
-
-def num_bytes(record: ArrayRecord) -> int:
-    """Bytes of all arrays, without headers."""
-    import numpy as np
-
-    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in record.values())
-
-
-def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientRecord]) -> tuple[DeviceReport, ...]:
-    """What each device did in a round, in the order of the slots."""
-    reports = []
-    for device in dict.fromkeys(devices_of_slots):
-        own = sorted((r for r in records if r.device == device), key=lambda r: r.begin_s)
-        reports.append(
-            DeviceReport(
-                device,
-                tuple(r.client_id for r in own if r.kind == "train"),
-                busy_seconds((r.begin_s, r.begin_s + r.seconds) for r in own),
-                max((r.peak_memory_bytes for r in own), default=0) or None,
-            )
-        )
-    return tuple(reports)

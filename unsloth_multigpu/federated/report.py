@@ -21,6 +21,33 @@ Metrics = Mapping[str, Any]
 _JSON_LINES = "rounds.jsonl"
 
 
+@dataclass
+class ClientRecord:
+    """What became of one message to one client.
+
+    Args:
+        client_id: 0 .. num_clients - 1.
+        kind: "train", "evaluate" or "query".
+        slot: Number of the slot that answered it, or was the last to try; -1 = it was not begun.
+        device: That slot's device, like "cuda:1"; "" = it was not begun.
+        begin_s: When that slot got it, on the clock of `time.monotonic`.
+        seconds: From then until its reply was here.
+        peak_memory_bytes: What torch reserved there at most; 0 on the CPU.
+        error: One line; None = it was answered.
+        attempts: How often a slot began with it.
+    """
+
+    client_id: int
+    kind: str
+    slot: int = -1
+    device: str = ""
+    begin_s: float = 0.0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    error: str | None = None
+    attempts: int = 0
+
+
 @dataclass(frozen=True)
 class DeviceReport:
     """One device in one round.
@@ -50,8 +77,6 @@ class RoundReport:
         failures: One line for each client that was left out, or that had to run again.
         lora_remainder: Relative size of what the adapter of the round leaves of mean(B A); None without LoRA, and where
             "mean" would measure it for more than about 10 s.
-        sent_bytes: Arrays that went to the clients.
-        received_bytes: Arrays that came back.
     """
 
     server_round: int
@@ -63,24 +88,20 @@ class RoundReport:
     server_metrics: Metrics = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
     lora_remainder: float | None = None
-    sent_bytes: int = 0
-    received_bytes: int = 0
 
     def utilisation(self, device: DeviceReport) -> float:
         """Share of the round, 0 to 1, in which the device had a client to run."""
         return min(1.0, device.busy_s / self.seconds) if self.seconds > 0 else 0.0
 
-    def summary(self) -> str:
-        """One line of facts."""
-        used = " ".join(f"{d.device}={len(d.client_ids)} clients {self.utilisation(d):.0%} busy" for d in self.devices)
-        found = {**self.train_metrics, **_prefixed("eval_", self.evaluate_metrics)}
-        metrics = " ".join(f"{name}={_short(value)}" for name, value in found.items())
-        server = " ".join(
-            f"{name}={_short(value)}" for name, value in _prefixed("server_", self.server_metrics).items()
-        )
-        facts = [f"round={self.server_round} seconds={self.seconds:.1f} examples={self.num_examples}"]
-        facts += [used, metrics, server, f"failures={len(self.failures)}" if self.failures else ""]
-        return " ".join(filter(None, facts))
+    def row(self) -> dict[str, str]:
+        """Its figures, each with its name."""
+        row = {"round": str(self.server_round), "seconds": f"{self.seconds:.1f}", "examples": str(self.num_examples)}
+        row |= {d.device: f"{len(d.client_ids)} cl {self.utilisation(d):.0%}" for d in self.devices}
+        every = (("", self.train_metrics), ("eval_", self.evaluate_metrics), ("server_", self.server_metrics))
+        row |= {prefix + name: _short(value) for prefix, metrics in every for name, value in metrics.items()}
+        if self.lora_remainder is not None:
+            row["lora_remainder"] = f"{self.lora_remainder:.2g}"
+        return row | ({"failures": str(len(self.failures))} if self.failures else {})
 
 
 @dataclass(frozen=True)
@@ -110,7 +131,7 @@ class FederatedReport:
         head = f"server_id={self.server_id} clients={self.num_clients} slots={self.num_slots}"
         head += f" startup_s={self.startup_s:.1f} rounds={len(self.rounds)} seconds={self.seconds:.1f}"
         failures = [f"round {r.server_round}: {text}" for r in self.rounds for text in r.failures]
-        return "\n".join([head, *_table([_row(r) for r in self.rounds]), *failures])
+        return "\n".join([head, *_table([r.row() for r in self.rounds]), *failures])
 
 
 @dataclass(frozen=True)
@@ -129,6 +150,19 @@ class FederatedResult:
     def rounds(self) -> tuple[RoundReport, ...]:
         """The rounds of the report, the first one first."""
         return self.report.rounds
+
+
+def device_reports(devices_of_slots: Sequence[str], records: Sequence[ClientRecord]) -> tuple[DeviceReport, ...]:
+    """What each device did in a round, in the order of the slots."""
+    reports = []
+    for device in dict.fromkeys(devices_of_slots):
+        own = sorted((r for r in records if r.device == device), key=lambda r: r.begin_s)
+        clients = tuple(r.client_id for r in own if r.kind == "train")
+        busy_s = busy_seconds((r.begin_s, r.begin_s + r.seconds) for r in own)
+        reports.append(
+            DeviceReport(device, clients, busy_s, max((r.peak_memory_bytes for r in own), default=0) or None)
+        )
+    return tuple(reports)
 
 
 def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:
@@ -153,10 +187,9 @@ def write_rounds(folder: Path, rounds: Sequence[RoundReport], *, must_append: bo
         os.fsync(file.fileno())
 
 
-def round_from_json(stored: Mapping[str, Any]) -> RoundReport:
-    """The round that `dataclasses.asdict` made JSON of."""
-    devices = tuple(DeviceReport(**{**d, "client_ids": tuple(d["client_ids"])}) for d in stored["devices"])
-    return RoundReport(**{**stored, "devices": devices, "failures": tuple(stored["failures"])})
+def round_from_dict(stored: Mapping[str, Any]) -> RoundReport:
+    """The round that `dataclasses.asdict` made a dict of."""
+    return RoundReport(**{**stored, "devices": tuple(DeviceReport(**device) for device in stored["devices"])})
 
 
 def _finite(value: Any) -> Any:
@@ -168,28 +201,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _row(report: RoundReport) -> dict[str, str]:
-    row = {"round": str(report.server_round), "seconds": f"{report.seconds:.1f}", "examples": str(report.num_examples)}
-    row |= {d.device: f"{len(d.client_ids)} cl {report.utilisation(d):.0%}" for d in report.devices}
-    found = {
-        **report.train_metrics,
-        **_prefixed("eval_", report.evaluate_metrics),
-        **_prefixed("server_", report.server_metrics),
-    }
-    row |= {name: _short(value) for name, value in found.items()}
-    if report.lora_remainder is not None:
-        row["lora_remainder"] = f"{report.lora_remainder:.2g}"
-    return row | ({"failures": str(len(report.failures))} if report.failures else {})
-
-
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Right-aligned columns, in the order in which the rows first name them; "-" where a row has none."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return aligned([names, *([row.get(name, "-") for name in names] for row in rows)], num_left=0)
-
-
-def _prefixed(prefix: str, metrics: Metrics) -> dict[str, Any]:
-    return {prefix + name: value for name, value in metrics.items()}
 
 
 def _short(value: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,13 +26,11 @@ from unsloth_multigpu.wire.identity import read_identity
 
 if TYPE_CHECKING:
     import torch
-    from flwr.clientapp import ClientApp
     from flwr.serverapp.strategy import Strategy
     from torch import nn
 
     from unsloth_multigpu.federated.grid import ProcessGrid
-    from unsloth_multigpu.federated.training import ServerPlan
-    from unsloth_multigpu.federated.weights import Start, Trained
+    from unsloth_multigpu.federated.training import ServerPlan, Start, Trained
 
 
 def create_multigpu_flower_server(
@@ -43,11 +40,10 @@ def create_multigpu_flower_server(
     strategy: str | Strategy = "fedavg",
     auto_gpu: bool = True,
     *,
-    train_fn: Callable[..., Any] | None = None,
+    train_fn: Callable[..., Any],
     evaluate_fn: Callable[..., Any] | None = None,
-    client_app: ClientApp | None = None,
     num_gpus: int | None = None,
-    clients_per_gpu: int | Literal["auto"] = 1,
+    clients_per_gpu: int = 1,
     max_workers: int | None = None,
     placement: Literal["round_robin", "balanced"] = "round_robin",
     strategy_kwargs: Mapping[str, Any] | None = None,
@@ -69,12 +65,11 @@ def create_multigpu_flower_server(
         auto_gpu: Use all visible GPUs.
         train_fn: (model, client) -> (num_examples, metrics), a client's training; see `FederatedClient`.
         evaluate_fn: (model, client) -> (loss, num_examples, metrics); None = clients do not evaluate.
-        client_app: Any ClientApp of Flower instead of the two functions. It starts from the state_dict() of a model
-            that `model_builder` builds in this process.
         num_gpus: How many of the visible GPUs [all]; without a GPU how many processes on the CPU [1].
-        clients_per_gpu: Clients at a time on one device; "auto" = as many as fit, by measured memory.
+        clients_per_gpu: Clients at a time on one device.
         max_workers: Upper limit of all processes together.
-        placement: "round_robin" = client_id % number of devices; "balanced" = by measured seconds and memory.
+        placement: "round_robin" = client_id % number of devices; "balanced" = the longest client first, by measured
+            seconds, to whichever device is free.
         strategy_kwargs: Arguments of the strategy's class, for a name.
         lora_aggregation: "mean" = A and B as the strategy does; "project" = the adapter of the same rank that is
             nearest to mean(B A); "exact" = that, and clients add the rest to their base weights.
@@ -92,35 +87,29 @@ def create_multigpu_flower_server(
     check_callable("model_builder", model_builder, "")
     _check_libraries()
     _refuse_ranks()
-    from unsloth_multigpu.federated.training import make_plan
+    from unsloth_multigpu.federated.training import ServerPlan
 
-    plan = make_plan(
+    plan = ServerPlan(
         server_id,
         model_builder,
         train_fn,
         evaluate_fn,
-        client_app,
         strategy=strategy,
         strategy_kwargs=strategy_kwargs,
         lora_aggregation=lora_aggregation,
         seed=seed,
         device=device or "cpu",
     )
-    places = Places(device, auto_gpu, num_gpus, clients_per_gpu, max_workers, placement, log_dir)
-    return FederatedServer(plan, places)
 
+    def make_grid(num_clients: int) -> ProcessGrid:
+        from unsloth_multigpu.federated.device import choose_devices
+        from unsloth_multigpu.federated.grid import ProcessGrid
 
-@dataclass(frozen=True)
-class Places:
-    """Where clients run; see `create_multigpu_flower_server`."""
+        # One on each device, then a second on each: max_workers cuts off the last ones.
+        places = (choose_devices(num_gpus, device, auto_gpu=auto_gpu) * clients_per_gpu)[:max_workers]
+        return ProcessGrid(plan.client_app, num_clients, places, placement=placement, seed=seed, log_dir=log_dir)
 
-    device: str | None
-    auto_gpu: bool
-    num_gpus: int | None
-    clients_per_gpu: int | Literal["auto"]
-    max_workers: int | None
-    placement: Literal["round_robin", "balanced"]
-    log_dir: str
+    return FederatedServer(plan, make_grid)
 
 
 class FederatedServer:
@@ -133,13 +122,13 @@ class FederatedServer:
         server_app: Flower's ServerApp with the same training; its settings are those of the run.
     """
 
-    def __init__(self, plan: ServerPlan, places: Places) -> None:
+    def __init__(self, plan: ServerPlan, make_grid: Callable[[int], ProcessGrid]) -> None:
         from unsloth_multigpu.federated.server_app import make_server_app
 
         self.client_app = plan.client_app
         self.server_app = make_server_app(plan)
         self._plan = plan
-        self._places = places
+        self._make_grid = make_grid
         self._grid: ProcessGrid | None = None
         self._start: Start | None = None
         self._trained: Trained | None = None
@@ -152,7 +141,7 @@ class FederatedServer:
         config: Mapping[str, Any] | None = None,
         server_evaluate: Callable[[nn.Module, int], Mapping[str, Any]] | None = None,
         output_dir: str | os.PathLike[str] | None = None,
-        resume: str | os.PathLike[str] | None = None,
+        resume: Literal["auto"] | None = None,
         min_success: float = 0.0,
         round_timeout_s: float = 3600.0,
     ) -> FederatedResult:
@@ -167,7 +156,7 @@ class FederatedServer:
             config: Numbers and texts that every client gets as `client.config`.
             server_evaluate: (model, server_round) -> metrics, in this process, before the first and after each round.
             output_dir: Saves each round there, keeps the last two, and writes rounds.jsonl.
-            resume: "auto" = from the newest whole round of `output_dir`, or from the beginning; or a round's folder.
+            resume: "auto" = from the newest whole round of `output_dir`, or from the beginning.
             min_success: Least share of a round's clients that must succeed; one of them must in any case.
             round_timeout_s: Limit of a round's training, and of its evaluation; who is not ready is left out.
 
@@ -178,18 +167,23 @@ class FederatedServer:
             FederatedError: Too many clients failed, or what they sent cannot be put together.
         """
         check_count("num_clients", num_clients)
-        options = FitOptions(num_rounds, config, _text(output_dir), _text(resume), min_success, round_timeout_s)
+        folder = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
+        options = FitOptions(num_rounds, config, folder, resume, min_success, round_timeout_s)
         options.check()
         if server_evaluate is not None:
             check_callable("server_evaluate", server_evaluate, "model, server_round")
         _refuse_ranks()
+        from unsloth_multigpu.federated.grid import task_identity
         from unsloth_multigpu.federated.training import train
 
         self._trained = None
         console = Console(debug=False, is_notebook="ipykernel" in sys.modules)
         try:
-            grid = self._open_grid(num_clients)
-            with grid.identity():
+            if self._grid is None:
+                self._grid = self._make_grid(num_clients)
+            grid = self._grid
+            grid.new_clients(num_clients)
+            with task_identity():
                 result, self._trained, self._start = train(
                     self._plan,
                     grid,
@@ -228,29 +222,10 @@ class FederatedServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _open_grid(self, num_clients: int) -> ProcessGrid:
-        if self._grid is not None:
-            self._grid.new_clients(num_clients)
-            return self._grid
-        from unsloth_multigpu.federated.grid import GridOptions, ProcessGrid, choose_devices
-
-        places = self._places
-        self._grid = ProcessGrid(
-            self.client_app,
-            num_clients,
-            choose_devices(places.num_gpus, places.device, auto_gpu=places.auto_gpu),
-            GridOptions(places.clients_per_gpu, places.max_workers, places.placement, places.log_dir, self._plan.seed),
-        )
-        return self._grid
-
     def _last(self) -> Trained:
         if self._trained is None:
             raise SetupError("No training of this server has ended yet.", hint="Call fit() first.")
         return self._trained
-
-
-def _text(folder: str | os.PathLike[str] | None) -> str | None:
-    return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
 
 
 def _check_libraries() -> None:

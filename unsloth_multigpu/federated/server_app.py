@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from unsloth_multigpu.errors import ConfigError, FederatedError
+from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.federated.option import FitOptions
+from unsloth_multigpu.federated.rounds import LimitedGrid
 from unsloth_multigpu.federated.strategy import nodes_needed
 from unsloth_multigpu.federated.training import ServerPlan, train
 from unsloth_multigpu.logs import Console, get_logger
@@ -43,18 +45,12 @@ def make_server_app(plan: ServerPlan) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         options, least = run_options(context.run_config)
-        console = Console(debug=False)
-        try:
-            _train(grid, options, least)
-        finally:
-            console.close()
-
-    def _train(grid: Grid, options: FitOptions, least: int) -> None:
-        found = wait_for_nodes(grid, least or nodes_needed(plan.new_strategy()), options.round_timeout_s)
-        result, trained, _ = train(plan, grid, least or found, options)
-        if options.output_dir is not None:
-            trained.save(Path(options.output_dir) / "final")
-        _log.info("%s", result.report)
+        with closing(Console(debug=False)):
+            found = wait_for_nodes(grid, least or nodes_needed(plan.new_strategy()), options.round_timeout_s)
+            result, trained, _ = train(plan, grid, least or found, options)
+            if options.output_dir is not None:
+                trained.save(Path(options.output_dir) / "final")
+            _log.info("%s", result.report)
 
     return app
 
@@ -78,20 +74,8 @@ def run_options(run_config: Mapping[str, Any]) -> tuple[FitOptions, int]:
 
 
 def wait_for_nodes(grid: Grid, least: int, timeout_s: float) -> int:
-    """Waits until `least` nodes are connected, and counts those that are.
-
-    Raises:
-        FederatedError: Fewer came within `timeout_s`.
-    """
-    end_s, before = time.monotonic() + timeout_s, -1
-    while (found := len(list(grid.get_node_ids()))) < least:
-        if found != before:
-            _log.info("waits for nodes: connected=%d needed=%d", found, least)
-            before = found
-        if time.monotonic() > end_s:
-            raise FederatedError(
-                f"{found} nodes are connected after {timeout_s:g} s, {least} are needed.",
-                hint="Start more SuperNodes, or lower num-clients.",
-            )
+    """Waits until `least` nodes are connected, and counts those that are; raises FederatedError after `timeout_s`."""
+    limited = LimitedGrid(grid, f"the start, with {least} nodes,", timeout_s)
+    while (found := len(limited.get_node_ids())) < least:
         time.sleep(_POLL_S)
     return found

@@ -5,27 +5,74 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import select
+import signal
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flwr.app import Context, Error, Message
+
 from unsloth_multigpu.federated.device import SlotDevice
-from unsloth_multigpu.federated.task import Task
-from unsloth_multigpu.wire.child import Child, read_tail
+from unsloth_multigpu.federated.report import ClientRecord
+from unsloth_multigpu.wire.child import Child
 from unsloth_multigpu.wire.folder import make_log
 from unsloth_multigpu.wire.frames import Frames
 from unsloth_multigpu.wire.process import send_signal
 from unsloth_multigpu.wire.stack import main_frames, place_of
 
+# The server sends it to ask where in its code a client is.
+STACK_SIGNAL = signal.SIGUSR2
 # The slot imports the user's modules and this package from where this process finds them.
 _PROGRAM = """import json, sys
-sys.path[:] = json.loads(sys.argv[2])
+sys.path[:] = json.loads(sys.argv[3])
 from unsloth_multigpu.federated.worker import main
 main()"""
+# A process that has not read a message within this time is taken for dead.
+_SEND_LIMIT_S = 300.0
+# Time for a process that has closed its socket to end.
+_END_S = 1.0
+# Time for a process to write its stacks after the signal. A stopped process writes none.
+_STACK_S = 0.2
+
+
+@dataclass(eq=False)
+class Task:
+    """A message on its way to a slot and back.
+
+    Attributes:
+        context: Of the client.
+        reply: None until it is there.
+        is_first: The first task of its slot's process, which loads the model as well.
+    """
+
+    message: Message
+    context: Context
+    record: ClientRecord
+    reply: Message | None = None
+    is_first: bool = False
+
+    def answer(self, reply: Message) -> None:
+        """Ends it."""
+        self.reply = reply
+        if self.record.attempts:
+            self.record.seconds = time.monotonic() - self.record.begin_s
+
+    def fail(self, code: int, error: str) -> str:
+        """Ends it with an error, which Flower's strategies leave out of the round; returns the error with its place."""
+        self.record.error = f"{self.place()}: {error}"
+        self.answer(Message(Error(code=code, reason=self.record.error), reply_to=self.message))
+        return self.record.error
+
+    def place(self) -> str:
+        """Who works on it where: "client 3 (round 2, train) on slot 1, cuda:1"."""
+        record, configs = self.record, self.message.content.config_records.values()
+        server_round = next((str(config["server-round"]) for config in configs if "server-round" in config), "0")
+        where = f" on slot {record.slot}, {record.device}" if record.attempts else ""
+        return f"client {record.client_id} (round {server_round}, {record.kind}){where}"
 
 
 class Slot:
@@ -38,7 +85,7 @@ class Slot:
 
     Attributes:
         task: What its client is doing; None = it waits.
-        is_ready: Its process takes messages.
+        is_ready: Its process takes tasks.
         is_fresh: Its process has taken none yet.
         num_failed_starts: Since it last answered.
         is_retired: It gets no process any more.
@@ -54,85 +101,63 @@ class Slot:
         self.started_s = 0.0
         self.num_failed_starts = 0
         self.is_retired = False
-        self._child: Child | None = None
-        self._frames: Frames | None = None
+        self._process: tuple[Child, Frames] | None = None
         make_log(self.log)
 
     def __str__(self) -> str:
-        return f"slot {self.index}, {self.device}"
-
-    @property
-    def is_live(self) -> bool:
-        """It has a process."""
-        return self._child is not None
+        return f"slot {self.index} on {self.device}"
 
     @property
     def pid(self) -> int | None:
         """Of its process; None where it has none."""
-        return None if self._child is None else self._child.pid
+        return self._process[0].pid if self._process else None
 
-    def start(self, environment: Mapping[str, str], setup: tuple[Any, ...]) -> None:
-        """Starts a process, which says when it is ready.
-
-        Args:
-            environment: All of its variables.
-            setup: What `worker.main` expects.
-        """
-        child = Child(
-            f"slot {self.index} on {self.device}",
-            _PROGRAM,
-            self.log,
-            environment,
-            [json.dumps(list(map(str, sys.path)))],
-        )
-        self._child, self._frames = child, Frames(child.connection, 0.0)
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Starts a process, which says "hello" when it can be sent to."""
+        arguments = [str(os.getpid()), json.dumps([str(folder) for folder in sys.path])]
+        child = Child(str(self), _PROGRAM, self.log, environment, arguments)
+        self._process = child, Frames(child.connection, _SEND_LIMIT_S)
         self.is_ready, self.is_fresh, self.started_s = False, True, time.monotonic()
-        self._frames.put(pickle.dumps(setup))
+
+    def send(self, *fields: Any) -> None:
+        """Sends to the process. One that has ended, or does not read and is killed, shows that by its descriptors."""
+        assert self._process is not None
+        child, frames = self._process
+        try:
+            frames.send(pickle.dumps(fields, pickle.HIGHEST_PROTOCOL))
+        except OSError:
+            if not child.has_ended(_END_S):
+                child.kill("it does not read")
 
     def give(self, task: Task) -> None:
-        """Queues a task for the process; `register` sends the rest when the process reads."""
-        assert self._frames is not None
-        self.task = task
-        task.begin(self.index, self.device, is_first=self.is_fresh)
-        self.is_fresh = False
-        self._frames.put(task.pack())
+        """Lets the process work on a task, pickled only now: all clients' arrays may be more than the memory."""
+        self.task, record = task, task.record
+        record.slot, record.device, record.begin_s = self.index, str(self.device), time.monotonic()
+        record.attempts += 1
+        task.is_first, self.is_fresh = self.is_fresh, False
+        self.send(task.message, task.context)
 
-    def register(self, poll: select.poll) -> dict[int, Slot]:
-        """Registers the descriptors of the process and of its socket with `poll`, and returns them."""
-        if self._child is None or self._frames is None:
-            return {}
-        wants = select.POLLIN | (0 if self._is_sent() else select.POLLOUT)
-        poll.register(self._frames.fileno(), wants)
-        poll.register(self._child.pid_descriptor, select.POLLIN)
-        return {self._frames.fileno(): self, self._child.pid_descriptor: self}
+    def descriptors(self) -> list[int]:
+        """They are readable when there is something to `receive`, or the process has ended."""
+        return [self._process[1].fileno(), self._process[0].pid_descriptor] if self._process else []
 
     def receive(self) -> list[tuple[Any, ...]] | None:
-        """What the process has said by now; None when it has ended, or is about to."""
-        assert self._frames is not None
-        try:
-            messages = self._frames.receive()
-        except BlockingIOError:
-            # Asked only when no message is left: the last one of a process that has ended counts.
-            return None if self.has_ended() else []
+        """What the process has said by now; None = it has ended, or is about to."""
+        assert self._process is not None
+        child, frames = self._process
+        has_ended = child.has_ended()  # Asked first: the last message of a process that has ended counts.
+        if not frames.has_more():
+            return None if has_ended else []
+        messages = frames.receive()
         # Safe to unpickle: it comes from our own child, which runs the same user's code.
         return None if messages is None else [pickle.loads(data) for data in messages]
 
-    def has_ended(self) -> bool:
-        """Its process has ended, and this process has not taken note of it."""
-        assert self._child is not None
-        return self._child.has_ended()
-
     def end(self, because: str = "") -> str:
-        """Kills the process and what it has started.
-
-        Returns:
-            How it ended, in one line.
-        """
-        child, frames = self._child, self._frames
-        self._child = self._frames = self.task = None
-        self.is_ready = False
-        if child is None or frames is None:
+        """Kills the process and what it has started; returns how it ended, in one line."""
+        process, self._process, self.task, self.is_ready = self._process, None, None, False
+        if process is None:
             return ""
+        child, frames = process
         if child.is_mine():
             if because:
                 child.kill(because)
@@ -141,31 +166,12 @@ class Slot:
         os.close(child.pid_descriptor)
         return child.describe_end()
 
-    def tail(self) -> str:
-        """The last lines of its log."""
-        return read_tail(self.log)
-
-    def ask_for_stack(self) -> int:
-        """Lets the process write its stacks to its log; returns where they will begin."""
-        size = 0
+    def place_in_code(self) -> str:
+        """The line of the user's code that the process is at; "" where it does not say."""
+        assert self._process is not None
         with suppress(OSError):  # The log was removed.
-            size = self.log.stat().st_size
-        if self._child is not None:
-            from unsloth_multigpu.federated.worker import STACK_SIGNAL
-
-            send_signal(self._child.pid, STACK_SIGNAL)
-        return size
-
-    def place_in_code(self, begin: int) -> str:
-        """The user's line in stacks that begin there in the log; "" where there is none."""
-        with suppress(OSError), self.log.open("rb") as log:
-            log.seek(begin)
-            return place_of(main_frames(log.read().decode(errors="replace")))
+            before = self.log.read_bytes()
+            send_signal(self._process[0].pid, STACK_SIGNAL)
+            self._process[0].has_ended(_STACK_S)
+            return place_of(main_frames(self.log.read_bytes()[len(before) :].decode(errors="replace")))
         return ""
-
-    def _is_sent(self) -> bool:
-        assert self._frames is not None
-        try:
-            return self._frames.flush()
-        except OSError:
-            return True  # The process is ending; its other descriptor reports that.

@@ -8,16 +8,50 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flwr.app import ArrayRecord
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.option import check_count, check_number
+from unsloth_multigpu.federated.option import check_count, check_share
 
 # Flower's defaults are 2: with one client it would wait without end for a second one.
 _LEAST_NODES = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 _FRACTIONS = ("fraction_train", "fraction_evaluate")
+# Their clients have to clip with one of Flower's mods, which the ClientApp of a train_fn has not.
+_WITH_MODS = (
+    flower.DifferentialPrivacyClientSideFixedClipping,
+    flower.DifferentialPrivacyClientSideAdaptiveClipping,
+)
+
+
+def checked_strategy(strategy: str | Strategy, settings: Mapping[str, Any] | None) -> Strategy:
+    """A fresh strategy for a name, or the object itself.
+
+    Raises:
+        ConfigError: It is neither, settings do not go with it, or clients would have to clip their updates: with the
+            noise alone a client's data would not be hidden.
+    """
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(f"strategy_kwargs={settings!r} is no mapping.", hint="Pass a dict.")
+    if isinstance(strategy, str):
+        strategy = make_strategy(strategy, settings or {})
+    elif not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"strategy={strategy!r}; expected a name such as 'fedavg' or a flwr.serverapp.strategy.Strategy.",
+            hint="The strategies of flwr.server.strategy are an older kind; use those of flwr.serverapp.strategy.",
+        )
+    elif settings:
+        raise ConfigError(
+            "strategy_kwargs together with an object as strategy.", hint="Give them to the object's class."
+        )
+    for layer in layers_of(strategy):
+        if isinstance(layer, _WITH_MODS):
+            name = type(layer).__name__
+            raise ConfigError(
+                f"{name} needs clients that clip their updates with Flower's mod; those of train_fn do not.",
+                hint=f"Use {name.replace('Client', 'Server')}.",
+            )
+    return strategy
 
 
 def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
@@ -31,7 +65,13 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
         ConfigError: No such strategy; an argument that it does not know, that is missing or that it refuses; "fedprox"
             without `proximal_mu`, which would be FedAvg.
     """
-    kind = _class_of(name)
+    kinds = strategy_names()
+    kind = kinds.get(name.lower().replace("-", "").replace("_", ""))
+    if kind is None:
+        raise ConfigError(
+            f"strategy={name!r}; expected one of {', '.join(sorted(kinds))}.",
+            hint="Change strategy, or pass an object of a class of flwr.serverapp.strategy.Strategy.",
+        )
     arguments = _checked_settings(name, kind, settings)
     try:
         # Each case that Flower warns of here was asked for, or is an error above.
@@ -45,12 +85,29 @@ def make_strategy(name: str, settings: Mapping[str, Any]) -> Strategy:
 
 def strategy_names() -> dict[str, type[Strategy]]:
     """Every strategy that this version of Flower has, by its name in lower case."""
-    found = {name: getattr(flower, name) for name in flower.__all__}
+    found = {name.lower(): getattr(flower, name) for name in flower.__all__}
     return {
-        name.lower(): kind
-        for name, kind in found.items()
-        if inspect.isclass(kind) and issubclass(kind, Strategy) and not inspect.isabstract(kind)
+        n: k for n, k in found.items() if inspect.isclass(k) and issubclass(k, Strategy) and not inspect.isabstract(k)
     }
+
+
+def _checked_settings(name: str, kind: type[Strategy], settings: Mapping[str, Any]) -> dict[str, Any]:
+    accepted = inspect.signature(kind).parameters
+    arguments = {key: 1 for key in _LEAST_NODES if key in accepted} | dict(settings)
+    needed = {key for key, parameter in accepted.items() if parameter.default is parameter.empty}
+    if "proximal_mu" in accepted:
+        needed.add("proximal_mu")  # Without it the strategy would be FedAvg.
+    unknown, missing = arguments.keys() - accepted.keys(), needed - arguments.keys()
+    if unknown or missing:
+        wrong = f"does not know {min(unknown)!r}" if unknown else f"needs {min(missing)!r}"
+        raise ConfigError(f"strategy={name!r} {wrong} in strategy_kwargs.", hint=f"It takes {', '.join(accepted)}.")
+    for key in _FRACTIONS:
+        if key in arguments:
+            check_share(f"strategy_kwargs[{key!r}]", arguments[key])
+    # 0 nodes are what Flower itself sets for a fraction of 0.
+    for key in [key for key in _LEAST_NODES if arguments.get(key, 0) != 0]:
+        check_count(f"strategy_kwargs[{key!r}]", arguments[key])
+    return arguments
 
 
 def layers_of(strategy: Strategy) -> Iterator[Strategy]:
@@ -81,32 +138,6 @@ def check_strategy(strategy: Strategy, num_clients: int) -> None:
                     f"{name}={value} of {kind}, but num_clients={num_clients}: it would wait forever.",
                     hint=f"Set {name} to {num_clients} or less.",
                 )
-
-
-def check_needs_no_mod(strategy: Strategy) -> None:
-    """Raises ConfigError where clients must clip their updates themselves, which the ClientApp of a train_fn does not.
-
-    With the noise alone a client's data would not be hidden.
-    """
-    mods = {
-        flower.DifferentialPrivacyClientSideFixedClipping: "fixedclipping_mod",
-        flower.DifferentialPrivacyClientSideAdaptiveClipping: "adaptiveclipping_mod",
-    }
-    for layer in layers_of(strategy):
-        for kind, mod in mods.items():
-            if isinstance(layer, kind):
-                raise ConfigError(
-                    f"{kind.__name__} needs Flower's {mod} in the ClientApp; train_fn makes one without.",
-                    hint=f"Use {kind.__name__.replace('Client', 'Server')}, or client_app=ClientApp(mods=[{mod}]).",
-                )
-
-
-def without_privacy(strategy: Strategy, arrays: ArrayRecord) -> list[str]:
-    """Arrays that a strategy for differential privacy sends on as they are: NumPy computes no 0-d array in place."""
-    is_private = any(
-        "DifferentialPrivacy" in kind.__name__ for layer in layers_of(strategy) for kind in type(layer).mro()
-    )
-    return [name for name, array in arrays.items() if not array.shape] if is_private else []
 
 
 def nodes_needed(strategy: Strategy) -> int:
@@ -156,42 +187,3 @@ def quiet_flower(level: int = logging.WARNING) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _class_of(name: str) -> type[Strategy]:
-    names = strategy_names()
-    kind = names.get(name.lower().replace("-", "").replace("_", ""))
-    if kind is None:
-        raise ConfigError(
-            f"strategy={name!r}; expected one of {', '.join(sorted(names))}.",
-            hint="Change strategy, or pass an object of a class of flwr.serverapp.strategy.Strategy.",
-        )
-    return kind
-
-
-def _checked_settings(name: str, kind: type[Strategy], settings: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = inspect.signature(kind).parameters
-    for unknown in [key for key in settings if key not in accepted]:
-        raise ConfigError(
-            f"strategy_kwargs has {unknown!r}, which strategy={name!r} does not know.",
-            hint=f"It takes {', '.join(accepted)}.",
-        )
-    arguments = {key: 1 for key in _LEAST_NODES if key in accepted} | dict(settings)
-    missing = [key for key, p in accepted.items() if p.default is p.empty and key not in arguments]
-    if missing:
-        raise ConfigError(
-            f"strategy={name!r} needs {', '.join(missing)}.",
-            hint=f"Set strategy_kwargs={{{missing[0]!r}: ...}}.",
-        )
-    if "proximal_mu" in accepted and "proximal_mu" not in arguments:
-        raise ConfigError(
-            f"strategy={name!r} without proximal_mu would be FedAvg.",
-            hint="Set strategy_kwargs={'proximal_mu': 0.1}, say: the weight of the term that the clients add.",
-        )
-    for key in _FRACTIONS:
-        if key in arguments:
-            check_number(f"strategy_kwargs[{key!r}]", arguments[key], low=0.0, high=1.0, expected="a share from 0 to 1")
-    # 0 nodes are what Flower itself sets for a fraction of 0.
-    for key in [key for key in _LEAST_NODES if arguments.get(key, 0) != 0]:
-        check_count(f"strategy_kwargs[{key!r}]", arguments[key])
-    return arguments

@@ -3,152 +3,144 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from flwr.app import ArrayRecord, MetricRecord
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from torch import nn
 
-from unsloth_multigpu.errors import ConfigError
-from unsloth_multigpu.federated.adapters import write_arrays
-from unsloth_multigpu.federated.apps import EvaluateFunction, TrainFunction, make_client_app
-from unsloth_multigpu.federated.checkpoint import open_folder, read_round
+from unsloth_multigpu.errors import ConfigError, FederatedError, ResumeError
+from unsloth_multigpu.federated.adapters import layout_of, save_adapter
+from unsloth_multigpu.federated.aggregation import to_tensor
+from unsloth_multigpu.federated.apps import EvaluateFunction, TrainFunction, make_client_app, to_metrics
+from unsloth_multigpu.federated.checkpoint import SavedRound, open_folder, read_round
 from unsloth_multigpu.federated.client import ClientModel
 from unsloth_multigpu.federated.option import FitOptions, check_callable
-from unsloth_multigpu.federated.record import to_config_record, to_metric_record
 from unsloth_multigpu.federated.report import FederatedResult, write_rounds
-from unsloth_multigpu.federated.rounds import RoundPlan, Slots, SteeredStrategy
+from unsloth_multigpu.federated.rounds import Rounds, Slots
 from unsloth_multigpu.federated.strategy import (
-    check_needs_no_mod,
     check_strategy,
+    checked_strategy,
     describe,
     is_weighted_mean,
-    make_strategy,
-    without_privacy,
 )
-from unsloth_multigpu.federated.weights import Start, Trained, ask_for_start, check_same_model, start_of_model
 from unsloth_multigpu.logs import get_logger
 
 _log = get_logger(__name__)
 ServerEvaluate = Callable[[nn.Module, int], Mapping[str, Any]]
+LoraAggregation = Literal["mean", "project", "exact"]
+# Loading a base model may take longer than a round of small clients.
+_LEAST_TIMEOUT_S = 300.0
 
 
-def make_plan(
-    server_id: str,
-    model_builder: Callable[[], nn.Module],
-    train_fn: TrainFunction | None,
-    evaluate_fn: EvaluateFunction | None,
-    client_app: ClientApp | None,
-    *,
-    strategy: str | Strategy,
-    strategy_kwargs: Mapping[str, Any] | None,
-    lora_aggregation: Literal["mean", "project", "exact"],
-    seed: int,
-    device: str,
-) -> ServerPlan:
-    """Makes one ClientApp of what `create_multigpu_flower_server` was given.
-
-    Raises:
-        ConfigError: The functions, the app, the model or the strategy cannot be used.
-    """
-    if isinstance(model_builder, nn.Module):
-        raise ConfigError(
-            "model_builder is a model; expected a function that makes one: each process builds its own.",
-            hint="Put the lines that made it into a function, and pass that.",
-        )
-    _check_apps(train_fn, evaluate_fn, client_app)
-    kind = _checked_strategy(strategy, strategy_kwargs)
-    if client_app is None:
-        check_needs_no_mod(kind)
-    if lora_aggregation != "mean" and client_app is not None:
-        raise _no_lora_aggregation(lora_aggregation, "client_app decides what travels")
-    if lora_aggregation != "mean" and not is_weighted_mean(kind):
-        fact = f"{type(kind).__name__} does not take the example-weighted mean, as FedAvg does"
-        raise _no_lora_aggregation(lora_aggregation, fact)
-    app = client_app
-    if app is None:
-        assert train_fn is not None
-        app = make_client_app(model_builder, train_fn, evaluate_fn, server_id=server_id, seed=seed)
-    return ServerPlan(
-        server_id,
-        model_builder,
-        app,
-        is_own_app=client_app is None,
-        evaluates=client_app is not None or evaluate_fn is not None,
-        strategy=strategy,
-        strategy_kwargs=dict(strategy_kwargs or {}),
-        description=describe(kind),
-        lora_aggregation=lora_aggregation,
-        seed=seed,
-        device=device,
-    )
-
-
-@dataclass(frozen=True)
 class ServerPlan:
     """What `create_multigpu_flower_server` was asked for, checked.
 
-    Args:
-        client_app: The clients' half.
-        is_own_app: Whether this package made `client_app`, which then knows what a client starts from.
-        evaluates: Whether clients are asked to evaluate.
+    Attributes:
+        client_app: Flower's half for the clients.
+        evaluates: Whether clients evaluate.
         description: Settings of the strategy as it was given: one that changes its own has others after a round.
         device: Of the model that the server itself evaluates.
+
+    Raises:
+        ConfigError: The functions, the model or the strategy cannot be used.
     """
 
-    server_id: str
-    model_builder: Callable[[], nn.Module]
-    client_app: ClientApp
-    is_own_app: bool
-    evaluates: bool
-    strategy: str | Strategy
-    strategy_kwargs: Mapping[str, Any]
-    description: Mapping[str, Any]
-    lora_aggregation: Literal["mean", "project", "exact"]
-    seed: int
-    device: str
+    def __init__(
+        self,
+        server_id: str,
+        model_builder: Callable[[], nn.Module],
+        train_fn: TrainFunction,
+        evaluate_fn: EvaluateFunction | None,
+        *,
+        strategy: str | Strategy,
+        strategy_kwargs: Mapping[str, Any] | None,
+        lora_aggregation: LoraAggregation,
+        seed: int,
+        device: str,
+    ) -> None:
+        if isinstance(model_builder, nn.Module):
+            raise ConfigError(
+                "model_builder is a model; expected a function that makes one: each process builds its own.",
+                hint="Put the lines that made it into a function, and pass that.",
+            )
+        check_callable("train_fn", train_fn, "model, client")
+        if evaluate_fn is not None:
+            check_callable("evaluate_fn", evaluate_fn, "model, client")
+        kind = checked_strategy(strategy, strategy_kwargs)
+        if lora_aggregation != "mean" and not is_weighted_mean(kind):
+            fact = f"{type(kind).__name__} does not take the example-weighted mean, as FedAvg does"
+            raise _no_lora_aggregation(lora_aggregation, fact)
+        self.server_id = server_id
+        self.model_builder = model_builder
+        self.client_app = make_client_app(model_builder, train_fn, evaluate_fn, server_id=server_id, seed=seed)
+        self.evaluates = evaluate_fn is not None
+        self.description = describe(kind)
+        self.lora_aggregation = lora_aggregation
+        self.seed = seed
+        self.device = torch.device(device)
+        self._strategy = strategy
+        self._strategy_kwargs = dict(strategy_kwargs or {})
 
     def new_strategy(self) -> Strategy:
         """A fresh one where it has a name; an object is the user's, with the state that it has."""
-        if isinstance(self.strategy, str):
-            return make_strategy(self.strategy, self.strategy_kwargs)
-        return self.strategy
+        return checked_strategy(self._strategy, self._strategy_kwargs)
 
 
-class Evaluator:
-    """Lets the server evaluate the global model itself.
+@dataclass(frozen=True)
+class Start:
+    """What a client says of a freshly built model.
 
     Args:
-        evaluate: The user's function.
+        layout: Names and shapes of what does not travel.
+        adapter_config: For `save_adapter`; "" where the model has no adapter.
+        frozen: Parts of the adapter that are not trained.
+        buffers: Names of arrays that are no parameters.
+        obstacles: "project" and "exact" -> why they cannot work with this model.
     """
 
-    def __init__(self, plan: ServerPlan, evaluate: ServerEvaluate) -> None:
-        self._is_own_app = plan.is_own_app
-        self._model = ClientModel(plan.model_builder, plan.seed)
-        self._device = torch.device(plan.device)
-        self._evaluate = evaluate
+    arrays: ArrayRecord
+    layout: Sequence[str] = ()
+    adapter_config: str = ""
+    frozen: ArrayRecord = field(default_factory=ArrayRecord)
+    buffers: Sequence[str] = ()
+    obstacles: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def __call__(self, server_round: int, arrays: ArrayRecord, residual: ArrayRecord | None) -> MetricRecord:
-        try:
-            if self._is_own_app:
-                model = self._model.prepare(arrays, residual, self._device)
-            else:
-                # Such an app sends the whole state_dict(), see `start_of_model`.
-                model = self._model.build(self._device)
-                write_arrays(model.state_dict(), arrays)
-            model.eval()
-            return to_metric_record(self._evaluate(model, server_round), "server_evaluate")
-        finally:
-            if changed := self._model.release():
-                text = "server_evaluate changed %s (and %d more tensors); the model is built again for the next round"
-                _log.warning(text, changed[0], len(changed) - 1)
+
+@dataclass(frozen=True)
+class Trained:
+    """The global state after a training.
+
+    Args:
+        residual: What exact aggregation of LoRA left in addition to the arrays, for the original base weights.
+    """
+
+    arrays: ArrayRecord
+    residual: ArrayRecord | None
+    start: Start
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The travelling tensors, copies on the CPU."""
+        return _tensors(self.arrays)
+
+    def save(self, folder: Path) -> None:
+        """Writes a PEFT adapter, or model.safetensors; raises OSError where the disk is full or fails."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.start.adapter_config:
+            # Buffers are the base model's unless training has changed them; other tools refuse names they do not know.
+            same = [name for name in self.start.buffers if self.arrays[name] == self.start.arrays.get(name)]
+            state = {name: value for name, value in self.state_dict().items() if name not in same}
+            save_adapter(folder, state | _tensors(self.start.frozen), self.residual, self.start.adapter_config)
+            return
+        from safetensors.torch import save_file
+
+        save_file(self.state_dict(), folder / "model.safetensors")
 
 
 def train(
@@ -172,135 +164,121 @@ def train(
         ResumeError: The saved round belongs to another training.
         FederatedError: A round cannot be finished.
     """
-    begin_s = time.monotonic()
-    strategy = plan.new_strategy()
+    begin_s, strategy = time.monotonic(), plan.new_strategy()
     check_strategy(strategy, num_clients)
     facts = _facts(plan, num_clients, options)
-    with _open_folder(options) as folder:
-        saved = read_round(folder, facts) if folder else None
-        if saved is not None and saved.server_round > options.num_rounds:
-            raise ConfigError(
-                f"num_rounds={options.num_rounds}, but {folder} is already the state after round {saved.server_round}.",
-                hint="num_rounds counts all rounds, with those before a resume.",
-            )
-        if start is None and plan.is_own_app:
+    output_dir = None if options.output_dir is None else Path(options.output_dir)
+    with nullcontext() if output_dir is None else open_folder(output_dir, options.resume) as folder:
+        saved = read_round(folder, facts, options.num_rounds) if folder else None
+        if start is None:
             start = ask_for_start(grid, len(slots.devices_of_slots) if slots else 1, options.round_timeout_s)
-        start = start or start_of_model(plan.model_builder, plan.seed)
-        _check_model(plan, start)
-        if bare := without_privacy(strategy, start.arrays):
-            _log.warning(
-                "%s has no dimension (%d such tensors): Flower neither clips it nor adds noise to it",
-                bare[0],
-                len(bare),
-            )
+        if reasons := start.obstacles.get(plan.lora_aggregation):
+            raise _no_lora_aggregation(plan.lora_aggregation, reasons[0])
         if saved is not None:
             check_same_model(saved, start)
             saved.restore(strategy)
-            if slots is not None:
-                slots.load_client_states(saved.states)
             _log.info("resumes after round=%d of %s", saved.server_round, folder)
-        if options.output_dir is not None:
-            write_rounds(Path(options.output_dir), saved.history.rounds if saved else [], must_append=False)
+        if output_dir is not None:
+            write_rounds(output_dir, saved.reports if saved else [], must_append=False)
         if slots is not None:
-            slots.take_records()  # Asking for the first weights belongs to no round.
-        evaluator = Evaluator(plan, server_evaluate) if server_evaluate else None
-        steered = SteeredStrategy(
-            strategy, _round_plan(plan, start, num_clients, options, facts, evaluator), saved, slots
+            slots.records = []  # Asking for the first weights belongs to no round.
+        evaluate = server_evaluator(plan, server_evaluate) if server_evaluate else None
+        rounds = Rounds(
+            plan,
+            options,
+            start,
+            grid,
+            num_clients,
+            strategy,
+            facts=facts,
+            evaluate=evaluate,
+            saved=saved,
+            slots=slots,
         )
-        startup_s = time.monotonic() - begin_s
-        result = steered.run(
-            grid, start.arrays, options.num_rounds, timeout_s=options.round_timeout_s, startup_s=startup_s
-        )
-        return result, Trained(result.result.arrays, steered.residual, start), start
+        result = rounds.run(startup_s=time.monotonic() - begin_s)
+        return result, Trained(rounds.arrays, rounds.residual, start), start
 
 
-def _round_plan(
-    plan: ServerPlan,
-    start: Start,
-    num_clients: int,
-    options: FitOptions,
-    facts: Mapping[str, Any],
-    evaluator: Evaluator | None,
-) -> RoundPlan:
-    config = dict(options.config or {})
-    if plan.is_own_app:
-        config["frozen-layout"] = list(start.layout)
-    return RoundPlan(
-        plan.server_id,
-        num_clients,
-        plan.seed,
-        to_config_record(config),
-        start.layout,
-        start.buffers,
-        plan.evaluates,
-        plan.lora_aggregation,
-        options.min_success,
-        facts,
-        Path(options.output_dir) if options.output_dir is not None else None,
-        evaluator,
+def ask_for_start(grid: Grid, num_asked: int, timeout_s: float) -> Start:
+    """Lets clients build their model, seeded, and takes the first one that says what it is.
+
+    Args:
+        num_asked: How many at once: one per slot, which all load what they need meanwhile.
+
+    Raises:
+        FederatedError: No client could.
+    """
+    limit_s = max(timeout_s, _LEAST_TIMEOUT_S)
+    asked = sorted(grid.get_node_ids())[:num_asked]
+    messages = [Message(RecordDict({"config": ConfigRecord()}), node_id, "query.initial") for node_id in asked]
+    replies = list(grid.send_and_receive(messages, timeout=limit_s))
+    for reply in replies:
+        if reply.has_content():
+            return _start_of(reply.content)
+    reason = str(replies[0].error.reason) if replies else f"no answer within {limit_s:g} s"
+    raise FederatedError(
+        f"no client could build its model: {reason}",
+        hint="The log above shows the whole error. Does model_builder() work in a script of its own?",
     )
+
+
+def check_same_model(saved: SavedRound, start: Start) -> None:
+    """Raises ResumeError, naming a tensor, where a saved round is not one of the clients' model."""
+    before, now = (_shapes(state.arrays) | layout_of(state.layout) for state in (saved, start))
+    for name in [*before, *now]:
+        if before.get(name) != now.get(name):
+            raise ResumeError(
+                f"round {saved.server_round} has {name} of shape {before.get(name)}, the model of model_builder has "
+                f"{now.get(name)}.",
+                hint="Use the model_builder of the training that stopped.",
+            )
+
+
+def _tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    """Copies; safetensors wants them contiguous, and a transposed parameter is not."""
+    contiguous = torch.contiguous_format
+    return {name: to_tensor(array).clone(memory_format=contiguous) for name, array in arrays.items()}
+
+
+def _shapes(arrays: ArrayRecord) -> dict[str, str]:
+    return {name: str(tuple(array.shape)) for name, array in arrays.items()}
+
+
+def _start_of(content: RecordDict) -> Start:
+    config: Mapping[str, Any] = content.config_records["config"]
+    return Start(
+        content.array_records["arrays"],
+        config["frozen-layout"],
+        config["adapter-config"],
+        content.array_records.get("adapter-frozen", ArrayRecord()),
+        config["buffers"],
+        {"project": config["not-projectable"], "exact": [*config["not-projectable"], *config["not-foldable"]]},
+    )
+
+
+def server_evaluator(
+    plan: ServerPlan, evaluate: ServerEvaluate
+) -> Callable[[int, ArrayRecord, ArrayRecord | None], MetricRecord]:
+    """Lets the server evaluate the global model itself, by the user's function."""
+    model = ClientModel(plan.model_builder, plan.seed)
+
+    def evaluate_round(server_round: int, arrays: ArrayRecord, residual: ArrayRecord | None) -> MetricRecord:
+        try:
+            prepared = model.prepare(arrays, residual, plan.device).eval()
+            return to_metrics(evaluate(prepared, server_round), "server_evaluate")
+        finally:
+            if changed := model.release():
+                text = "server_evaluate changed %s (and %d more tensors); the model is built again for the next round"
+                _log.warning(text, changed[0], len(changed) - 1)
+
+    return evaluate_round
 
 
 def _facts(plan: ServerPlan, num_clients: int, options: FitOptions) -> dict[str, Any]:
     facts = {"server_id": plan.server_id, "num_clients": num_clients, "seed": plan.seed}
     facts |= {"lora_aggregation": plan.lora_aggregation, **plan.description}
-    return facts | {f"config[{name!r}]": _json(value) for name, value in (options.config or {}).items()}
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_json(item) for item in value]
-    return value.hex() if isinstance(value, bytes) else value
-
-
-def _open_folder(options: FitOptions) -> AbstractContextManager[Path | None]:
-    if options.output_dir is not None:
-        return open_folder(Path(options.output_dir), options.resume)
-    if options.resume is None:
-        return nullcontext()
-    raise ConfigError(
-        f"resume={options.resume!r} without output_dir: the rounds after it would not be saved.",
-        hint="Set output_dir.",
-    )
-
-
-def _check_model(plan: ServerPlan, start: Start) -> None:
-    reasons = start.obstacles.get(plan.lora_aggregation, ())
-    if reasons:
-        raise _no_lora_aggregation(plan.lora_aggregation, reasons[0])
+    return facts | {f"config[{name!r}]": repr(value) for name, value in (options.config or {}).items()}
 
 
 def _no_lora_aggregation(mode: str, reason: str) -> ConfigError:
     return ConfigError(f"lora_aggregation={mode!r} cannot work here: {reason}.", hint="Use lora_aggregation='mean'.")
-
-
-def _check_apps(train_fn: Any, evaluate_fn: Any, client_app: Any) -> None:
-    if client_app is None:
-        check_callable("train_fn", train_fn, "model, client")
-        if evaluate_fn is not None:
-            check_callable("evaluate_fn", evaluate_fn, "model, client")
-    elif not isinstance(client_app, ClientApp):
-        raise ConfigError(
-            f"client_app={client_app!r} is no ClientApp.", hint="Pass an object of flwr.clientapp.ClientApp."
-        )
-    elif train_fn is not None or evaluate_fn is not None:
-        raise ConfigError(
-            "train_fn or evaluate_fn together with client_app, which has functions of its own.", hint="Leave one out."
-        )
-
-
-def _checked_strategy(strategy: Any, settings: Mapping[str, Any] | None) -> Strategy:
-    if settings is not None and not isinstance(settings, Mapping):
-        raise ConfigError(f"strategy_kwargs={settings!r} is no mapping.", hint="Pass a dict.")
-    if isinstance(strategy, str):
-        return make_strategy(strategy, settings or {})
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"strategy={strategy!r}; expected a name such as 'fedavg' or a flwr.serverapp.strategy.Strategy.",
-            hint="The strategies of flwr.server.strategy are an older kind; use those of flwr.serverapp.strategy.",
-        )
-    if settings:
-        raise ConfigError(
-            "strategy_kwargs together with an object as strategy.", hint="Give them to the object's class."
-        )
-    return strategy

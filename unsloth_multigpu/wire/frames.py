@@ -6,7 +6,6 @@ import select
 import socket
 import struct
 import threading
-from collections import deque
 
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 2**20
@@ -15,11 +14,11 @@ _CHUNK_BYTES = 2**20
 class Frames:
     """Sends and receives bytes, each message with its length before it.
 
-    Any thread may send; one thread receives. `put` and `flush` are for one that must not wait and alone sends here.
+    Any thread may send; one thread receives.
 
     Args:
         end: A connected stream socket, owned from now on.
-        limit_s: How long a message may wait for a reader that does not read; None = no limit, 0 = it does not wait.
+        limit_s: How long a message may wait for a reader that does not read; None = no limit.
     """
 
     def __init__(self, end: socket.socket, limit_s: float | None = None) -> None:
@@ -29,7 +28,6 @@ class Frames:
         self._header = bytearray()
         self._body: bytearray | None = None
         self._num_filled = 0
-        self._outgoing: deque[memoryview] = deque()
 
     def fileno(self) -> int:
         """Readable when there is something to receive."""
@@ -45,28 +43,6 @@ class Frames:
             for part in _framed(data):
                 self._end.sendall(part)
 
-    def put(self, data: bytes) -> None:
-        """Takes a message for `flush`."""
-        self._outgoing += map(memoryview, _framed(data))
-
-    def flush(self) -> bool:
-        """Sends what the other side takes now; True when nothing is left.
-
-        Raises:
-            OSError: The other side is gone.
-        """
-        while self._outgoing:
-            part = self._outgoing[0]
-            try:
-                num_sent = self._end.send(part[:_CHUNK_BYTES])
-            except BlockingIOError:
-                return False
-            if num_sent < len(part):
-                self._outgoing[0] = part[num_sent:]
-            else:
-                self._outgoing.popleft()
-        return True
-
     def has_more(self) -> bool:
         """`receive` would not wait."""
         poll = select.poll()
@@ -74,11 +50,7 @@ class Frames:
         return bool(poll.poll(0))
 
     def receive(self) -> list[bytearray] | None:
-        """Waits for bytes and returns the message that is whole by now, if one is; None when the other side is gone.
-
-        Raises:
-            BlockingIOError: Nothing has come, and `limit_s` is 0.
-        """
+        """Waits for bytes and returns the message that is whole by now, if one is; None when the other side is gone."""
         try:
             if self._body is None:
                 if not self._read_header():
@@ -87,8 +59,6 @@ class Frames:
                 if self._body and not self.has_more():
                     return []
             return self._read_body()
-        except BlockingIOError:
-            raise
         except OSError:
             return None
 
@@ -118,7 +88,6 @@ class Frames:
     def close(self) -> None:
         """Closes this end. The other side sees that the pair has ended."""
         self._end.close()
-        self._outgoing.clear()
 
 
 def _framed(data: bytes) -> tuple[bytes, ...]:
