@@ -201,7 +201,7 @@ def test_run_starts_no_ranks_inside_a_rank(started):
             ["bench", "--device", "gpu"],
             "--device gpu: expected one of auto, cpu, cuda.\nHint: ",
         ),
-        (["bench", "--model-size", "smal"], "Hint: Did you mean small? Give --model-size"),
+        (["bench", "--model-size", "smal"], "Hint: Did you mean small? Give one of them."),
         (["run", "--balance", "token", "train.py"], "Hint: Did you mean 'tokens'? Set balance to one of them"),
         (["run", "--num-gpus", "0", "train.py"], "num_gpus=0; expected a whole number of at least 1"),
         (["run", "--global-batch", "some", "train.py"], "global_batch='some'; expected 'keep' or 'scale'.\nHint: "),

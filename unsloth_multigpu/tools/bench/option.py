@@ -255,8 +255,9 @@ def options_table() -> dict[str, CommandOption]:
 def _check_value(name: str, value: Any, words: Sequence[str], least: int | None) -> None:
     if words and value not in words:
         meant = did_you_mean(str(value), {word: word for word in words})
-        hint = f"{meant}Give {flag(name)} {words[0]}, say."
-        raise ConfigError(f"{flag(name)} {value}: expected one of {', '.join(words)}.", hint=hint)
+        raise ConfigError(
+            f"{flag(name)} {value}: expected one of {', '.join(words)}.", hint=f"{meant}Give one of them."
+        )
     if least is not None and value < least:
         raise ConfigError(f"{flag(name)} {value}: expected at least {least}.", hint=f"Give {flag(name)} {least}.")
 
