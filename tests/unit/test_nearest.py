@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -45,6 +46,10 @@ ROWS = [
 def test_row_with_the_fewest_differences_is_nearest(installed, name, differs) -> None:
     row, found = nearest_row(ROWS, installed)
     assert (row["name"], found) == (name, differs)
+
+
+def test_running_python_belongs_to_the_installed_stack() -> None:
+    assert nearest.installed_stack()["python"] == platform.python_version()
 
 
 def test_text_names_the_row_and_what_differs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ def read_rows() -> list[dict[str, Any]]:
 
 def installed_stack() -> dict[str, str | None]:
     """Versions of what stacks are compared by; None = not installed."""
-    return {name: installed_version(name) for name in _LIBRARIES}
+    return {name: installed_version(name) for name in _LIBRARIES} | {"python": platform.python_version()}
 
 
 def nearest_row(
