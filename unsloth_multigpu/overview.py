@@ -123,6 +123,11 @@ class Look:
         return next((row.beat.figures.max_steps for row in self.rows if row.beat.figures.max_steps), None)
 
     @property
+    def first_step(self) -> str:
+        """What its comparison with one process has found, in short; "" where there is none."""
+        return next((row.beat.first_step for row in self.rows if row.beat.first_step), "")
+
+    @property
     def eta_s(self) -> float | None:
         """Seconds until the last step, at the rate of the steps before; None while a rank is stuck."""
         if self.step is None or self.max_steps is None or not self.rates.steps_per_s:
@@ -148,6 +153,7 @@ class Look:
             "step": self.step,
             "max_steps": self.max_steps,
             "eta_s": self.eta_s,
+            "first_step": self.first_step or None,
             **_rates(self.rates),
             "ranks": [_values(row) for row in self.rows],
         }
@@ -247,6 +253,7 @@ def headline(look: Look) -> str:
         parts.append("done" if not look.eta_s else f"{duration(look.eta_s)} left")
     speeds = ((rates.samples_per_s, "samples/s"), (rates.tokens_per_s, "tokens/s"))
     parts += [f"{_number(value)} {unit}" for value, unit in speeds if value is not None]
+    parts += [look.first_step] if look.first_step else []
     trained = [row.beat.figures for row in look.rows if row.beat.figures.num_steps]
     if len(look.rows) > 1 and trained and all(figures.waiting_s is None for figures in trained):
         parts.append(NO_WAITING)

@@ -318,9 +318,11 @@ def open_session(
     session.registry = PatchRegistry(_patches(session))
     session.registry.apply()
     if identity.rank == 0:
-        from unsloth_multigpu.group.place import start_sentence
+        from unsloth_multigpu.group.place import NO_ACCELERATOR, start_sentence
 
-        logger.info("%s", start_sentence(identity, config, session.context.log_dir))
+        sentence = start_sentence(identity, config, session.context.log_dir)
+        tell = logger.warning if sentence.startswith(NO_ACCELERATOR) else logger.info
+        tell("%s", sentence)
         _warn_of_untested(config, identity.world_size)
     return session
 

@@ -86,6 +86,7 @@ def needs_supervisor(config: MultiGPUConfig, num_ranks: int) -> bool:
 
 def _devices_to_use(config: MultiGPUConfig) -> int:
     from unsloth_multigpu.group.manager import ranks_share_device
+    from unsloth_multigpu.group.place import NO_ACCELERATOR
 
     kind, available = visible_accelerators()
     if config.device in KINDS and kind != config.device:
@@ -101,11 +102,9 @@ def _devices_to_use(config: MultiGPUConfig) -> int:
             raise SetupError(
                 f"num_gpus={num_devices}: CPU ranks share {num_cores} core(s).", hint=f"Set num_gpus={num_cores}, say."
             )
-        if num_devices > 1:
-            reason = "device='cpu'" if config.device == "cpu" else "no accelerator is visible"
-            what = "CPU ranks over gloo" if config.enable_ddp else "replicas on the CPU, one after the other"
-            if config.enable_ddp and num_devices > num_cores:
-                what += f", which share {num_cores} core(s)"
+        if num_devices > 1 and not config.enable_ddp:  # Ranks say it themselves.
+            reason = "device='cpu'" if config.device == "cpu" else NO_ACCELERATOR
+            what = "replicas on the CPU, one after the other"
             logger.warning("%s: num_gpus=%d runs as %d %s", reason, num_devices, num_devices, what)
         if available:
             os.environ.update(HIDDEN)

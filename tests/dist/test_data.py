@@ -264,7 +264,7 @@ def test_one_line_says_how_samples_are_dealt(folder):
         "Silent does not say how long its rows are (in an attribute `lengths`)": 1,
         "the collator makes 32 tokens of a row of 2 and 32 of one of 14": 1,
     }.items():
-        assert sum(line.endswith(f"samples are dealt in order: {reason}") for line in lines) == count, reason
+        assert sum(line.endswith(f", dealt in order: {reason}") for line in lines) == count, reason
     assert any(line.endswith("dealt by length (2 to 14 tokens)") for line in lines)
     assert any(line.endswith("exchanged between micro-batches by length (2 to 14 tokens)") for line in lines)
 

@@ -109,7 +109,10 @@ def test_loss_that_leaves_its_form_while_it_trains_is_announced_then(folder):
 
 def test_first_step_is_said_to_be_equal_with_its_time(folder):
     said = [text for _, text in facts(folder, 2, f"class_weights:{SHARED}")["said"]]
-    (line,) = [text for text in said if text.startswith("first step: ")]
+    # A line for how samples are dealt, one for the comparison, and one at the end.
+    dealt, line, ended = said
+    assert re.match(r"samples per step: 5 = .*, dealt in order: the loss is not known as a sum over the tokens", dealt)
+    assert ended.startswith("trained ")
     assert re.fullmatch(r"first step: \S+ s as one process, \S+ s on 2 ranks \(\S+ times as fast\), .*", line)
     assert float(line.rpartition("equal gradient, differs by ")[2]) < 1e-5
 

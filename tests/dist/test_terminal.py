@@ -51,7 +51,8 @@ def test_question_is_answered_once_and_an_error_of_all_ranks_is_told_once(tmp_pa
         assert told[2].startswith(f"MultiGPUStatus(rank {rank} of 2; launcher unsloth_multigpu; num_gpus=2; logs ")
     assert shown.count("name? ") == 1
     assert "s3cret" not in shown + (tmp_path / "logs" / "rank_1.log").read_text()
-    assert "unsloth_multigpu: 2 ranks on the CPU, 1 thread each; ranks above 0 write to " in shown
+    where = "no accelerator is visible: 2 ranks on the CPU, 1 thread each; ranks above 0 write to "
+    assert f"unsloth_multigpu: warning: {where}" in shown
     end = shown.partition("Traceback")[2]
     assert "all 2 ranks failed alike: FileNotFoundError: " in end
     assert "Traceback" not in end

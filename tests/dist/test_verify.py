@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,45 +54,40 @@ def test_right_script_agrees_and_does_not_go_on(tmp_path):
     assert "One process and 3 ranks agree over 4 steps." in run.out
     found = receipt(tmp_path)
     assert found["agree"] is True
-    assert (found["reasons"], found["sources"], found["schema_version"]) == ([], [], 1)
+    assert (found["reasons"], found["sources"], found["schema_version"]) == ([], [], 2)
     assert [step["num_samples"] for step in found["steps"]] == [[9, 9], [9, 9], [1, 1], [9, 9]]
     assert all(step["grad_norm"][0] > 0 and step["grad_norm_difference"] < 1e-5 for step in found["steps"])
     assert all(weight["relative"] < 1e-4 for weight in found["weights"])
     assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 3]
     assert left(tmp_path) == []
-    # Beside the proof stands how much sooner it is: each number is what the ranks have measured.
-    one, many = (found["figures"][name] for name in ("one", "many"))
-    assert [len(one["ranks"]), len(many["ranks"])] == [1, 3]
-    assert sum(r["num_tokens"] for r in many["ranks"]) == one["ranks"][0]["num_tokens"] > 0
-    assert (one["num_timed"], many["num_timed"]) == (3, 3)
-    assert one["step_s"] == one["ranks"][0]["step_s"] > 0
-    assert found["figures"]["times_as_fast"] == pytest.approx(one["step_s"] / many["step_s"])
-    assert many["peak_bytes"] == max(r["peak_bytes"] for r in many["ranks"]) > 2**20
-    assert one["waiting"] is None
-    assert 0 < many["waiting"] < 1
-    times = found["figures"]["times_as_fast"]
-    told = f"train {times:.2f} times as fast" if times >= 1 else f"are {1 / times:.1f} times slower"
-    assert f"3 ranks {told}: a step takes " in run.out
-    assert "\npeak memory of a rank  " in run.out
+    # Both gradients of each step from the same weights, by the ranks' own comparison, and the times of both.
+    compared = [step["compared"] for step in found["steps"]]
+    assert [each["step"] for each in compared] == [1, 2, 3, 4]
+    assert all(each["is_exact"] and each["difference"] < 1e-6 for each in compared)
+    one_s, ranks_s = found["one_process_s"], found["ranks_s"]
+    assert one_s == pytest.approx(statistics.median(each["one_process_s"] for each in compared))
+    assert ranks_s == pytest.approx(statistics.median(each["dealt_s"] for each in compared))
+    assert f"{one_s:.3g} s as one process, {ranks_s:.3g} s on 3 ranks ({one_s / ranks_s:.2f} times as fast)" in run.out
     # On the screen is what verify does. What the script printed is in the file that it names.
-    said = [line for line in run.err.splitlines() if not line.startswith("no accelerator is visible: num_gpus=3 runs")]
-    assert [line for line in said if not line.startswith("verify: 4 steps on ")] == []
+    assert [line for line in run.err.splitlines() if not line.startswith("verify: 4 steps on ")] == []
     printed = (tmp_path / "receipt.log").read_text()
     assert printed.count("'loss': ") >= 8
-    assert printed.count("\n===== one process =====\n") == printed.count("\n===== 3 ranks =====\n") == 1
+    for name in ("one process", "3 ranks"):
+        assert printed.count(f"\n===== 4 steps on {name} =====\n") == 1
 
 
 @pytest.mark.slow
 def test_gradient_of_a_wrong_scale_is_named_with_its_step(tmp_path):
     run = verify(tmp_path, "--steps", 2, "--json", "found.json", "train.py", "--fault", "scaled")
     assert run.code == 77, run.err
-    assert "How much sooner 2 ranks train is not said: the first step warms up, and 1 more give no median." in run.out
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: step 2: gradient norm" in run.out
     assert "Look for code of the script that depends on the rank" in run.out
     found = receipt(tmp_path, "found.json")
     assert found["agree"] is False
     assert found["steps"][1]["loss_difference"] < 1e-4
     assert 5e-3 < found["steps"][1]["grad_norm_difference"] < 2e-2
+    # Both passes of the ranks see that there are ranks: only another run shows it.
+    assert found["steps"][1]["compared"]["is_exact"]
     assert not (tmp_path / "receipt.json").exists()
 
 
@@ -104,7 +100,8 @@ def test_fault_behind_the_gradient_is_named(tmp_path):
     assert "ONE PROCESS AND 2 RANKS DO NOT AGREE: weights: the updates of " in run.out
     found = receipt(tmp_path)
     assert len(found["reasons"]) == 1
-    assert all(weight["relative"] == pytest.approx(1 / 3, rel=0.05) for weight in found["weights"] if weight["counts"])
+    # Half as much again, as sketches estimate it.
+    assert all(0.48 < weight["relative"] < 1.2 for weight in found["weights"] if weight["counts"])
     assert sum(weight["counts"] for weight in found["weights"]) > 10
 
 
@@ -118,7 +115,7 @@ def test_rank_with_other_weights_is_found_whatever_the_script_says(tmp_path):
     run = verify(tmp_path, "train.py", "--steps", 2, "--fault", "one_rank")
     assert run.code == 77, run.err
     assert "DivergenceError" in run.err
-    assert "verify: the run on 2 ranks ended with exit code 77." in run.err
+    assert "verify: 2 steps on 2 ranks ended with exit code 77." in run.err
 
 
 @pytest.mark.thorough
@@ -143,20 +140,29 @@ def test_argument_that_overrules_an_option_is_told(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_dropout_and_larger_steps_are_named(tmp_path):
-    run = verify(tmp_path, "train.py", "--steps", 4, "--global-batch", "scale", "--dropout", "0.3")
+def test_larger_steps_are_named(tmp_path):
+    run = verify(tmp_path, "train.py", "--steps", 2, "--global-batch", "scale")
     assert run.code == 77, run.err
-    found = receipt(tmp_path)
-    one, many = (found["figures"][name] for name in ("one", "many"))
-    assert "dropout: probabilities 0.3: ranks draw other masks" in run.out
-    assert found["figures"]["times_as_fast"] == pytest.approx(many["samples_per_s"] / one["samples_per_s"])
-    assert many["step_samples"] != one["step_samples"]
-    times = found["figures"]["times_as_fast"]
-    told = f"{times:.2f} times as many" if times >= 1 else f"{1 / times:.1f} times fewer"
-    assert f"2 ranks train {told} samples in a second: a step takes " in run.out
     assert "global_batch='scale': a step of several ranks has more samples" in run.out
     assert "DO NOT AGREE: step 1: other samples (9 and 18 on one process and on the ranks)" in run.out
     assert "Remove what may differ without a fault" in run.out
+    # There is no step of one process to compare with, and nothing is said of speed.
+    assert receipt(tmp_path)["one_process_s"] is None
+    assert "as fast" not in run.out
+
+
+@pytest.mark.slow
+def test_loss_that_ranks_cannot_share_is_found_from_the_same_weights(tmp_path):
+    run = verify(tmp_path, "--steps", 2, "train.py", "--fault", "counter", "--dropout", "0.3")
+    assert run.code == 77, run.err
+    assert (
+        "dropout: draws random numbers, of which each rank has others than one process. For agreement: --no-" in run.out
+    )
+    found = receipt(tmp_path)
+    assert any(
+        "the gradient from the same weights, as one process and as dealt, differs by" in r for r in found["reasons"]
+    )
+    assert not found["steps"][0]["compared"]["is_exact"]
 
 
 @pytest.mark.thorough
@@ -166,7 +172,7 @@ def test_error_of_the_script_is_passed_on(tmp_path):
     assert run.code == 1
     assert run.err.count("Traceback") == 1, run.err
     assert run.err.count("ValueError: rank 1 fell\n") == 1
-    assert "verify: the run on 2 ranks ended with exit code 1." in run.err
+    assert "verify: 3 steps on 2 ranks ended with exit code 1." in run.err
     assert run.out == ""
     assert not (tmp_path / "receipt.json").exists()
 

@@ -58,9 +58,8 @@ def test_verify_finds_the_same_training_on_two_devices(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "receipt.json").read_text())
     assert [found["runs"][name]["world_size"] for name in ("one", "many")] == [1, 2]
     assert not found["runs"]["many"]["device"].startswith("cpu")
-    # Of a card the peak is what torch has allocated there, and not the size of the process.
-    peaks = [rank["peak_bytes"] for rank in found["figures"]["many"]["ranks"]]
-    assert all(2**18 < peak < 2**27 for peak in peaks), peaks
+    assert all(step["compared"]["is_exact"] for step in found["steps"])
+    assert found["one_process_s"] > 0 < found["ranks_s"]
 
 
 @needs_device

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.helpers.tiny import build_tiny
 
 SCRIPTS = ROOT / "tests" / "dist" / "scripts"
 SCALED = Path(__file__).with_name("scaled.py")
+COMPARED = Path(__file__).with_name("compared.py")
 QUANTIZED = Path(__file__).with_name("quantized.py")
 pytestmark = [needs_device, pytest.mark.slow]
 # Tests of CPU ranks that run again on devices, each with the trainings that it needs.
@@ -66,6 +68,24 @@ def test_device_that_is_full_is_named(tmp_path: Path) -> None:
     assert run.code == 1, run.err
     assert "rank 1 ran out of memory" in run.err, run.err
     assert "GPU 1 has a total capacity of 0.67 MiB" in run.err, run.err
+
+
+def test_comparison_of_the_first_step_needs_the_memory_of_one_process_and_no_later_wait(tmp_path: Path) -> None:
+    def train(num_ranks: int, check: str) -> dict[str, Any]:
+        out = tmp_path / f"{num_ranks}_{check}.json"
+        options = {"UNSLOTH_MULTIGPU_CHECK_FIRST_STEP": check}
+        run = run_python([COMPARED, str(num_ranks), out], tmp_path, {**BARE, **cards(num_ranks), **options})
+        assert run.code == 0, run.err
+        return dict(json.loads(out.read_text()))
+
+    one, compared, without = train(1, "off"), train(2, "auto"), train(2, "off")
+    assert compared["is_exact"]
+    # A second copy of the gradients would be much more. What a sketch computes with has a fixed size.
+    assert one["gradient_bytes"] > 24 * 2**20
+    assert compared["compared_bytes"] <= one["step_bytes"] + 0.02 * one["gradient_bytes"] + 2**20
+    assert compared["left_bytes"] <= 2 * 2**20
+    assert compared["waits"] == without["waits"]
+    assert len(compared["waits"]) == 3
 
 
 def test_adapter_on_4_bit_weights_trains_as_on_one_device(tmp_path: Path) -> None:

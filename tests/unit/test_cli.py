@@ -34,8 +34,8 @@ from unsloth_multigpu.tools.doctor import device, findings, seam
 from unsloth_multigpu.tools.doctor.verdict import verdict
 from unsloth_multigpu.tools.forecast import command as forecast
 from unsloth_multigpu.tools.verify import command as verify
-from unsloth_multigpu.tools.verify.output import HEADING, RunOutput
-from unsloth_multigpu.tools.verify.run import ScriptRun
+from unsloth_multigpu.tools.verify import run as verify_run
+from unsloth_multigpu.tools.verify.run import HEADING, ScriptFailed, ScriptRuns
 from unsloth_multigpu.wire.context import ToolRequest
 from unsloth_multigpu.wire.process import end_command
 
@@ -297,21 +297,34 @@ def test_verify_says_what_it_takes_from_behind_a_script_that_may_have_it(
     assert capsys.readouterr().err == ""
 
 
-def test_output_of_the_runs_replaces_its_own_file_and_no_other(tmp_path):
+def test_output_of_the_runs_replaces_its_own_file_and_no_other(tmp_path, monkeypatch, capsys):
+    printed = iter([b"first\n", b"10%\r 50%\r100%\nsecond \xff\n\n"])
+    codes = iter([0, 3])
+
+    def run_program(program, environment, stream, marker, limit_s):
+        stream.write(next(printed))
+        return next(codes)
+
+    monkeypatch.setattr(verify_run, "run_program", run_program)
     receipt = tmp_path / "receipt.json"
-    output = RunOutput(receipt)
-    for label, text in (("one process", b"first\n"), ("2 ranks", b"10%\r 50%\r100%\nsecond \xff\n\n")):
-        with output.open_for(label) as stream:
-            stream.write(text)
-    assert output.tail() == "100%\nsecond \ufffd"
+
+    def runs():
+        return ScriptRuns(["train.py"], receipt, 9.0, verify.Progress("verify"))
+
+    output = runs()
+    output.run("1 step on one process", {}, "marker")
+    with pytest.raises(ScriptFailed) as failed:
+        output.run("1 step on 2 ranks", {}, "marker")
+    assert failed.value.code == 3
+    assert "100%\nsecond \ufffd\nverify: 1 step on 2 ranks ended with exit code 3. All of" in capsys.readouterr().err
     assert output.tail(1) == "second \ufffd"
-    printed = (tmp_path / "receipt.log").read_bytes()
-    assert printed.startswith(f"{HEADING}\n\n===== one process =====\nfirst\n".encode())
-    RunOutput(receipt)
+    text = (tmp_path / "receipt.log").read_bytes()
+    assert text.startswith(f"{HEADING}\n\n===== 1 step on one process =====\nfirst\n".encode())
+    runs()
     assert (tmp_path / "receipt.log").read_text() == f"{HEADING}\n"
     (tmp_path / "receipt.log").write_text("loss 0.5\n")
     with pytest.raises(ConfigError, match=r"receipt\.log, where the output of both runs goes, is another file"):
-        RunOutput(receipt)
+        runs()
     assert (tmp_path / "receipt.log").read_text() == "loss 0.5\n"
 
 
@@ -349,7 +362,7 @@ def test_verify_asks_for_its_ranks_before_the_first_run(started, monkeypatch, ca
 
     monkeypatch.setattr(start, "ranks_to_start", ranks_to_start)
     monkeypatch.setattr(start, "visible_accelerators", lambda: ("cuda", 1))
-    monkeypatch.setattr(ScriptRun, "run", lambda *arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(ScriptRuns, "run", lambda *arguments: pytest.fail("a run was started"))
     assert main.main(["verify", "--num-gpus", "4", "train.py"]) == SetupError.exit_code
     assert "num_gpus=4, but 1 GPU(s) are visible" in capsys.readouterr().err
     assert asked == [4]

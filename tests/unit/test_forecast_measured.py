@@ -17,9 +17,9 @@ from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.forecast import forecast_time
 from unsloth_multigpu.step.link import PCIE, Network
 from unsloth_multigpu.strategy import ParameterServer
-from unsloth_multigpu.tools.forecast.measured import check, read_measured
-from unsloth_multigpu.tools.forecast.page import show, table_rows
+from unsloth_multigpu.tools.forecast.measured import Check, check, read_measured
 from unsloth_multigpu.tools.forecast.recorder import Clock, _refuse_what_is_not_known, _rows_of
+from unsloth_multigpu.tools.forecast.text import facts, show, table_rows
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 
 TRUE = CostModel(overhead_tokens=50.0)
@@ -124,6 +124,21 @@ def test_rows_of_the_table_name_what_is_refused() -> None:
     rows = table_rows(work, [2, 8], [forecast_time(work, n, Network(PCIE)) for n in (1, 2)])
     assert [row[0] for row in rows] == ["1", "2", "8"]
     assert rows[2][1:3] == ("refused", "4 samples")
+
+
+def test_forecast_begins_with_the_two_times_that_ranks_have_measured() -> None:
+    named = {"model": "M", "trainer": "T", "device": "D", "num_parameters": 2, "num_trained": 2}
+    measured, network = read_measured(record(**named)), Network(PCIE)
+    rows = [forecast_time(measured.work, 1, network)]
+    found = Check(2, 1.0, 1.0, 1.0, {"one_process_s": 2.41, "dealt_s": 1.27})
+    first, *others = facts(measured, rows, network, found)
+    said = "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)"
+    assert first == f"measured, forward and backward passes of the first step: {said}"
+    # Where the step was not compared, as where no ranks were run, it begins with the rank that was measured.
+    not_compared = dataclasses.replace(found, first_step={"one_process_s": None, "dealt_s": None})
+    for without in (not_compared, dataclasses.replace(found, first_step={})):
+        assert facts(measured, rows, network, without) == others
+    assert others[0].startswith("M, 2 parameters")
 
 
 class Terminal(io.StringIO):

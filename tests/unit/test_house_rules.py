@@ -474,10 +474,10 @@ def test_module_names_no_other_tool(path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("from unsloth_multigpu.tools.verify.run import ScriptRun", "tools.forecast.command"),
+        ("from unsloth_multigpu.tools.verify.run import ScriptRuns", "tools.forecast.command"),
         ("def f():\n    from unsloth_multigpu.tools import verify", "tools.program"),
         ("import unsloth_multigpu.tools.verify", "cli.main"),
-        ("from ..verify.run import ScriptRun", "tools.forecast.command"),
+        ("from ..verify.run import ScriptRuns", "tools.forecast.command"),
         ("Probe('unsloth_multigpu.tools.verify.run')", "tools.forecast.command"),
         ("ToolRequest('unsloth_multigpu.tools.verify.tool:Verify')", "launch.rank"),
     ],

@@ -31,6 +31,8 @@ from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.overview import Gpu, Overview, columns_of, headline, last_line
+from unsloth_multigpu.step.comparison import Comparison
+from unsloth_multigpu.step.sketch import Difference
 from unsloth_multigpu.tools.top.command import choose_run
 from unsloth_multigpu.tools.top.table import render
 from unsloth_multigpu.train.log_figures import LogFigures, numbers_between
@@ -83,6 +85,28 @@ def test_figures_of_a_page_are_read_as_they_were_written(tmp_path: Path) -> None
     page.note(dataclasses.replace(TEN_STEPS, num_tokens=None, waiting_s=None))
     found = read_beats(tmp_path)[3].figures
     assert (found.num_tokens, found.waiting_s, found.num_samples) == (None, None, 80)
+
+
+def test_result_of_the_first_step_stands_in_the_first_line(run: Run) -> None:
+    made = pages(run, TEN_STEPS, TEN_STEPS)
+    look = Overview(run).look()
+    assert look.values()["first_step"] is None
+    assert "first step" not in headline(look)
+    base = Comparison(1, 2, 4, 4, bound=1e-5, one_s=3.8, dealt_s=2.0)
+    for off, told in (
+        (8e-8, "first step: equal, 1.90 times as fast"),
+        (3.1e-2, "first step: differs by 3.1e-02, 1.90"),
+    ):
+        found = dataclasses.replace(base, difference=Difference(1.0, 1.0, off, "w", off))
+        made[0].tell_first_step(found.in_short())
+        look = Overview(run).look()
+        assert f", {told}" in headline(look)
+        assert look.values()["first_step"] == found.in_short()
+    made[0].tell_first_step(dataclasses.replace(base, unproven="it draws").in_short())
+    assert headline(Overview(run).look()).endswith("first step: not compared")
+    # Another training begins.
+    made[0].tell_first_step("")
+    assert read_beats(run.folder)[0].first_step == ""
 
 
 def test_look_adds_up_the_ranks(run: Run) -> None:

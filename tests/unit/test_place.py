@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,7 +88,14 @@ def test_ranks_are_told_with_their_devices(
 
 def test_cpu_ranks_are_told_with_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     identity = RankIdentity(0, 0, 3, 3, "torchrun")
+    monkeypatch.setattr(place, "local_device", lambda *_: torch.device("cpu"))
+    assert describe_ranks(identity, MultiGPUConfig()) == (
+        "no accelerator is visible: 3 ranks on the CPU, 1 thread each"
+    )
+    many = describe_ranks(RankIdentity(0, 0, 5, 5, "torchrun"), MultiGPUConfig(device="cpu"))
+    assert many == "5 ranks on the CPU, 1 thread each, which share 3 core(s)"
     assert describe_ranks(identity, MultiGPUConfig(device="cpu")) == "3 ranks on the CPU, 1 thread each"
     assert start_sentence(identity, MultiGPUConfig(device="cpu"), "mine") == (
         "3 ranks on the CPU, 1 thread each; ranks above 0 write to mine/rank_N.log"

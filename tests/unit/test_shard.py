@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -279,17 +278,20 @@ def chosen(
     num_ranks: int = 8,
     **options: Any,
 ) -> Any:
-    """What `shard="auto"` becomes for the 8B Llama with LoRA, which needs 19 GiB with DDP and 7 on 8 ranks."""
-    from tests.unit.test_memory_forecast import LLAMA_8B, llama
+    """What `shard="auto"` becomes for a training that needs 19 GiB with DDP and 8.3 on 8 ranks, 1.9 of it its part."""
     from unsloth_multigpu.shard import choice
-    from unsloth_multigpu.shard.probe import Answer, Device, Earlier
+    from unsloth_multigpu.shard.memory import GIB, StepBytes, Training, forecast_of
+    from unsloth_multigpu.shard.probe import Answer, Earlier
 
-    device = Device("card", int(device_gib * 2**30), int(device_gib * 2**30))
-    description = llama("lora", **LLAMA_8B)
-    description = replace(description, training=replace(description.training, offload=offload))
+    training = Training("Llama", 8, 1, 0, "adamw_torch_fused", "", True, 1, 2048, 64, offload=offload)
+    whole = StepBytes(15 * GIB, 15 * GIB, 0, GIB // 4, GIB // 2, 3 * GIB, 0)
+    part = StepBytes(15 * GIB, 2 * GIB, int(1.8 * GIB), GIB // 32, GIB // 16, 5 * GIB, 0)
+    rows = [forecast_of(whole, training, "ddp", num_ranks), forecast_of(part, training, "sharded", num_ranks)]
     earlier = None if was_sharded is None else Earlier("out/checkpoint-3", was_sharded)
-    answer = Answer(description, (device,) * num_ranks, earlier)
-    monkeypatch.setattr(choice, "ask", lambda command, environment: answer)
+    if earlier is not None:
+        rows = [row for row in rows if (row.way == "sharded") == was_sharded]
+    answer = Answer(training, tuple(rows), (), int(device_gib * GIB), earlier)
+    monkeypatch.setattr(choice, "ask", lambda command, environment, question: answer)
     return choice.choose(["python", "train.py"], {}, MultiGPUConfig(shard="auto", **options), num_ranks)
 
 

@@ -44,6 +44,9 @@ def _built_for() -> str | None:
     return next((version for version in versions if version), None)
 
 
+NO_ACCELERATOR = "no accelerator is visible"
+
+
 def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
     """How many ranks train on which devices, as rank 0 sees them. It has opened its own device."""
     num_ranks = f"{identity.world_size} ranks"
@@ -51,8 +54,10 @@ def describe_ranks(identity: RankIdentity, config: MultiGPUConfig) -> str:
         num_ranks += f" on {identity.world_size // identity.local_world_size} nodes, here"
     device = local_device(identity, config)
     if device.type == "cpu":
-        num_threads = torch.get_num_threads()
-        return f"{num_ranks} on the CPU, {num_threads} thread{'s' if num_threads > 1 else ''} each"
+        num_threads, num_cores = torch.get_num_threads(), os.cpu_count() or 1
+        why = "" if config.device == "cpu" else f"{NO_ACCELERATOR}: "
+        share = f", which share {num_cores} core(s)" if identity.local_world_size > num_cores else ""
+        return f"{why}{num_ranks} on the CPU, {num_threads} thread{'s' if num_threads > 1 else ''} each{share}"
     module = torch.get_device_module(device)
     num_visible, indices = module.device_count(), [device.index]
     if num_visible >= identity.local_world_size:

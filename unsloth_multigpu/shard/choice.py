@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -10,8 +9,8 @@ import psutil
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig, num_nodes
-from unsloth_multigpu.shard.memory import decide, decide_as_before, forecast_memory, in_gib
-from unsloth_multigpu.shard.probe import ask
+from unsloth_multigpu.shard.memory import Way, decide, decide_as_before, in_gib
+from unsloth_multigpu.shard.probe import Question, ask
 from unsloth_multigpu.wire.context import ShardChoice
 
 logger = get_logger(__name__)
@@ -33,29 +32,25 @@ def choose(
         num_ranks: Ranks of this machine.
 
     Raises:
-        SetupError: Neither fits, or not that of the checkpoint, nothing is known of the model's activations, or several
-            nodes would each choose.
+        SetupError: Neither fits, or not that of the checkpoint, the step cannot be counted, or several nodes would each
+            choose.
         RankTimeoutError: The script does not come to `train()`.
     """
     if num_nodes(config.nnodes) != (1, 1):
         raise SetupError("shard='auto' is decided on one machine, and this run has several nodes.", hint=_BY_HAND)
-    logger.info("shard=auto: runs the script up to train() without weights, to forecast its memory")
-    answer = ask(command, environment)
-    description = answer.description
-    if description.decoder is None or not description.decoder.exact:
-        raise SetupError(
-            f"shard='auto': what {description.model} needs for its activations cannot be forecast.", hint=_BY_HAND
-        )
-    if answer.devices:
-        device_bytes = min(device.total_bytes for device in answer.devices)
-    else:  # CPU ranks share the memory of the machine.
-        device_bytes = psutil.virtual_memory().total // num_ranks
+    logger.info("shard=auto: runs the script up to train() without weights, to count the memory of its first step")
+    # CPU ranks share the memory of the machine.
+    of_machine = psutil.virtual_memory().total // num_ranks
+    ways: tuple[Way, ...] = ("ddp", "sharded") if num_ranks > 1 else ("ddp",)
+    rows = tuple((way, num_ranks) for way in ways)
+    answer = ask(command, environment, Question(rows, otherwise_bytes=of_machine, is_choice=True))
+    device_bytes = answer.device_bytes or of_machine
     if answer.earlier is None:
-        decision = decide(description, num_ranks, device_bytes)
+        decision = decide(answer.training, answer.forecasts, num_ranks, device_bytes)
     else:
-        decision = decide_as_before(description, num_ranks, device_bytes, **dataclasses.asdict(answer.earlier))
+        decision = decide_as_before(answer.forecasts[-1], device_bytes, folder=answer.earlier.folder)
     logger.info("shard=auto: %s", decision.text)
-    wanted = forecast_memory(description, decision.way, num_ranks)
+    wanted = next(row for row in answer.forecasts if (row.way, row.num_ranks) == (decision.way, num_ranks))
     host_bytes = psutil.virtual_memory().total
     if num_ranks * wanted.host > host_bytes:
         raise SetupError(

@@ -95,6 +95,23 @@ def meta_patches() -> list[Patch]:
             "It looks for rows of an embedding that were never trained, by their values.",
             optional=True,
         ),
+        Patch(
+            "bitsandbytes.nn.modules:fix_4bit_weight_quant_state_from_module",
+            "bitsandbytes>=0.46",
+            _hands_state,
+            "Its class of parameters cannot hold a tensor without values.",
+            optional=True,
+        ),
+        *(
+            Patch(
+                f"triton.runtime.{target}.run",
+                "triton>=3",
+                _skips_without_values,
+                "A kernel writes to tensors that it is given, and these have no memory.",
+                optional=True,
+            )
+            for target in ("jit:JITFunction", "autotuner:Autotuner")
+        ),
         Patch("peft.peft_model:PeftModel.to", _PEFT, _unmoved, "There is nothing to move.", optional=True),
         Patch(
             "peft.peft_model:PeftModel.from_pretrained",
@@ -230,6 +247,25 @@ def _does_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return leave
+
+
+def _hands_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hand_state(module: Any) -> None:
+        if getattr(module.weight, "quant_state", None) is None:
+            module.weight.quant_state = module.quant_state
+
+    return hand_state
+
+
+def _skips_without_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from unsloth_multigpu.shard.fake import has_no_values
+
+        return None if has_no_values(args, kwargs) else original(self, *args, **kwargs)
+
+    return run
 
 
 def _says_yes(original: Callable[..., Any]) -> Callable[..., Any]:

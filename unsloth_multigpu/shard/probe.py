@@ -1,7 +1,7 @@
-"""Asks a script for the description of its training, without loading weights: in a child that ends at `train()`.
+"""Asks a script how much memory its training needs, without loading weights: in a child that ends at `train()`.
 
 The child runs the user's own command. One variable names the tool below; with it the line starts no ranks, models are
-made on the meta device, and `Trainer.train` writes the description and ends the process.
+made on the meta device, and `Trainer.train` counts the first step, writes the forecasts and ends the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import MultiGPUError, RankTimeoutError, SetupError
 from unsloth_multigpu.part import Part
 from unsloth_multigpu.patching import PatchRegistry
-from unsloth_multigpu.shard.description import Description
+from unsloth_multigpu.shard.memory import MemoryForecast, Training, Way, fits
 from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.context import ToolRequest
@@ -67,25 +67,48 @@ class Earlier:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What is to be counted.
+
+    Args:
+        rows: Ways and numbers of ranks. One that the optimizer or an earlier checkpoint rules out is left out.
+        tokens: Of the longest sample; None = the longest of the data set.
+        device_bytes: Memory of one device; None = of the smallest one of this machine.
+        otherwise_bytes: That, where this machine has no device; None = not known.
+        is_choice: The first row that fits is enough.
+    """
+
+    rows: tuple[tuple[Way, int], ...]
+    tokens: int | None = None
+    device_bytes: int | None = None
+    otherwise_bytes: int | None = None
+    is_choice: bool = False
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a script says of its training.
 
     Args:
-        description: Model and training.
+        training: What it would train.
+        forecasts: Of the rows that were asked for; where none fits, of more ranks, up to the first that does.
         devices: What the child saw of this machine; empty without a card.
+        device_bytes: Memory of one device; None = not known.
         earlier: What it would resume from; None = nothing, or the script's own choice.
     """
 
-    description: Description
-    devices: tuple[Device, ...]
+    training: Training
+    forecasts: tuple[MemoryForecast, ...]
+    devices: tuple[Device, ...] = ()
+    device_bytes: int | None = None
     earlier: Earlier | None = None
 
 
 def ask(
     command: Sequence[str],
     environment: Mapping[str, str],
+    question: Question,
     *,
-    tokens: int | None = None,
     limit_s: float = DEFAULT_LIMIT_S,
 ) -> Answer:
     """Runs a script up to its first `train()` and returns what it would need. Its output is not shown.
@@ -93,16 +116,17 @@ def ask(
     Args:
         command: What starts it.
         environment: All of its variables.
-        tokens: Of the longest sample; None = the longest of the data set.
+        question: What is to be counted.
         limit_s: It is ended after so many seconds.
 
     Raises:
-        SetupError: The script does not come to a `train()` in this way, or nothing is known of what it trains.
+        SetupError: The script does not come to a `train()` in this way, or its step cannot be counted.
         RankTimeoutError: It took longer than `limit_s`.
     """
     with exit_on_signal(), private_dir() as folder:
         outcome, log = folder / _OUTCOME, folder / _LOG
-        request = ToolRequest("unsloth_multigpu.shard.probe:Probe", {"file": str(outcome), "tokens": tokens})
+        values = {"file": str(outcome), "question": dataclasses.asdict(question)}
+        request = ToolRequest("unsloth_multigpu.shard.probe:Probe", values)
         variables = {**environment, **request.variables(), "WANDB_MODE": "disabled"}
         with log.open("wb") as output:
             code = run_to_end(
@@ -125,9 +149,15 @@ def ask(
 def _answer(values: Mapping[str, Any]) -> Answer:
     if "error" in values:
         raise SetupError(values["error"], hint=values["hint"])
-    devices = tuple(Device(**device) for device in values["devices"])
-    earlier = None if values["earlier"] is None else Earlier(**values["earlier"])
-    return Answer(Description.from_values(values["description"]), devices, earlier)
+    training, earlier = values["training"], values["earlier"]
+    rows = ({**row, "overhead": tuple(map(tuple, row["overhead"]))} for row in values["forecasts"])
+    return Answer(
+        training=Training(**{**training, "notes": tuple(training["notes"])}),
+        forecasts=tuple(MemoryForecast(**row) for row in rows),
+        devices=tuple(Device(**device) for device in values["devices"]),
+        device_bytes=values["device_bytes"],
+        earlier=None if earlier is None else Earlier(**earlier),
+    )
 
 
 def _no_answer(code: int, log: Path) -> SetupError:
@@ -147,19 +177,19 @@ def _no_answer(code: int, log: Path) -> SetupError:
 
 
 class Probe(Tool):
-    """Writes the description of the first training and ends the process.
+    """Writes the forecasts of the first training and ends the process.
 
     Args:
-        file: Where it goes, as JSON.
-        tokens: Of the longest sample; None = the longest of the data set.
+        file: Where they go, as JSON.
+        question: Fields of a `Question`.
     """
 
     # The script may have the line itself, and nothing of the run is kept.
     is_comparison = True
 
-    def __init__(self, file: str, tokens: int | None) -> None:
+    def __init__(self, file: str, question: Mapping[str, Any]) -> None:
         self._file = Path(file)
-        self._tokens = tokens
+        self._question = Question(**{**question, "rows": tuple((way, n) for way, n in question["rows"])})
         self._keeps_batch = True
         self._is_offloaded = False
         self._resumes = False
@@ -197,20 +227,39 @@ class Probe(Tool):
         sys.excepthook = only_here(tell, otherwise=previous)
 
     def part(self, trainer: TrainerLike, session: Any, steps: Any) -> Part | None:
-        from unsloth_multigpu.shard.describe import describe
-
         values: dict[str, Any]
         try:
-            description = describe(
-                trainer, tokens=self._tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
-            )
             found = session.find_way(trainer) if self._resumes else None
-            earlier = None if found is None else {"folder": str(found[0]), "is_sharded": found[1]}
-            values = {"description": description.plain_values(), "devices": _devices(), "earlier": earlier}
+            values = dataclasses.asdict(
+                self._answered(trainer, None if found is None else Earlier(str(found[0]), found[1]))
+            )
         except MultiGPUError as error:
             values = {"error": str(error.args[0]), "hint": error.hint}
         self._write(values)
         _leave()
+
+    def _answered(self, trainer: TrainerLike, earlier: Earlier | None) -> Answer:
+        from unsloth_multigpu.shard.count import Rows, first_that_fits
+        from unsloth_multigpu.shard.describe import describe
+
+        asked, devices = self._question, _devices()
+        training = describe(
+            trainer, tokens=asked.tokens, keeps_batch=self._keeps_batch, is_offloaded=self._is_offloaded
+        )
+        smallest = min((device.total_bytes for device in devices), default=asked.otherwise_bytes)
+        device_bytes = asked.device_bytes or smallest
+        rows, forecasts = Rows(trainer, training), []
+        for way, num_ranks in asked.rows:
+            if earlier is not None and earlier.is_sharded != (way == "sharded"):
+                continue
+            if way == "ddp" or training.trains_parts:
+                forecasts.append(rows.forecast(way, num_ranks))
+            if asked.is_choice and device_bytes is not None and fits(forecasts[-1], device_bytes):
+                break
+        if earlier is None and device_bytes is not None and not any(fits(row, device_bytes) for row in forecasts):
+            most = max(num_ranks for _, num_ranks in asked.rows)
+            forecasts.extend(first_that_fits(rows, training, most, device_bytes))
+        return Answer(training, tuple(forecasts), devices, device_bytes, earlier)
 
     def _write(self, values: Mapping[str, Any]) -> None:
         # Renamed when complete, so that a process that is ended while it writes leaves no half of a file.
@@ -232,19 +281,18 @@ def _failure(error: BaseException, trace: TracebackType | None) -> dict[str, str
     }
 
 
-def _devices() -> list[dict[str, Any]]:
+def _devices() -> tuple[Device, ...]:
     """The accelerators that torch sees in this process."""
     import torch
 
     kind = next((k for k in KINDS if hasattr(torch, k) and getattr(torch, k).is_available()), None)
     if kind is None:
-        return []
+        return ()
     module, found = getattr(torch, kind), []
     for index in range(module.device_count()):
         free_bytes, total_bytes = module.mem_get_info(index)
-        name = module.get_device_properties(index).name
-        found.append({"name": name, "total_bytes": total_bytes, "free_bytes": free_bytes})
-    return found
+        found.append(Device(module.get_device_properties(index).name, total_bytes, free_bytes))
+    return tuple(found)
 
 
 def _leave() -> NoReturn:

@@ -102,8 +102,7 @@ class Balancer:
         if self._config.balance == "off":
             return ""
         if not self._config.meets_every_step:
-            logger.info("balance: samples are dealt in order: ranks do not wait for each other")
-            return ""
+            return ", dealt in order: ranks do not wait for each other"
         is_demanded, reason = self._is_demanded, None
         try:
             self._regroup = _may_regroup(reduction, self._trainer, is_demanded=is_demanded)
@@ -119,8 +118,7 @@ class Balancer:
         if reason is not None:
             if is_demanded:
                 raise SetupError(f"{self._asked} is not possible: {reason.args[0]}.", hint=reason.hint)
-            logger.info("balance: samples are dealt in order: %s", reason.args[0])
-            return ""
+            return f", dealt in order: {reason.args[0]}"
         self._check_limit()
         dealt = "dealt" if self._regroup else "exchanged between micro-batches"
         return f", {dealt} by length ({min(self._lengths)} to {max(self._lengths)} tokens)"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.step.sketch import Difference
+if TYPE_CHECKING:
+    from unsloth_multigpu.step.sketch import Difference
 
 # How much more the gradient of a single parameter may differ by rounding than that of all together.
 _OF_ONE = 20.0
@@ -15,6 +16,18 @@ _OF_ONE = 20.0
 def is_within(found: Difference, bound: float) -> bool:
     """True where gradients are equal but for rounding; those that are not finite are not told apart."""
     return math.isnan(found.off) or (found.off <= bound and not found.worst_off > _OF_ONE * bound)
+
+
+def times_in_words(one_s: float, dealt_s: float, num_ranks: int) -> str:
+    """What a step takes: "2.41 s as one process, 1.27 s on 2 ranks (1.90 times as fast)".
+
+    Args:
+        one_s: Seconds as one process.
+        dealt_s: Seconds as the ranks share it, above 0.
+        num_ranks: That share it; 1 = a planner deals it.
+    """
+    ranks = f"{num_ranks} ranks" if num_ranks > 1 else "one rank, as planned"
+    return f"{one_s:.3g} s as one process, {dealt_s:.3g} s on {ranks} ({one_s / dealt_s:.2f} times as fast)"
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,23 @@ class Comparison:
         found = self.difference
         return found is not None and not self.unproven and is_within(found, self.bound)
 
+    @property
+    def _what(self) -> str:
+        return "first step" if self.step == 1 else f"step {self.step}"
+
+    def in_short(self) -> str:
+        """For a table: "first step: equal, 1.90 times as fast", "first step: differs by 3.1e-02"."""
+        if self.unproven or self.difference is None:
+            return f"{self._what}: not compared"
+        times = f", {self.one_s / self.dealt_s:.2f} times as fast" if self._is_timed else ""
+        return f"{self._what}: {'equal' if self.is_exact else f'differs by {self.difference.off:.1e}'}{times}"
+
+    @property
+    def _is_timed(self) -> bool:
+        return math.isfinite(self.one_s) and self.dealt_s > 0
+
     def __str__(self) -> str:
-        what = "first step" if self.step == 1 else f"step {self.step}"
+        what = self._what
         if self.num_compared < self.num_references:
             what += f", {self.num_compared} of {self.num_references} micro-batches"
         if self.unproven:
@@ -61,10 +89,8 @@ class Comparison:
         found = self.difference
         assert found is not None
         seconds = ""
-        if math.isfinite(self.one_s) and self.dealt_s > 0:
-            ranks = f"{self.num_ranks} ranks" if self.num_ranks > 1 else "one rank, as planned"
-            times = f"{self.one_s / self.dealt_s:.2f} times as fast"
-            seconds = f"{self.one_s:.3g} s as one process, {self.dealt_s:.3g} s on {ranks} ({times}), "
+        if self._is_timed:
+            seconds = f"{times_in_words(self.one_s, self.dealt_s, self.num_ranks)}, "
         size = "equal gradient, differs by" if self.is_exact else "the gradient differs by"
         draws = f"; drawn anew on each rank: {', '.join(self.draws)}" if self.draws and self.num_ranks > 1 else ""
         return f"{what}: {seconds}{size} {found.off:.1e}{draws}"
@@ -80,6 +106,8 @@ class Comparison:
             "gradient_norm": None if found is None or not math.isfinite(found.norm) else found.norm,
             "one_process_s": self.one_s if math.isfinite(self.one_s) else None,
             "dealt_s": self.dealt_s if math.isfinite(self.dealt_s) else None,
+            "bound": self.bound if math.isfinite(self.bound) else None,
             "is_exact": self.is_exact,
             "not_compared": self.unproven,
+            "draws": list(self.draws),
         }

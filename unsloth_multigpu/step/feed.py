@@ -95,7 +95,7 @@ class StepFeed(Part):
         self._is_alone = not manager.config.meets_every_step
         self.balancer = Balancer(trainer, manager)
         self.metrics = Metrics(trainer, manager)
-        self.proof = StepProof(trainer, manager, self)
+        self.proof = StepProof(trainer, manager, self, beat)
         self.current: MicroBatch | None = None
         self._is_begun = self._has_loop = False
         self.inexact: Inexact | None = None

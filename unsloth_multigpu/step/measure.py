@@ -172,15 +172,20 @@ class Stopwatch:
         return self._end
 
     def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
-        return event
+        return moment(self._device)
+
+
+def moment(device: torch.device) -> Any:
+    """This point in time, for a `Lap`: on a GPU an event of its current stream, for which nothing waits."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device=device, enable_timing=True)
+    event.record()
+    return event
 
 
 class Lap:
-    """Time of one micro-batch; on a GPU it may still be running."""
+    """Time between two moments, as of one micro-batch; on a GPU it may still be running."""
 
     def __init__(self, begin: Any, end: Any) -> None:
         self._begin = begin

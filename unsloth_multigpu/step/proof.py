@@ -29,6 +29,7 @@ from unsloth_multigpu.step.comparison import Comparison, is_within
 from unsloth_multigpu.step.given import Given, NotPossibleError
 from unsloth_multigpu.step.inputs import on_device
 from unsloth_multigpu.step.loss import AUTO, TOKEN_MEAN, TOKEN_SUM, LossReduction, name_of, whole_ways
+from unsloth_multigpu.step.measure import Lap, moment
 from unsloth_multigpu.step.memory import is_out_of_memory
 from unsloth_multigpu.step.one_process import counted_as_one_process, without_other_ranks
 from unsloth_multigpu.step.own_code import own_code
@@ -39,6 +40,7 @@ from unsloth_multigpu.step.still import Still
 from unsloth_multigpu.step.weighing import NEXT, ROWS, SUM, TOKENS, candidates, obstacle
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import TrainerLike
+from unsloth_multigpu.wire.beat import BeatPage
 
 if TYPE_CHECKING:
     from unsloth_multigpu.step.feed import StepFeed
@@ -89,14 +91,18 @@ class StepProof:
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         feed: Computes what is dealt.
+        beat: This rank's page.
 
     Attributes:
         first: The first comparison of this training; None before it.
+        last: The newest one.
         is_alone: A pass as one process is under way: no other rank is in it.
     """
 
-    def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed) -> None:
+    def __init__(self, trainer: TrainerLike, manager: DDPManager, feed: StepFeed, beat: BeatPage) -> None:
         self._trainer = trainer
+        self._beat = beat
+        beat.tell_first_step("")
         self._manager = manager
         self._feed = feed
         self._num_steps = 0
@@ -105,6 +111,7 @@ class StepProof:
         # That comparisons have taken, on the slowest rank.
         self._seconds = 0.0
         self.first: Comparison | None = None
+        self.last: Comparison | None = None
         self.is_alone = False
 
     def values(self) -> dict[str, Any]:
@@ -135,11 +142,13 @@ class StepProof:
             return
         if step.left_over is not None or not step.sizes:
             return  # Of two passes of a stream, each divided by itself: the next step is compared.
-        found = self._compared(model, step, is_first=is_first)
+        self.last = found = self._compared(model, step, is_first=is_first)
         if found.difference is not None and math.isnan(found.difference.off) and self._num_steps < _EARLY_STEPS:
             return  # Not finite in either way, as while a scaler looks for its scale: the next step may be.
         if is_first:
             self.first = found
+        if is_first or not (found.is_exact or found.unproven):
+            self._beat.tell_first_step(found.in_short())
         self._say(found, is_first=is_first)
 
     @functools.cached_property
@@ -281,7 +290,7 @@ class StepProof:
             stack.enter_context(self._alone())
             inputs = [on_device(trainer, batch) for batch in given.of_one()]
             batches, num_items = self._feed.count_as_given(inputs)
-            begin = self._now()
+            begin = moment(trainer.args.device)
             gradient_state = accelerator.gradient_state
             before = gradient_state.sync_gradients
             training_step = unsteered(trainer.training_step)
@@ -300,7 +309,7 @@ class StepProof:
                         still.has_drawn |= read_random_state(trainer.args.device.type) != random_state
             finally:
                 gradient_state._set_sync_gradients(before)
-            seconds = self._now() - begin
+            seconds = Lap(begin, moment(trainer.args.device)).seconds()
             return sketch(trainer.model), still, seconds
 
     @contextmanager
@@ -390,7 +399,7 @@ class StepProof:
         with self._pass():
             step, num_items = self._counted(given)
             manager.gather_floats([0.0])  # All ranks begin at once.
-            begin = self._now()
+            begin = moment(trainer.args.device)
             try:
                 for place in self._feed.computed(model, step, num_items, is_synced=is_exchanged):
                     # A whole micro-batch draws what it draws in one process.
@@ -401,7 +410,7 @@ class StepProof:
                     f"{str(error)[:200]}).",
                     hint=self._ways_out(),
                 ) from error
-            seconds = self._now() - begin
+            seconds = Lap(begin, moment(trainer.args.device)).seconds()
             mine = sketch(trainer.model)
         ranks = manager.gather_floats([*one, *mine])
         ones, dealt = [row[: len(one)] for row in ranks], [row[len(one) :] for row in ranks]
@@ -427,12 +436,6 @@ class StepProof:
         names = names_of(self._trainer.model)
         off = difference([one], [again], names)
         return any(row[0] for row in self._manager.gather_floats([float(not self._is_within(off))]))
-
-    def _now(self) -> float:
-        device = self._trainer.args.device
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-        return time.perf_counter()
 
     def _say(self, found: Comparison, *, is_first: bool) -> None:
         if found.is_exact or (found.unproven and not self._is_unknown):

@@ -48,12 +48,17 @@ def sketch(model: nn.Module) -> list[float]:
     Args:
         model: Between its backward pass and the step.
     """
-    rows = [_sketch_of(p) for p in model.parameters() if p.requires_grad]
+    rows = [_sketch_of(p.grad, p.device) for p in model.parameters() if p.requires_grad]
     if not rows:
         return []
     # One wait for the device.
     flat = torch.stack([row.to(rows[0].device) for row in rows]).reshape(-1)
     return [float(value) for value in flat.tolist()]
+
+
+def sketch_of(tensor: torch.Tensor) -> list[float]:
+    """The same of one tensor that is no gradient."""
+    return [float(value) for value in _sketch_of(tensor, tensor.device).tolist()]
 
 
 def names_of(model: nn.Module) -> list[str]:
@@ -102,10 +107,10 @@ def mean_of(sketches: Sequence[Sequence[float]]) -> list[float]:
     return mean
 
 
-def _sketch_of(parameter: nn.Parameter) -> torch.Tensor:
-    gradient = None if parameter.grad is None else part_of(parameter.grad.detach())
-    dtype = sum_dtype(parameter.device)
-    found = torch.zeros(1 + NUM_PROJECTIONS, dtype=dtype, device=parameter.device)
+def _sketch_of(given: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    gradient = None if given is None else part_of(given.detach())
+    dtype = sum_dtype(device)
+    found = torch.zeros(1 + NUM_PROJECTIONS, dtype=dtype, device=device)
     if gradient is None or not gradient.numel():
         return found
     if gradient.is_sparse:
@@ -129,7 +134,7 @@ def _signed(flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 @functools.cache
 def _signs(device: torch.device) -> torch.Tensor:
-    """Random signs, (projections, `_CHUNK`)."""
+    """Random signs, (projections, `_CHUNK`), in a byte each: they stay on the device."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (NUM_PROJECTIONS, _CHUNK), generator=generator, dtype=torch.int8)
-    return bits.to(device, torch.float32) * 2 - 1
+    return (bits * 2 - 1).to(device)

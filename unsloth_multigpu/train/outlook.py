@@ -13,8 +13,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
-
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.group.bucket import num_bytes
 from unsloth_multigpu.logs import get_logger
@@ -25,6 +23,7 @@ from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.forecast import BACKWARD, BACKWARD_FROZEN, Epochs, Workload
 from unsloth_multigpu.step.length import read_lengths
 from unsloth_multigpu.step.link import PCIE, Network
+from unsloth_multigpu.step.measure import Lap, moment
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -94,12 +93,7 @@ class Outlook(Part):
 
     def _mark_update(self, state: StateLike) -> None:
         if state.global_step - self._first_step == _UPDATE_STEP and len(self._update) < 2:
-            if self._trainer.args.device.type == "cpu":
-                self._update.append(time.perf_counter())
-            else:
-                event = torch.Event(device=self._trainer.args.device, enable_timing=True)
-                event.record()
-                self._update.append(event)
+            self._update.append(moment(self._trainer.args.device))
 
     def on_step_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
         step = state.global_step - self._first_step
@@ -149,11 +143,7 @@ class Outlook(Part):
     def _update_s(self) -> float:
         if len(self._update) < 2:
             return 0.0
-        begin, end = self._update
-        if isinstance(begin, float):
-            return float(end - begin)
-        end.synchronize()  # Of a step before the last: it is over.
-        return float(begin.elapsed_time(end)) / 1000
+        return Lap(*self._update).seconds()  # Of a step before the last: it is over.
 
     def _steps(self, num_samples: int) -> tuple[tuple[tuple[int, ...], ...], CostModel]:
         """Tokens of the samples of some steps; one for each sample where they are not known."""

@@ -91,6 +91,7 @@ class Beat:
         pid: Of the rank's process.
         device: Name of the device on which it trains, "" before its first training.
         device_id: By which the driver knows that device; "" where it has none, as the CPU.
+        first_step: What the comparison of the first step with one process has found, in short; "" before it.
     """
 
     step: int = -1
@@ -105,6 +106,7 @@ class Beat:
     pid: int = -1
     device: str = ""
     device_id: str = ""
+    first_step: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,11 @@ _PULSE = struct.Struct("@dq112s")
 _FIGURES = struct.Struct("@qqqqqdqqddd")
 # Written once: the process, its device.
 _PROCESS = struct.Struct("@q64s48s")
+# Written by the main thread once a training, and where a later comparison differs.
+_FIRST_STEP = struct.Struct("@64s")
 _SIZE = 512
 _PULSE_OFFSET = 64
+_FIRST_STEP_OFFSET = 192
 _FIGURES_OFFSET = 256
 _PROCESS_OFFSET = 384
 _NAME_BYTES = 112
@@ -164,6 +169,7 @@ class BeatPage:
         self._put(_PULSE_OFFSET, _PULSE.pack(0.0, -1, b""))
         self.note(Figures())
         self.name_device("", "")
+        self.tell_first_step("")
         self.mark(Phase.SCRIPT)
 
     def mark(
@@ -207,6 +213,10 @@ class BeatPage:
         """Says on which device this rank trains; see `Beat`."""
         texts = (text.encode("ascii", "replace")[:limit] for text, limit in ((name, 64), (device_id, 48)))
         self._put(_PROCESS_OFFSET, _PROCESS.pack(os.getpid(), *texts))
+
+    def tell_first_step(self, text: str) -> None:
+        """What its comparison with one process has found, at most 64 characters; see `Beat`."""
+        self._put(_FIRST_STEP_OFFSET, _FIRST_STEP.pack(text.encode("ascii", "replace")))
 
     @property
     def longest_s(self) -> float:
@@ -294,9 +304,10 @@ def _parse(data: bytes) -> Beat:
     operation = name.rstrip(b"\0").decode("ascii")
     figures = Figures(*(None if value < 0 else value for value in _FIGURES.unpack_from(data, _FIGURES_OFFSET)))
     pid, *texts = _PROCESS.unpack_from(data, _PROCESS_OFFSET)
-    device = (text.rstrip(b"\0").decode("ascii") for text in texts)
+    texts += _FIRST_STEP.unpack_from(data, _FIRST_STEP_OFFSET)
+    told = (text.rstrip(b"\0").decode("ascii") for text in texts)
     times_s = (progress_s, alive_s)
-    return Beat(step, Phase(phase), micro_batch, *times_s, collective, operation, longest_s, figures, pid, *device)
+    return Beat(step, Phase(phase), micro_batch, *times_s, collective, operation, longest_s, figures, pid, *told)
 
 
 class BeatReader:

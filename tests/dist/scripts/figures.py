@@ -18,7 +18,8 @@ parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--options", type=json.loads, default={})
 parser.add_argument("--jobs", type=json.loads, required=True)
 args = parser.parse_args()
-ump.enable_multi_gpu(num_gpus=args.num_gpus, **args.options)
+# Of the steps as they are trained: a comparison takes time of its own, before a step of a script's collator.
+ump.enable_multi_gpu(num_gpus=args.num_gpus, check_first_step="off", **args.options)
 
 import torch
 from tiny_llama import RaggedRows, collate, tiny_llama

@@ -39,9 +39,17 @@ if "lora" in what:
         model = prepare_model_for_kbit_training(model)
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
 
+
+def padded(samples):
+    """A batch in which the shorter samples are padded."""
+    longest = max(len(sample["labels"]) for sample in samples)
+    ids = torch.tensor([sample["input_ids"] + [0] * (longest - len(sample["labels"])) for sample in samples])
+    return {"input_ids": ids, "labels": ids, "attention_mask": (ids > 0).long()}
+
+
 rows = [{"input_ids": [1] * (20 + i), "labels": [1] * (20 + i)} for i in range(8)]
 arguments = TrainingArguments("out", per_device_train_batch_size=2, gradient_accumulation_steps=4, bf16=True)
-trainer = Trainer(model, arguments, train_dataset=rows)
+trainer = Trainer(model, arguments, train_dataset=rows, data_collator=padded)
 if what != "no_training":
     trainer.train()
 print("the script has gone on")

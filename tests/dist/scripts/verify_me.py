@@ -1,6 +1,6 @@
 """A user's script without the line: a tiny Llama, ragged rows, uneven steps. The argument plants a fault.
 
-Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|learning_rate|one_rank|raise|no_training]
+Usage: verify_me.py [--dropout P] [--lr RATE] [--fault scaled|counter|learning_rate|one_rank|raise|no_training]
 """
 
 import argparse
@@ -41,13 +41,17 @@ class Fault(TrainerCallback):
 
 
 class Scaled(Trainer):
-    """Scales its gradient, but not its loss, where there are several ranks: the fault that a loss curve hides."""
+    """Scales its gradient, but not its loss, where there are several ranks: the fault that a loss curve hides. Or by
+    how often it was called: ranks call it less often than one process."""
+
+    num_calls = 0
 
     def compute_loss(self, model, inputs, *positional, **named):
         loss = super().compute_loss(model, inputs, *positional, **named)
         if args.fault == "scaled" and world_size > 1 and self.state.global_step == 1:
             return loss.detach() + 1.01 * (loss - loss.detach())
-        return loss
+        self.num_calls += 1
+        return loss * (1 + self.num_calls / 10) if args.fault == "counter" else loss
 
 
 trainer = Scaled(

@@ -20,7 +20,7 @@ from unsloth_multigpu.step.advice import advise, useful_up_to
 from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, curve, forecast_time
 from unsloth_multigpu.step.link import GPUS_PER_NODE, NODE_LINK, PCIE, Link, Network, fit_link, parse_link
 from unsloth_multigpu.tools.forecast.measured import TOLERANCE, Check, Measured, check, read_measured
-from unsloth_multigpu.tools.forecast.page import check_report, show, write_page
+from unsloth_multigpu.tools.forecast.text import show
 from unsloth_multigpu.tools.forecast.tool import MeasureRequest
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.tools.probe import Probe
@@ -65,7 +65,6 @@ OWN_OPTIONS: dict[str, CommandOption] = {
         "{wall,cpu}",
     ),
     "json": CommandOption(bool, "Print one JSON object. [a table]"),
-    "report": CommandOption(str, "Write a page with plots to this file. Needs matplotlib. [none]", "FILE"),
     "timeout_s": CommandOption(float, f"Limit of each run, in seconds. [{DEFAULT_LIMIT_S:g}]", "SECONDS"),
 }
 
@@ -83,7 +82,6 @@ class Request:
     device: str
     clock: str
     limit_s: float
-    report: Path | None
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Request:
@@ -91,7 +89,6 @@ class Request:
 
         Raises:
             ConfigError: A value that cannot be used.
-            SetupError: A report that cannot be drawn.
         """
         numbers = tuple(parse_numbers(options.gpus or DEFAULT_GPUS))
         if numbers[-1] > MOST_RANKS:
@@ -107,7 +104,6 @@ class Request:
             device=options.device or "auto",
             clock=options.clock or "wall",
             limit_s=_or(options.timeout_s, DEFAULT_LIMIT_S),
-            report=None if options.report is None else Path(options.report),
         )
         request.check_values()
         return request
@@ -129,8 +125,6 @@ class Request:
         ):
             if given not in known:
                 raise ConfigError(f"{name} {given!r}; expected {' or '.join(known)}.", hint="Leave it out.")
-        if self.report is not None:
-            check_report(self.report)
 
 
 def _between_machines(options: argparse.Namespace) -> tuple[Link, int]:
@@ -197,9 +191,6 @@ def run_forecast(options: argparse.Namespace, program: Sequence[str]) -> int:
         screen.line(json_text(_values(program, request, measured, network, rows, whole, advice, checked)).rstrip())
     else:
         show(screen, measured, request.numbers, rows, network, advice, checked)
-    if request.report is not None:
-        write_page(request.report, program, measured, request.numbers, rows, whole, network, advice, checked)
-        progress.say(f"report: {request.report}")
     return 0
 
 

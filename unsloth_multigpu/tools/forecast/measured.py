@@ -122,12 +122,14 @@ class Check:
         forecast_s: Seconds of a step, the median of these steps.
         measured_s: The same of the slowest rank.
         ratio: Median of forecast / measured.
+        first_step: What the ranks' comparison of it with one process has found, see `step.comparison`; empty without.
     """
 
     num_ranks: int
     forecast_s: float
     measured_s: float
     ratio: float
+    first_step: Mapping[str, Any]
 
 
 def check(measured: Measured, records: Sequence[Mapping[str, Any]], network: Network) -> Check:
@@ -154,7 +156,8 @@ def check(measured: Measured, records: Sequence[Mapping[str, Any]], network: Net
     if not pairs:
         raise SetupError("No step was timed in both runs.", hint="Raise --steps.")
     ratio = statistics.median(f / m for f, m in pairs)
-    return Check(num_ranks, statistics.median(f for f, _ in pairs), statistics.median(m for _, m in pairs), ratio)
+    forecast_s, measured_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return Check(num_ranks, forecast_s, measured_s, ratio, records[0].get("first_step", {}))
 
 
 def _step_s(work: Workload, num_ranks: int, network: Network, way: Way) -> float:

@@ -147,7 +147,7 @@ class Recorder(FirstSteps):
             }
             for k in timed
         ]
-        record: dict[str, Any] = {"rank": self._rank, "steps": steps}
+        record: dict[str, Any] = {"rank": self._rank, "steps": steps, "first_step": self._steps.proof.values()}
         if self._request.num_gpus == 1:
             record |= self._facts({step["step"] for step in steps})
         (Path(self._request.folder) / f"rank_{self._rank}.json").write_text(json.dumps(record), encoding="utf-8")

@@ -16,7 +16,8 @@ class VerifyCommand(Command):
     help = "compare the first steps of a script on one process and on several ranks"
     description = (
         "Runs the script up to the first steps of its first train(), on one process and on several ranks, and compares "
-        "samples, loss, gradient norm and what was added to the weights. The training saves nothing, what comes after "
+        "samples, loss, gradient norm and what was added to the weights. The ranks also compute each step as one "
+        "process does, from the same weights, and compare the gradients. The training saves nothing, what comes after "
         "it is not run; what the script does before it, it does twice. Exit code 0 = both agree, 77 = they do not, or "
         "too little could be compared; a script that fails ends it with the script's own code. Options may also stand "
         "right after the script, up to the first that is not one of these; after `--` all that follows the script is "

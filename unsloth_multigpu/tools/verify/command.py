@@ -22,28 +22,25 @@ from unsloth_multigpu.tools.program import (
     device_variables,
     thread_variables,
 )
-from unsloth_multigpu.tools.verify.output import RunOutput
 from unsloth_multigpu.tools.verify.page import COMPARED, show
-from unsloth_multigpu.tools.verify.run import ScriptFailed, ScriptRun, tell_output
-from unsloth_multigpu.tools.verify.speed import Speed, speed_of, times_as_fast
+from unsloth_multigpu.tools.verify.run import ScriptFailed, ScriptRuns
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest
 from unsloth_multigpu.wire.folder import private_dir
 from unsloth_multigpu.wire.process import exit_on_signal
 
 if TYPE_CHECKING:
-    from unsloth_multigpu.tools.verify.comparison import Comparison, RunRecord
+    from unsloth_multigpu.tools.verify.comparison import Agreement, RunRecord
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DEFAULT_STEPS = 5
 DEFAULT_FILE = "receipt.json"
-_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 # Options that a run does not have, or that mean something else here: see cli.command.
 OWN_OPTIONS: dict[str, CommandOption] = {
     "num_gpus": CommandOption(
         int, "Ranks that are compared with one process. [all visible GPUs; 2 CPU ranks without one]", "N"
     ),
     "steps": CommandOption(int, f"Optimizer steps that are compared. [{DEFAULT_STEPS}]", "N"),
-    "no_dropout": CommandOption(bool, "Set every dropout probability to 0 in both runs. [as in the script]"),
+    "no_dropout": CommandOption(bool, "Switch dropout off in both runs. [as in the script]"),
     "json": CommandOption(
         str, f"File of the receipt; what the script prints goes to a .log beside it. [{DEFAULT_FILE}]", "FILE"
     ),
@@ -78,43 +75,41 @@ def run_verify(options: argparse.Namespace, program: Sequence[str]) -> int:
     config = MultiGPUConfig.resolve({**given, "num_gpus": options.num_gpus, "timeout_s": limit_s})
     num_ranks = _num_ranks(config)
     variables = {variable(name): str(value) for name, value in given.items() if value is not None}
-    output = RunOutput(file)
     threads = thread_variables(config.device, num_ranks)
     records = []
     with private_dir() as folder, exit_on_signal(), Progress("verify") as progress:
+        runs = ScriptRuns(program, file, limit_s, progress)
         for name, num_gpus in (("one", 1), ("many", num_ranks)):
             place = folder / name
             place.mkdir()
-            request = ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout)
             environment = {
                 **common_variables(folder / "logs"),
                 **variables,
                 **threads,
                 **device_variables(config.device, num_gpus),
-                **request.variables(),
+                **ReceiptRequest(str(place), num_steps, num_gpus, dropout=not options.no_dropout).variables(),
             }
-            label = "one process" if num_gpus == 1 else f"{num_gpus} ranks"
-            # The request has the place in it, as JSON, which writes only ASCII as it is.
-            run = ScriptRun(label, program, environment, place, f"{folder.name}/{name}", num_steps, limit_s)
+            label = f"{num_steps} steps on {'one process' if num_gpus == 1 else f'{num_gpus} ranks'}"
             try:
-                run.run(output, progress)
+                # The request has the place in it, as JSON, which writes only ASCII as it is.
+                runs.run(label, environment, f"{folder.name}/{name}")
                 records.append(_read(place, program))
             except ScriptFailed as failed:
                 return failed.code
             except SetupError:
-                tell_output(output, progress, "")
+                runs.tell("")
                 raise
             _check_followed(config, given, records[-1])
-        one, many = records
-        comparison = _compare(folder, one, many)
-    speeds = (_speed(one), _speed(many)) if one.ranks and many.ranks else None
-    receipt = _receipt(program, one, many, comparison, speeds)
+    from unsloth_multigpu.tools.verify.comparison import compare  # Imports torch.
+
+    one, many = records
+    found = compare(one, many)
+    receipt = _receipt(program, one, many, found)
     file.write_text(json_text(receipt), encoding="utf-8")
     screen = Screen()
-    num_threads = threads.get("OMP_NUM_THREADS")
-    show(screen, comparison, receipt["sources"], many.facts, num_ranks, speeds, num_threads)
-    screen.line(f"receipt: {file}, output of both runs: {output.path}")
-    return 0 if comparison.agree else DivergenceError.exit_code
+    show(screen, found, receipt["sources"], many.facts, num_ranks, threads.get("OMP_NUM_THREADS"))
+    screen.line(f"receipt: {file}, output of both runs: {runs.path}")
+    return 0 if found.agree else DivergenceError.exit_code
 
 
 def _num_ranks(config: MultiGPUConfig) -> int:
@@ -178,48 +173,21 @@ def _check_followed(asked: MultiGPUConfig, given: Mapping[str, Any], record: Run
             )
 
 
-def _compare(folder: Path, one: RunRecord, many: RunRecord) -> Comparison:
-    from unsloth_multigpu.tools.verify.comparison import bounds_for, compare, compare_updates
-    from unsloth_multigpu.tools.verify.recorder import UPDATES_FILE
-
-    precision = max((one.facts["precision"], many.facts["precision"]), key=_PRECISIONS.index)
-    bounds = bounds_for(precision, many.facts["optimizer"])
-    files = [folder / name / UPDATES_FILE for name in ("one", "many")]
-    weights = compare_updates(files[0], files[1], one.gradient_shares, bounds.noise)
-    return compare(one, many, weights, bounds)
-
-
-def _receipt(
-    program: Sequence[str],
-    one: RunRecord,
-    many: RunRecord,
-    comparison: Comparison,
-    speeds: tuple[Speed, Speed] | None,
-) -> dict[str, Any]:
-    sources = {source["name"]: source for run in (one, many) for source in run.facts["sources"]}
-    facts = [{k: v for k, v in run.facts.items() if k not in ("sources", "versions")} for run in (one, many)]
+def _receipt(program: Sequence[str], one: RunRecord, many: RunRecord, found: Agreement) -> dict[str, Any]:
+    facts = [{name: value for name, value in run.facts.items() if name != "versions"} for run in (one, many)]
+    one_s, ranks_s = found.times or (None, None)
     return {
         "schema_version": SCHEMA_VERSION,
         "command": list(program),
         "compared": COMPARED,
-        "agree": comparison.agree,
-        "reasons": list(comparison.reasons),
-        "sources": list(sources.values()),
-        "bounds": asdict(comparison.bounds),
+        "agree": found.agree,
+        "reasons": list(found.reasons),
+        "sources": list({source["name"]: source for run in (one, many) for source in run.sources}.values()),
+        "bounds": asdict(found.bounds),
         "versions": many.facts["versions"],
         "runs": {"one": facts[0], "many": facts[1]},
-        "figures": None if speeds is None else _figures(one, many, *speeds),
-        "steps": [asdict(step) for step in comparison.steps],
-        "weights": [asdict(weight) for weight in comparison.weights],
+        "one_process_s": one_s,
+        "ranks_s": ranks_s,
+        "steps": [asdict(step) for step in found.steps],
+        "weights": [asdict(weight) for weight in found.weights],
     }
-
-
-def _speed(run: RunRecord) -> Speed:
-    return speed_of(run.ranks, [step.samples.total() for step in run.steps])
-
-
-def _figures(one: RunRecord, many: RunRecord, *speeds: Speed) -> dict[str, Any]:
-    """What both runs took: in one row each, and of each rank."""
-    runs = {"one": (one, speeds[0]), "many": (many, speeds[1])}
-    found = {name: {**asdict(speed), "ranks": [asdict(r) for r in run.ranks]} for name, (run, speed) in runs.items()}
-    return {"times_as_fast": times_as_fast(*speeds), **found}

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from unsloth_multigpu.report import RankReport
+from unsloth_multigpu.step.sketch import difference
+from unsloth_multigpu.tools.verify.reasons import FINE
 
 # Facts that must be equal in both runs: otherwise they are two different trainings.
-_SAME_FACTS = ("device", "precision", "optimizer", "trainer")
-# A tensor of which fewer elements moved, and not nearly all, is left out: in bf16 weights a small learning rate is
-# lost in most elements by rounding, and in which of them is by chance. Measured: 73 of 4096 moved, updates differ by
-# 0.13; from 300 of 4096 on by less than 0.08.
-_MIN_MOVED = 500
-_NEARLY_ALL = 0.9
+_SAME_FACTS = ("device", "rounding", "optimizer", "trainer")
 _NOTHING = "nothing could be compared"
 _TOO_EARLY = "the first steps of fp16 overflow, and a warm-up may begin at 0: raise --steps"
 
@@ -34,12 +29,14 @@ class TrainedStep:
         loss: As the Trainer logs it; None where it was not logged.
         grad_norm: L2 norm of the gradient of all weights, before clipping.
         samples: How often each sample was seen, over all ranks, by its fingerprint.
+        compared: What the ranks' own comparison with one process has found, see `step.comparison`; empty without it.
     """
 
     step: int
     loss: float | None
     grad_norm: float | None
     samples: Counter[str]
+    compared: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,24 +46,27 @@ class RunRecord:
     Args:
         steps: In their order.
         gradient_shares: For each trained tensor, its largest share of a step's gradient norm.
-        facts: Device, precision, versions and the like, see `tools.verify.recorder`.
-        ranks: What each rank has measured; none where the training was not measured.
+        updates: For each trained tensor, a sketch of what the training has added to it, and whether more than rounding
+            decided which elements moved.
+        facts: Device, versions and the like, see `tools.verify.recorder`.
+        sources: Reasons for a difference that is no fault: name, found, advice.
     """
 
     steps: tuple[TrainedStep, ...]
-    gradient_shares: dict[str, float]
-    facts: dict[str, Any]
-    ranks: tuple[RankReport, ...] = ()
+    gradient_shares: Mapping[str, float]
+    updates: Mapping[str, tuple[Sequence[float], bool]]
+    facts: Mapping[str, Any]
+    sources: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest differences that rounding explains.
+    """Largest differences that rounding explains, between two runs. Those within a step: see `step.bound`.
 
     Args:
         loss: Relative to the loss or to 1, whichever is larger: some losses are zero on average.
         grad_norm: Relative.
-        weights: L2 norm of the difference of a tensor's updates relative to the larger update. An update is what the
+        weights: L2 norm of the difference of a tensor's updates relative to that of one process. An update is what the
             training has added to the weights since it began.
         noise: A tensor with a smaller share of the gradient is left out: what it has may be rounding, of which Adam
             makes whole steps all the same.
@@ -80,7 +80,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """Both runs' figures of one step. Differences are 0 where both runs have no figure, infinite where one has none."""
+    """Both runs' figures of one step. Differences are 0 where both runs have no figure, infinite where one has none.
+
+    Args:
+        compared: `TrainedStep.compared` of the ranks: both gradients from the same weights.
+    """
 
     step: int
     num_samples: tuple[int, int]
@@ -89,6 +93,12 @@ class StepDifference:
     loss_difference: float
     grad_norm: tuple[float | None, float | None]
     grad_norm_difference: float
+    compared: Mapping[str, Any]
+
+    @property
+    def is_compared(self) -> bool:
+        """The gradients from the same weights were compared."""
+        return bool(self.compared) and not self.compared["not_compared"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,7 @@ class WeightDifference:
     Args:
         name: Of the parameter.
         update_norm: L2 norm of the update in both runs; None where a run has no such tensor.
-        relative: L2 norm of the difference of the updates, relative to the larger one.
+        relative: L2 norm of the difference of the updates, relative to that of one process, as sketches estimate it.
         counts: False where both updates are 0 or noise.
     """
 
@@ -109,7 +119,7 @@ class WeightDifference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Agreement:
     """The verdict: `reasons` tells what disagrees or is missing, in the order in which it came; empty = they agree."""
 
     steps: tuple[StepDifference, ...]
@@ -127,19 +137,26 @@ class Comparison:
         """True where no figure disagrees, but what is needed for a verdict is not there."""
         return bool(self.reasons) and all(_NOTHING in reason for reason in self.reasons)
 
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """Median seconds of a step's forward and backward passes, as one process and on the ranks; None = not known."""
+        timed = [(s.compared["one_process_s"], s.compared["dealt_s"]) for s in self.steps if s.is_compared]
+        pairs = [(one, dealt) for one, dealt in timed if one and dealt]
+        return (statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)) if pairs else None
 
-def bounds_for(precision: str, optimizer: str) -> Bounds:
+
+def bounds_for(rounding: float, optimizer: str) -> Bounds:
     """The bounds of a training.
 
     Args:
-        precision: "fp32", "tf32", "fp16" or "bf16".
+        rounding: By how much rounding may change a gradient, see `step.bound`.
         optimizer: `TrainingArguments.optim`.
     """
     # Measured without a fault, tiny models on 2 and 3 ranks: in fp32 gradient norms differ by 7e-7, updates of LoRA
     # weights by 1.3e-4 (the first steps of Adam are signs of gradients) and of all weights by 7e-5, with learning rates
     # from 1e-3 down to 1e-6 with warm-up. Real models add up more numbers.
     bounds = Bounds(loss=1e-4, grad_norm=1e-4, weights=1e-3, noise=1e-6)
-    if precision != "fp32":
+    if rounding > FINE:
         # Measured in bf16: gradient norm 2.5e-3, updates of LoRA weights 5.6e-2, of all weights 7e-2 where these are
         # bf16 and 3e-2 where only the arithmetic is.
         bounds = Bounds(loss=1e-2, grad_norm=2e-2, weights=2e-1, noise=1e-3)
@@ -153,49 +170,24 @@ def read_run(folder: Path) -> RunRecord | None:
         return None
     first = next(record for record in records if record["rank"] == 0)
     steps = []
-    for figures in first["steps"]:
-        same_step = [s for record in records for s in record["steps"] if s["step"] == figures["step"]]
+    for values in first["steps"]:
+        same_step = [s for record in records for s in record["steps"] if s["step"] == values["step"]]
         samples = sum((Counter(s["samples"]) for s in same_step), Counter[str]())
-        steps.append(TrainedStep(figures["step"], figures["loss"], figures["grad_norm"], samples))
-    ranks = tuple(RankReport(**values) for values in first["ranks"])
-    return RunRecord(tuple(steps), first["gradient_shares"], first["facts"], ranks)
+        steps.append(TrainedStep(**{**values, "samples": samples}))
+    return RunRecord(tuple(steps), first["gradient_shares"], first["updates"], first["facts"], tuple(first["sources"]))
 
 
-def compare_updates(one: Path, many: Path, shares: dict[str, float], noise: float) -> list[WeightDifference]:
-    """Compares two safetensors files with the updates of the trained weights, largest difference that counts first.
-
-    Args:
-        one: File of the one-process run.
-        many: File of rank 0 of the other.
-        shares: `RunRecord.gradient_shares`.
-        noise: `Bounds.noise`.
-    """
-    from safetensors import safe_open
-
-    differences = []
-    with safe_open(one, "pt") as first, safe_open(many, "pt") as second:
-        names = (set(first.keys()), set(second.keys()))
-        for name in sorted(names[0] | names[1]):
-            if name not in names[0] & names[1]:
-                differences.append(WeightDifference(name, (None, None), math.inf, True))
-                continue
-            updates = (first.get_tensor(name), second.get_tensor(name))
-            norms = (_norm(updates[0]), _norm(updates[1]))
-            counts = shares.get(name, 1.0) >= noise and any(_moved(update) for update in updates)
-            differences.append(WeightDifference(name, norms, _relative_distance(*updates), counts))
-    return sorted(differences, key=lambda d: (not d.counts, -d.relative))
-
-
-def compare(one: RunRecord, many: RunRecord, weights: Sequence[WeightDifference], bounds: Bounds) -> Comparison:
+def compare(one: RunRecord, many: RunRecord) -> Agreement:
     """Judges both runs' steps and final weights.
 
     Args:
         one: The one-process run.
         many: The run of several ranks.
-        weights: Largest difference that counts first, see `compare_updates`.
-        bounds: What is allowed.
     """
+    roundings = (one.facts["rounding"], many.facts["rounding"])
+    bounds = bounds_for(max(roundings), many.facts["optimizer"])
     steps = tuple(_compare_step(a, b) for a, b in zip(one.steps, many.steps, strict=False))
+    weights = tuple(_compare_updates(one, many, bounds.noise))
     reasons = [
         f"{name}: {one.facts[name]} in one process, {many.facts[name]} in the ranks"
         for name in _SAME_FACTS
@@ -211,7 +203,7 @@ def compare(one: RunRecord, many: RunRecord, weights: Sequence[WeightDifference]
             f"{wrong[0].name} by {wrong[0].relative:.1e} (bound {bounds.weights:.0e})"
         )
     reasons += _missing(steps, weights)
-    return Comparison(steps, tuple(weights), bounds, tuple(reasons))
+    return Agreement(steps, weights, bounds, tuple(reasons))
 
 
 def _compare_step(one: TrainedStep, many: TrainedStep) -> StepDifference:
@@ -223,7 +215,23 @@ def _compare_step(one: TrainedStep, many: TrainedStep) -> StepDifference:
         loss_difference=_relative(one.loss, many.loss, at_least=1.0),
         grad_norm=(one.grad_norm, many.grad_norm),
         grad_norm_difference=_relative(one.grad_norm, many.grad_norm),
+        compared=many.compared,
     )
+
+
+def _compare_updates(one: RunRecord, many: RunRecord, noise: float) -> list[WeightDifference]:
+    """Of each trained tensor, largest difference that counts first."""
+    found = []
+    for name in sorted({*one.updates, *many.updates}):
+        if name not in one.updates or name not in many.updates:
+            found.append(WeightDifference(name, (None, None), math.inf, True))
+            continue
+        (first, has_moved), (second, has_moved_too) = one.updates[name], many.updates[name]
+        off = difference([first], [second], [name]).off
+        counts = one.gradient_shares.get(name, 1.0) >= noise and (has_moved or has_moved_too)
+        # NaN cannot be sorted.
+        found.append(WeightDifference(name, (first[0], second[0]), math.inf if math.isnan(off) else off, counts))
+    return sorted(found, key=lambda d: (not d.counts, -d.relative))
 
 
 def _missing(steps: Sequence[StepDifference], weights: Sequence[WeightDifference]) -> Iterator[str]:
@@ -245,15 +253,19 @@ def _reasons_of_step(step: StepDifference, bounds: Bounds) -> list[str]:
     if not step.has_same_samples:
         counts = f"{step.num_samples[0]} and {step.num_samples[1]}"
         reasons.append(f"step {step.step}: other samples ({counts} on one process and on the ranks)")
-    for name, (one, many), difference, bound in (
+    if step.is_compared and not step.compared["is_exact"]:
+        off, bound = step.compared["difference"], step.compared["bound"]
+        size = "is not finite in one of them" if off is None else f"differs by {off:.1e} (bound {bound:.0e})"
+        reasons.append(f"step {step.step}: the gradient from the same weights, as one process and as dealt, {size}")
+    for name, (one, many), by, bound in (
         ("loss", step.loss, step.loss_difference, bounds.loss),
         ("gradient norm", step.grad_norm, step.grad_norm_difference, bounds.grad_norm),
     ):
-        if not difference <= bound:
+        if not by <= bound:
             shown = " and ".join("none" if value is None else f"{value:.6g}" for value in (one, many))
             reasons.append(
                 f"step {step.step}: {name} {shown} on one process and on the ranks, "
-                f"difference {difference:.1e} (bound {bound:.0e})"
+                f"difference {by:.1e} (bound {bound:.0e})"
             )
     return reasons
 
@@ -266,24 +278,3 @@ def _relative(one: float | None, many: float | None, at_least: float = 0.0) -> f
         return math.inf if math.isfinite(one) or math.isfinite(many) else 0.0
     scale = max(abs(one), abs(many), at_least)
     return abs(one - many) / scale if scale else 0.0
-
-
-def _relative_distance(one: torch.Tensor, many: torch.Tensor) -> float:
-    if one.shape != many.shape:
-        return math.inf
-    first, second = one.float(), many.float()
-    scale = max(_norm(first), _norm(second))
-    distance = _norm(first - second)
-    relative = distance / scale if scale else distance
-    # NaN cannot be sorted.
-    return math.inf if math.isnan(relative) else relative
-
-
-def _moved(update: torch.Tensor) -> bool:
-    """True if more than rounding decided which elements moved; an update that is no number did."""
-    num_moved = int(torch.count_nonzero(update))
-    return num_moved > 0 and (num_moved >= _MIN_MOVED or num_moved >= _NEARLY_ALL * update.numel())
-
-
-def _norm(tensor: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))

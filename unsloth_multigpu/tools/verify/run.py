@@ -1,19 +1,20 @@
-"""One run of the user's script for `unsloth-multigpu verify`: its output goes to a file, its steps to the screen."""
+"""Runs the user's script for `unsloth-multigpu verify`. What it prints goes to a file beside the receipt."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from unsloth_multigpu.cli.screen import Progress
-from unsloth_multigpu.errors import MultiGPUError
+from unsloth_multigpu.errors import ConfigError, MultiGPUError
 from unsloth_multigpu.tools.program import run_program
-from unsloth_multigpu.tools.verify.output import RunOutput
-from unsloth_multigpu.tools.verify.tool import steps_done
+from unsloth_multigpu.tools.tail import last_lines
+
+# The begin of the file, by which the next call knows that it may replace it.
+HEADING = "unsloth-multigpu verify: what the script printed"
 
 
 class ScriptFailed(Exception):
@@ -28,66 +29,83 @@ class ScriptFailed(Exception):
         self.code = code
 
 
-@dataclass(frozen=True)
-class ScriptRun:
-    """What is run.
+class ScriptRuns:
+    """Runs of one script, whose output is in one file: that of `receipt.json` is `receipt.log`.
 
     Args:
-        label: Its name for people: "one process".
         program: The script and its arguments, or `-m`, a module and its arguments.
-        environment: All of its variables. One of them must hold `marker`.
-        place: Where its ranks leave what they have recorded.
-        marker: By which its processes are found, ASCII.
-        num_steps: After which it ends.
-        limit_s: After which it is ended.
+        receipt: File of the receipt.
+        limit_s: After which a run is ended.
+        progress: Where it is said how far they are.
+
+    Raises:
+        ConfigError: Another file has the name of the output, or it cannot be written.
     """
 
-    label: str
-    program: Sequence[str]
-    environment: Mapping[str, str]
-    place: Path
-    marker: str
-    num_steps: int
-    limit_s: float
+    def __init__(self, program: Sequence[str], receipt: Path, limit_s: float, progress: Progress) -> None:
+        self.path = receipt.with_suffix(".log" if receipt.suffix != ".log" else ".output.log")
+        self._program = program
+        self._limit_s = limit_s
+        self._progress = progress
+        try:
+            if self.path.exists() and not self._is_mine():
+                raise ConfigError(
+                    f"--json {receipt}: {self.path}, where the output of both runs goes, is another file, and would be "
+                    "lost.",
+                    hint="Name another receipt.",
+                )
+            self.path.write_text(f"{HEADING}\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {receipt}: {error}", hint="Name a folder that can be written.") from None
+        self._begin = 0
 
-    def run(self, output: RunOutput, progress: Progress) -> None:
+    def _is_mine(self) -> bool:
+        with self.path.open("rb") as file:
+            return file.read(len(HEADING)) in (HEADING.encode(), b"")
+
+    def run(self, label: str, environment: Mapping[str, str], marker: str) -> None:
         """Runs it to its end. Where that is a bad one, the end of its output is shown.
+
+        Args:
+            label: The run's name for people: "5 steps on one process".
+            environment: All of its variables. One of them must hold `marker`.
+            marker: By which its processes are found, ASCII.
 
         Raises:
             ScriptFailed: It ended with an exit code above 0.
-            RankTimeoutError: It took longer than `limit_s`.
+            RankTimeoutError: It took longer than the limit.
         """
-        progress.say(f"{self.num_steps} steps on {self.label}, output in {output.path}")
         begin_s = time.monotonic()
+        self._progress.say(f"{label}, output in {self.path}")
+        self._progress.show(label, 0, 1)
         try:
-            with output.open_for(self.label) as stream:
-                code = self._run(stream, progress)
+            with self.path.open("ab") as stream:
+                stream.write(f"\n===== {label} =====\n".encode())
+                stream.flush()
+                self._begin = os.path.getsize(self.path)
+                code = run_program(self._program, environment, stream, marker, self._limit_s)
         except MultiGPUError:
-            tell_output(output, progress, "")
+            self.tell("")
             raise
-        progress.clear()
+        self._progress.clear()
         if code != 0:
-            tell_output(output, progress, f"the run on {self.label} ended with exit code {code}. ")
+            self.tell(f"{label} ended with exit code {code}. ")
             raise ScriptFailed(code)
-        done = steps_done(self.place)
-        progress.say(f"{done} steps on {self.label} took {time.monotonic() - begin_s:.1f} s with start-up")
+        self._progress.say(f"{label} took {time.monotonic() - begin_s:.1f} s with start-up")
 
-    def _run(self, stream: BinaryIO, progress: Progress) -> int:
-        def look() -> None:
-            done = steps_done(self.place)
-            at = f"step {done} of {self.num_steps}" if done else "up to train()"
-            progress.show(f"{self.label}, {at}", done, self.num_steps)
+    def tell(self, what: str) -> None:
+        """Shows the end of what the last run has printed, and where all of it is.
 
-        return run_program(self.program, self.environment, stream, self.marker, self.limit_s, look)
+        Args:
+            what: A sentence in front of that.
+        """
+        self._progress.clear()
+        if tail := self.tail():
+            print(tail, file=sys.stderr)
+        self._progress.say(f"{what}All of its output: {self.path}")
 
-
-def tell_output(output: RunOutput, progress: Progress, what: str) -> None:
-    """Shows the end of a run's output, and where all of it is.
-
-    Args:
-        what: A sentence in front of that.
-    """
-    progress.clear()
-    if tail := output.tail():
-        print(tail, file=sys.stderr)
-    progress.say(f"{what}All of its output: {output.path}")
+    def tail(self, num_lines: int = 40) -> str:
+        """The end of what the last run has printed."""
+        with self.path.open("rb") as file:
+            file.seek(self._begin)
+            return last_lines(file.read().decode("utf-8", errors="replace"), num_lines)

@@ -1,18 +1,14 @@
-"""The forecast for a terminal, and as a page with its plots inside."""
+"""The forecast as a table."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from pathlib import Path
 
 from unsloth_multigpu.cli.screen import Screen
-from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.step.advice import useful_up_to
-from unsloth_multigpu.step.forecast import MOST_RANKS, TimeForecast, Workload
+from unsloth_multigpu.step.comparison import times_in_words
+from unsloth_multigpu.step.forecast import TimeForecast, Workload
 from unsloth_multigpu.step.link import Network
 from unsloth_multigpu.tools.forecast.measured import Check, Measured
-from unsloth_multigpu.tools.html_page import check_libraries, render
 from unsloth_multigpu.words import duration
 
 _COLUMNS = (
@@ -32,7 +28,6 @@ _LEGEND = (
     "plans its micro-batches. The shares are of the GPUs' time; update = the optimizer, loading and logging; padding: "
     "of the computed tokens."
 )
-_TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def show(
@@ -44,7 +39,7 @@ def show(
     advice: Sequence[str],
     checked: Check | None,
 ) -> None:
-    """The table, what it is made from, and what to do.
+    """What was measured on several ranks, the table, what it is made from, and what to do.
 
     Args:
         screen: Where to.
@@ -77,7 +72,11 @@ def facts(measured: Measured, rows: Sequence[TimeForecast], network: Network, ch
         samples = f"{work.num_samples} samples in a step of each GPU (global_batch='scale')"
     sync = "sharded" if measured.way == "sharded" else f"sync={found['asked']['sync']}"
     overhead = work.timing.overhead_tokens
-    lines = [
+    lines = []
+    if checked is not None and (first := checked.first_step) and first["one_process_s"] and first["dealt_s"]:
+        times = times_in_words(first["one_process_s"], first["dealt_s"], checked.num_ranks)
+        lines = [f"measured, forward and backward passes of the first step: {times}"]
+    lines += [
         f"{found['model']}, {found['num_parameters']:,} parameters, {found['num_trained']:,} trained; "
         f"{found['trainer']}, {samples}; {sync}",
         f"measured on one rank ({found['device']}), {len(found['steps'])} steps: {_short(work.token_s)} a token, "
@@ -122,60 +121,3 @@ def _short(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return "0 s" if seconds <= 0 else f"{seconds / 1e-9:.3g} ns"
-
-
-def check_report(file: Path) -> None:
-    """Finds out before the measurement whether its page can be written.
-
-    Raises:
-        SetupError: It cannot.
-    """
-    check_libraries()
-    if not file.resolve().parent.is_dir() or file.is_dir():
-        raise SetupError(f"--report {file}: expected a file in a folder that is there.", hint="Make the folder first.")
-
-
-def write_page(
-    file: Path,
-    program: Sequence[str],
-    measured: Measured,
-    numbers: Sequence[int],
-    rows: Sequence[TimeForecast],
-    whole: Sequence[TimeForecast],
-    network: Network,
-    advice: Sequence[str],
-    checked: Check | None,
-) -> None:
-    """Writes the page, which holds its plots and needs no other file.
-
-    Args:
-        file: Where.
-        program: The script and its arguments.
-        measured: Of one rank.
-        numbers: Of GPUs that were asked for.
-        rows: A forecast for each that has samples, and for one.
-        whole: From one rank on, see `forecast.curve`: what is drawn.
-        network: What joins the ranks.
-        advice: See `advice.advise`.
-        checked: Forecast and reality, where several ranks were run.
-    """
-    from unsloth_multigpu.tools.forecast.plot import draw
-
-    useful = useful_up_to(whole)
-    png = base64.b64encode(
-        draw(whole, useful, None if measured.work.has_samples(MOST_RANKS) else int(measured.work.most_ranks))
-    )
-    cells = table_rows(measured.work, numbers, rows)
-    file.write_text(
-        render(
-            _TEMPLATE,
-            name=" ".join(program),
-            advice=advice,
-            plot=png.decode(),
-            columns=_COLUMNS,
-            rows=[{"cells": row, "is_beyond": int(row[0].replace(",", "")) > useful} for row in cells],
-            legend=_LEGEND,
-            facts=facts(measured, rows, network, checked),
-        ),
-        encoding="utf-8",
-    )

@@ -1,0 +1,288 @@
+"""Counts the memory of a training: its first step on tensors without values, whole or sharded, on any number of ranks.
+
+The script's model, its Trainer's `training_step`, its optimizer and torch's `fully_shard` are the real ones. Ranks that
+are not there answer nothing: torch's group for tests stands in their place.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unsloth_multigpu.errors import MultiGPUError, SetupError
+from unsloth_multigpu.shard.describe import micro_batch
+from unsloth_multigpu.shard.fake import FakeByteCounter, fake_memory
+from unsloth_multigpu.shard.groups import grouped
+from unsloth_multigpu.shard.memory import MOST_RANKS, MemoryForecast, StepBytes, Training, Way, fits, forecast_of
+from unsloth_multigpu.step.generation import draws_completions
+
+WITHOUT_FORECAST = "Decide without a forecast: shard='on' or shard='off'."
+# transformers sets it for accelerate, which reads it when weights are loaded.
+_LOADS_IN_PARTS = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+class Rows:
+    """The forecasts of a training, each counted once.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass, before its `train()`.
+        training: What it would train.
+
+    Raises:
+        SetupError: Its step cannot be run without values.
+    """
+
+    def __init__(self, trainer: Any, training: Training) -> None:
+        if draws_completions(trainer):
+            raise SetupError(
+                f"The memory of a {type(trainer).__name__} cannot be forecast: it generates its samples.",
+                hint=WITHOUT_FORECAST,
+            )
+        self._trainer = trainer
+        self._training = training
+        self._counted: dict[tuple[Any, ...], StepBytes] = {}
+
+    def forecast(self, way: Way, num_ranks: int) -> MemoryForecast:
+        """Of one rank of so many."""
+        rows, accumulation = self._training.on_ranks(num_ranks)
+        is_sharded, has_several = way == "sharded", accumulation > 1
+        # One process frees gradients before each step; DDP's buckets hold them from the start.
+        holds = not is_sharded and num_ranks > 1
+        key = (rows, has_several or holds, num_ranks if is_sharded else 0)
+        if key not in self._counted:
+            self._counted[key] = self._count(rows, num_ranks if is_sharded else None, has_several, holds)
+        return forecast_of(self._counted[key], self._training, way, num_ranks)
+
+    def _count(self, rows: int, num_ranks: int | None, has_several: bool, holds: bool) -> StepBytes:
+        try:
+            batch = micro_batch(self._trainer, self._training, rows)
+            return count_step(self._trainer, batch, num_ranks=num_ranks, has_several=has_several, holds_gradients=holds)
+        except MultiGPUError:
+            raise
+        except Exception as error:  # Of any code of the script and of its libraries.
+            raise SetupError(
+                f"{self._training.model}: the first step cannot be run on tensors without values: "
+                f"{type(error).__name__}: {error}",
+                hint=WITHOUT_FORECAST,
+            ) from error
+
+
+def first_that_fits(rows: Rows, training: Training, num_ranks: int, device_bytes: int) -> list[MemoryForecast]:
+    """One device; sharded over twice as many ranks as asked for, and again. Ends with the first that fits.
+
+    Args:
+        rows: Counts them.
+        training: A step has to have samples for the ranks.
+        num_ranks: That were asked for.
+        device_bytes: Memory of one device.
+    """
+    candidates: list[tuple[Way, int]] = [("ddp", 1)]
+    if training.trains_parts:
+        doubled = (num_ranks * 2**power for power in range(1, MOST_RANKS.bit_length()))
+        candidates += [("sharded", number) for number in doubled if number <= MOST_RANKS]
+    found: list[MemoryForecast] = []
+    for way, number in candidates:
+        if training.has_samples(number):
+            found.append(rows.forecast(way, number))
+            if fits(found[-1], device_bytes):
+                break
+    return found
+
+
+def count_step(
+    trainer: Any, batch: Any, *, num_ranks: int | None, has_several: bool, holds_gradients: bool
+) -> StepBytes:
+    """Runs a step of a Trainer on tensors without values.
+
+    Args:
+        trainer: A `transformers.Trainer` or subclass, before its `train()`. It is as before afterwards.
+        batch: A micro-batch of a rank, as the script's collator has made it.
+        num_ranks: Ranks among which `fully_shard` divides the model, as accelerate does; None = it stays whole.
+        has_several: A rank's step has several micro-batches.
+        holds_gradients: They are there before the backward pass, as in DDP's buckets.
+    """
+    device, is_sharded = trainer.args.device, num_ranks is not None
+    models = {name: value for name, value in vars(trainer).items() if isinstance(value, nn.Module)}
+    with ExitStack() as stack:
+        stack.enter_context(_kept_attributes(trainer))
+        mesh = None if num_ranks is None else stack.enter_context(_mesh_of(num_ranks, device))
+        counter = stack.enter_context(fake_memory(device))
+        vars(trainer).update(_copies(models, device, is_sharded=is_sharded))
+        loaded = counter.now
+        if trainer.args.gradient_checkpointing:
+            # train() does it.
+            trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model, device_placement=False)
+        if mesh is not None:
+            _divide(trainer, mesh)
+        if trainer.optimizer is not None:
+            trainer.optimizer = _same_optimizer(trainer.optimizer, models["model"], trainer.model)
+        parts = [p for p in trainer.model.parameters() if hasattr(p, "_local_tensor")]
+        before = StepBytes(loaded, counter.now, sum(map(_num_bytes, parts)), 0, 0, 0, 0)
+        return _count_passes(trainer, batch, counter, before, 1 + (has_several or holds_gradients))
+
+
+def _count_passes(trainer: Any, batch: Any, counter: FakeByteCounter, before: StepBytes, num_passes: int) -> StepBytes:
+    """Forward and backward, of which the last counts, and the optimizer's step."""
+    optimizer, model = trainer.create_optimizer(), trainer.model_wrapped
+    without_gradients = counter.now
+    (batch,), num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
+    trainer.current_gradient_accumulation_steps = num_passes
+    for number in range(1, num_passes + 1):
+        if before.divided:
+            model.set_requires_gradient_sync(number == num_passes)
+        if number == num_passes:
+            counter.reset_peak()
+        trainer.training_step(model, copy.copy(batch), num_items)
+    peak = counter.peak - without_gradients
+    gradients = sum(_num_bytes(p.grad) for p in trainer.model.parameters() if p.grad is not None)
+    optimizer.step()
+    held = counter.now
+    counter.reset_peak()
+    # Its states are there now.
+    optimizer.step()
+    update = counter.peak - held
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    states = sum({_storage(tensor)._cdata: _storage(tensor).nbytes() for tensor in kept}.values())
+    return replace(before, gradients=gradients, optimizer=states, peak=peak, update=update)
+
+
+@contextmanager
+def _kept_attributes(trainer: Any) -> Iterator[None]:
+    kept = dict(vars(trainer))
+    try:
+        yield
+    finally:
+        vars(trainer).clear()
+        vars(trainer).update(kept)
+
+
+@contextmanager
+def _mesh_of(num_ranks: int, device: torch.device) -> Iterator[Any]:
+    """A mesh of so many ranks, of which there is one. What it sends is lost, and what it receives has no values."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before = os.environ.get(_LOADS_IN_PARTS)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    finally:
+        dist.destroy_process_group()
+        os.environ.pop(_LOADS_IN_PARTS, None)
+        if before is not None:
+            os.environ[_LOADS_IN_PARTS] = before
+
+
+def _copies(models: dict[str, nn.Module], device: torch.device, *, is_sharded: bool) -> dict[str, nn.Module]:
+    """Copies on the device of models that may be on the meta device. What is shared stays shared."""
+    made: dict[int, Any] = {}
+    for model in models.values():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in made:
+                made[id(tensor)] = _in_memory(tensor, device, is_sharded=is_sharded)
+    copies = copy.deepcopy(models, made)
+    for module in (module for model in copies.values() for module in model.modules()):
+        state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if state is not None:
+            module.quant_state = state
+    return copies
+
+
+def _in_memory(tensor: torch.Tensor, device: torch.device, *, is_sharded: bool) -> torch.Tensor:
+    """bitsandbytes' classes of parameters cannot hold tensors without values; its layers read the attributes alone."""
+    kind = type(tensor).__name__
+    if kind == "Params4bit":
+        return _in_4_bits(tensor, device, is_sharded=is_sharded)
+    if kind == "Int8Params":
+        return _in_8_bits(tensor, device)
+    empty = torch.empty_like(tensor, device=device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _in_4_bits(weight: Any, device: torch.device, *, is_sharded: bool) -> nn.Parameter:
+    """As bitsandbytes packs it. What is sharded is stored as a floating dtype, which FSDP2 can divide."""
+    from bitsandbytes.functional import quantize_4bit
+
+    before = weight.quant_state
+    shape = weight.shape if before is None else before.shape
+    dtype = weight.dtype if before is None else before.dtype
+    data, state = quantize_4bit(
+        torch.empty(shape, dtype=dtype, device=device),
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=dtype if is_sharded else weight.quant_storage,
+    )
+    parameter: Any = nn.Parameter(data, requires_grad=False)
+    parameter.quant_state = state
+    return parameter  # type: ignore[no-any-return]
+
+
+def _in_8_bits(weight: Any, device: torch.device) -> nn.Parameter:
+    rows, columns = weight.shape
+    data = torch.empty((rows, columns), dtype=torch.int8, device=device)
+    parameter: Any = nn.Parameter(data, requires_grad=False)
+    parameter.CB, parameter.SCB, parameter.has_fp16_weights = data, torch.empty(rows, device=device), False
+    return parameter  # type: ignore[no-any-return]
+
+
+def _divide(trainer: Any, mesh: Any) -> None:
+    """As accelerate does."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(trainer.accelerator.mixed_precision))
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        reshard_after_forward=True,
+        mixed_precision_policy=None if dtype is None else MixedPrecisionPolicy(dtype, torch.float32),
+    )
+    accelerator: Any = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("shard",)),
+        mixed_precision=trainer.accelerator.mixed_precision,
+        is_main_process=True,
+        device=trainer.args.device,
+    )
+    with grouped(trainer.model_wrapped, plugin):
+        fsdp2_prepare_model(accelerator, trainer.model_wrapped)
+
+
+def _same_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, now: nn.Module) -> torch.optim.Optimizer:
+    """One of the same class with the same groups, for the model's copy."""
+    names = {id(parameter): name for name, parameter in before.named_parameters()}
+    parameters = dict(now.named_parameters())
+    groups = [
+        {**group, "params": [parameters[names[id(p)]] for p in group["params"] if id(p) in names]}
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer)(groups, **optimizer.defaults)
+
+
+def _num_bytes(tensor: Any) -> int:
+    part = _part(tensor)
+    return part.numel() * part.element_size()
+
+
+def _storage(tensor: Any) -> torch.UntypedStorage:
+    return _part(tensor).untyped_storage()
+
+
+def _part(tensor: Any) -> torch.Tensor:
+    """Of a sharded tensor what this rank has."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part

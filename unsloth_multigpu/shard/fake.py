@@ -1,0 +1,164 @@
+"""Runs code of torch on tensors that have shapes and no values, and counts the bytes that it would allocate."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_ATEN = torch.ops.aten
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# They return places of elements whose values are not there.
+_CHOICES = (_ATEN.topk, _ATEN.sort, _ATEN.argmax, _ATEN.argmin, _ATEN.argsort, _ATEN.multinomial, _ATEN.max, _ATEN.min)
+# They take masks as places; as many as are true are in the result.
+_MASKED = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_)
+
+
+class ByteCounter(TorchDispatchMode):
+    """Counts each storage of a device once, from the operation that makes it until it is freed.
+
+    Args:
+        device: Whose storages are counted. Those that were there before are not.
+
+    Attributes:
+        now: Bytes that are there.
+        peak: The most since `reset_peak`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._device = device
+        self._sizes: dict[int, int] = {}
+        self._older: set[int] = set()
+        # FSDP2 keeps the storages of gathered weights, and gives their memory back without an operation.
+        self._resized: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def reset_peak(self) -> None:
+        """Begins anew with what is there."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self._leave_out(tensor.untyped_storage())
+        result = self._run(function, args, kwargs or {})
+        if function.namespace == "fsdp":
+            for tensor in _tensors((args, kwargs)):
+                storage = tensor.untyped_storage()
+                self._resized[storage._cdata] = weakref.ref(storage)
+        for key, reference in [*self._resized.items()]:
+            if (kept := reference()) is not None:
+                self._set(key, kept.nbytes())
+        for tensor in _tensors(result):
+            # The storage of a tensor without values is on the meta device.
+            if tensor.device.type == self._device.type:
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def _leave_out(self, storage: torch.UntypedStorage) -> None:
+        """Where no operation that was seen has made it."""
+        key = storage._cdata
+        if key not in self._sizes and key not in self._older:
+            self._older.add(key)
+            weakref.finalize(storage, self._older.discard, key)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes and key not in self._older:
+            self._sizes[key] = 0
+            self._set(key, storage.nbytes())
+            weakref.finalize(storage, self._remove, key)
+
+    def _set(self, key: int, num_bytes: int) -> None:
+        if key in self._sizes:
+            self.now += num_bytes - self._sizes[key]
+            self._sizes[key] = num_bytes
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+        self._resized.pop(key, None)
+
+
+class FakeByteCounter(ByteCounter):
+    """The same where floating-point tensors have no values.
+
+    Integers and masks that follow from the batch keep theirs, so that code which asks for lengths, padding or tokens
+    goes the way that it goes with weights. What is chosen among values that are not there, such as the experts of a
+    token, is spread evenly.
+    """
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        given = _tensors((args, kwargs))
+        fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
+        if not fakes and (given or _makes_integers(function, kwargs)):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        if function is _ATEN._local_scalar_dense.default:
+            # Single values are for logs.
+            return False if fakes[0].dtype is torch.bool else 1.0 if fakes[0].dtype.is_floating_point else 1
+        if function.overloadpacket is _ATEN.masked_select:
+            function, args = _ATEN.index.Tensor, (args[0], [args[1]])
+        if function.overloadpacket in _MASKED:
+            args = (args[0], _as_places(args[1]), *args[2:])
+        result = function(*args, **kwargs)
+        if function.overloadpacket not in _CHOICES or not fakes:
+            return result
+        num_choices = _num_choices(function, args, kwargs)
+        return tree_map(lambda value: _spread(value, num_choices), result)
+
+
+@contextmanager
+def fake_memory(device: torch.device) -> Iterator[FakeByteCounter]:
+    """While the context is open, new tensors have no values, and are counted."""
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeByteCounter(device) as counter:
+        yield counter
+
+
+def has_no_values(*arguments: Any) -> bool:
+    """True if one of the arguments, or of what they contain, is a tensor without values."""
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """All tensors in it; of a sharded one this rank's part."""
+    return [getattr(leaf, "_local_tensor", leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _makes_integers(function: Any, kwargs: Any) -> bool:
+    dtype = kwargs.get("dtype")
+    return dtype in _INTEGERS or (dtype is None and function.overloadpacket is _ATEN.arange)
+
+
+def _as_places(indices: Any) -> list[Any]:
+    places: list[Any] = []
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, FakeTensor)
+        places.extend(index.nonzero(as_tuple=True) if is_mask else [index])
+    return places
+
+
+def _num_choices(function: Any, args: Any, kwargs: Any) -> int:
+    """Elements of the dimension along which is chosen."""
+    values = args[0]
+    position = 2 if function.overloadpacket is _ATEN.topk else 1
+    dim = kwargs.get("dim", args[position] if len(args) > position else None)
+    is_whole = function.overloadpacket is _ATEN.multinomial or not isinstance(dim, int) or isinstance(dim, bool)
+    return int(values.size(-1 if is_whole else dim)) if values.dim() else 1
+
+
+def _spread(value: Any, num_choices: int) -> Any:
+    """Places among `num_choices` elements, each as often as the others."""
+    if not isinstance(value, FakeTensor) or value.dtype is not torch.int64:
+        return value
+    with unset_fake_temporarily():
+        return torch.arange(value.numel(), device=value.device).remainder_(num_choices).view(value.shape)
