@@ -1,8 +1,9 @@
-"""Figures in words: durations, sizes, exit codes, and the lines of a log as a terminal shows them."""
+"""Figures in words: durations, sizes, exit codes, long lists, and the lines of a log as a terminal shows them."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 GIB = 2**30
@@ -44,6 +45,12 @@ def how_ended(code: int) -> str:
         return f"ended with exit code {code}"
     likely = ", as the system does when the machine has no memory left" if code == -signal.SIGKILL else ""
     return f"was ended by {signal_name(-code)}{likely}"
+
+
+def listed(names: Sequence[str], most: int = 4, separator: str = ", ") -> str:
+    """The first names, and how many others there are: "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def shown_lines(text: str) -> list[str]:

@@ -160,12 +160,11 @@ def _costs(*, has_checkpointing: bool) -> dict[str, Any]:
 
     from unsloth_multigpu.step.cost import ANY_COST, CostModel, fit_cost
     from unsloth_multigpu.step.measure import attention_of
-    from unsloth_multigpu.tools.bench.option import MODEL_SIZES, BenchOptions
+    from unsloth_multigpu.tools.bench.option import BenchOptions
     from unsloth_multigpu.tools.bench.worker import make_model
 
-    hidden_size, num_layers, vocab_size = MODEL_SIZES["tiny" if IS_TINY else "1b"]
-    dtype = "fp32" if IS_TINY else "bf16"
-    options = BenchOptions((), 1, hidden_size, num_layers, vocab_size, dtype, "lora")
+    size, dtype = ("tiny", "fp32") if IS_TINY else ("1b", "bf16")
+    options = BenchOptions(model_size=size, dtype=dtype, train="lora")
     model = make_model(options, 1024).to(DEVICE).train()
     if has_checkpointing:
         model.enable_input_require_grads()
@@ -178,7 +177,7 @@ def _costs(*, has_checkpointing: bool) -> dict[str, Any]:
     for number in range(4):
         draw.shuffle(shapes)
         for shape in shapes:
-            ids = torch.randint(16, vocab_size, shape, device=DEVICE)
+            ids = torch.randint(16, options.vocab_size, shape, device=DEVICE)
             synchronize()
             begin_s = time.perf_counter()
             with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=not IS_TINY):

@@ -116,7 +116,9 @@ def detail(name: str, result: Mapping[str, Any] | None) -> list[str]:
 
 def arm_values(arm: Mapping[str, Any]) -> dict[str, Any]:
     """Of `ArmResult`, from JSON."""
-    return {name: Spread(**value) if isinstance(value, Mapping) else value for name, value in arm.items()}
+    times = {name: Spread(**value) for name, value in arm["times"].items()}
+    spreads = {name: Spread(**value) for name, value in arm.items() if isinstance(value, Mapping) and name != "times"}
+    return {**arm, **spreads, "times": times}
 
 
 def arm_row(arm: ArmResult, ratio: float) -> tuple[str, ...]:
@@ -124,8 +126,8 @@ def arm_row(arm: ArmResult, ratio: float) -> tuple[str, ...]:
     return (
         arm.name,
         spread_text(arm.tokens_per_s, "{:,.0f}".format),
-        spread_text(arm.times_reference, "{:.2f}".format),
-        spread_text(arm.times_baseline, "{:.2f}".format),
+        spread_text(arm.times.get("one_process"), "{:.2f}".format),
+        spread_text(arm.times.get("torchrun"), "{:.2f}".format),
         f"{ratio:.3f}",
         f"{arm.padding_share.median:.1%}",
         memory_text(arm),

@@ -344,7 +344,7 @@ def step_ratio(rounds: list[Any], reference: list[Any], outcome: Result) -> floa
     Args:
         rounds: `rounds[round][rank]` = a record of the benchmark's JSON.
     """
-    first = outcome["options"]["num_warmup"]
+    first = outcome["options"]["warmup"]
 
     def times(ranks: Sequence[Any]) -> list[float]:
         return [

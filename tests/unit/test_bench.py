@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
@@ -25,26 +24,20 @@ from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
 from unsloth_multigpu.text_table import aligned
 from unsloth_multigpu.tools.bench import arm as bench_arm
 from unsloth_multigpu.tools.bench import command as bench
-from unsloth_multigpu.tools.bench import plot
-from unsloth_multigpu.tools.bench import run as bench_run
-from unsloth_multigpu.tools.bench import worker as bench_worker
+from unsloth_multigpu.tools.bench import worker
 from unsloth_multigpu.tools.bench.arm import (
     ARMS,
+    STRATEGIES,
     Arm,
     arm_command,
     arm_environment,
-    choose_arms,
     num_accumulated,
     speed_of,
 )
 from unsloth_multigpu.tools.bench.data import make_rows, make_test_rows
-from unsloth_multigpu.tools.bench.headline import headline
 from unsloth_multigpu.tools.bench.meter import Meter
 from unsloth_multigpu.tools.bench.option import BenchOptions
-from unsloth_multigpu.tools.bench.page import render_page
-from unsloth_multigpu.tools.bench.plot import draw_curves, draw_plots
 from unsloth_multigpu.tools.bench.result import (
-    EpochRecord,
     MeasuredStep,
     RankRecord,
     Spread,
@@ -55,17 +48,14 @@ from unsloth_multigpu.tools.bench.result import (
     waiting_share,
 )
 from unsloth_multigpu.tools.bench.run import Pace, run_arm
-from unsloth_multigpu.tools.bench.strategy_arm import STRATEGIES
-from unsloth_multigpu.tools.bench.strategy_result import (
-    epoch_records,
-    learning_arguments,
-    mean_scores,
-    score_rows,
-    strategy_tables,
-    summarize_strategies,
-)
-from unsloth_multigpu.tools.bench.table import COLUMNS, Table, conditions, result_table
+from unsloth_multigpu.tools.bench.table import Table, conditions, result_tables
 from unsloth_multigpu.tools.plain_json import json_text
+
+COLD = BenchOptions(warmup=0)
+
+
+def parsed(*arguments: str) -> BenchOptions:
+    return BenchOptions.from_arguments(main.make_parser(main.find_commands()).parse_args(["bench", *arguments]))
 
 
 def shown(table: Table) -> str:
@@ -92,26 +82,27 @@ def test_run_is_measured_without_its_warm_up() -> None:
         rank(0, slow, step(wall_s=2.0, cpu_s=3.0, compute_s=4.0), step(cpu_s=1.0), peak_bytes=7),
         rank(1, slow, step(wall_s=3.0, cpu_s=1.0, compute_s=2.0, micro_batches=((1, 10, 5), (1, 20, 20))), step()),
     ]
-    measure = measure_run(ranks, num_warmup=1)
+    measure = measure_run(ranks, BenchOptions(warmup=1))
     assert measure.tokens_per_s == (15 + 15 + 25 + 15) / 4.0
     assert measure.padding_share == pytest.approx(1 - 70 / (20 + 20 + 30 + 20))
     assert measure.waiting_share == pytest.approx((4 - 3) / (4 + 1))
     assert measure.cpu_s == 3.0 + 1.0
-    assert measure.peak_bytes == 100
-    assert measure.largest_tokens == 800  # Memory is needed in the warm-up, too.
-    assert measure.step_s == (3.0, 1.0)
+    (result,) = summarize({"ours": [ranks]}, BenchOptions(warmup=1))
+    # Memory is needed in the warm-up, too.
+    assert (result.peak_bytes, result.largest_tokens) == (100, 800)
 
 
 def test_rank_that_is_late_in_one_step_makes_it_late_where_ranks_meet() -> None:
     ranks = [rank(0, step(wall_s=3.0), step(wall_s=1.0)), rank(1, step(wall_s=2.0), step(wall_s=2.0))]
-    once = measure_run(ranks, num_warmup=0).tokens_per_s
-    assert once * 4.0 == pytest.approx(measure_run(ranks, num_warmup=0, meets=True).tokens_per_s * 5.0)
+    once = measure_run(ranks, COLD).tokens_per_s
+    assert once * 4.0 == pytest.approx(
+        measure_run(ranks, BenchOptions(warmup=0, interleave="steps")).tokens_per_s * 5.0
+    )
 
 
 def test_ratios_are_taken_within_each_round() -> None:
     # The ratio of the medians would be 20 / 20.
     assert ratios([10.0, 20.0, 60.0], [5.0, 20.0, 30.0]) == Spread(2.0, 1.0, 2.0)
-    assert ratios([1.0], None) is None
 
 
 def test_norm_difference_is_relative_and_the_largest() -> None:
@@ -131,43 +122,41 @@ def test_samples_are_compared_with_how_often_they_occur() -> None:
         "accelerate": run(((5,), (1,)), ((), (2, 3))),
         "group": run(((1, 2, 3, 4), (5,))),
     }
-    results = {result.name: result for result in summarize(runs, 0)}
+    results = {result.name: result for result in summarize(runs, COLD)}
     assert [name for name in runs if results[name].has_same_samples] == ["one_process", "ours"]
     assert results["ours"].norm_difference == 0.0
     assert results["torchrun"].norm_difference is None
-    assert results["one_process"].times_reference == Spread(1.0, 1.0, 1.0)
+    assert results["one_process"].times["one_process"] == Spread(1.0, 1.0, 1.0)
 
 
 def test_arm_without_others_has_nothing_to_compare() -> None:
-    (result,) = summarize({"ours": [[rank(0, step())]]}, 0)
-    assert (result.times_baseline, result.times_reference, result.norm_difference, result.has_same_samples) == (
-        None,
-    ) * 4
-    assert shown(result_table([result])).splitlines()[1].split().count("-") == 4
+    (result,) = summarize({"ours": [[rank(0, step())]]}, COLD)
+    assert (result.times, result.norm_difference, result.has_same_samples) == ({}, None, None)
+    assert shown(*result_tables([result])).splitlines()[1].split().count("-") == 2
 
 
 def test_cost_of_the_guard_is_a_ratio_within_each_round() -> None:
     seconds = {"ours": (2.0, 20.0), "unguarded": (1.0, 20.0)}
     runs = {name: [[rank(0, step(wall_s=wall_s))] for wall_s in rounds] for name, rounds in seconds.items()}
-    ours, unguarded = summarize(runs, 0)
-    assert ours.times_unguarded == Spread(0.75, 0.5, 1.0)
-    assert unguarded.times_unguarded == Spread(1.0, 1.0, 1.0)
-    table = shown(result_table([ours, unguarded])).splitlines()
-    assert table[0].split("  x one_process")[1].split()[:3] == ["x", "unguarded", "samples"]
+    ours, unguarded = summarize(runs, COLD)
+    assert ours.times == {"unguarded": Spread(0.75, 0.5, 1.0)}
+    assert unguarded.times == {"unguarded": Spread(1.0, 1.0, 1.0)}
+    table = shown(*result_tables([ours, unguarded])).splitlines()
+    assert table[0].split()[:5] == ["arm", "tokens/s", "x", "unguarded", "samples"]
     assert "0.750 (0.500-1.000)" in table[1]
 
 
 def test_all_arms_but_the_unguarded_one_save(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def strategy(name: str, save_steps: int | None) -> tuple[str, int]:
-        options = BenchOptions(arms=(), save_steps=save_steps)
-        values = bench_worker._training_values(ARMS[name], options)
+    def strategy(name: str, save_steps: int) -> tuple[str, int]:
+        options = BenchOptions(save_steps=save_steps)
+        values = worker._training_values(ARMS[name], options)
         return values["save_strategy"], values["save_steps"]
 
     assert [strategy(name, 7) for name in ("ours", "torchrun")] == [("steps", 7)] * 2
-    assert strategy("unguarded", 7)[0] == strategy("ours", None)[0] == "no"
-    assert not any("checkpoints:" in line for line in conditions(BenchOptions(arms=()), 0, "cpu", "1"))
+    assert strategy("unguarded", 7)[0] == strategy("ours", 0)[0] == "no"
+    assert not any("checkpoints:" in line for line in conditions(BenchOptions(), 0, "cpu", "1"))
     saved = conditions(BenchOptions(arms=("unguarded",), save_steps=7), 0, "cpu", "1")
     assert any(line.startswith("checkpoints: every 7 steps") for line in saved)
 
@@ -178,7 +167,7 @@ def test_numbers_that_json_lacks_are_text() -> None:
 
 
 def test_default_lengths_are_ragged_as_documented() -> None:
-    options = BenchOptions(arms=(), num_steps=400, num_warmup=0)
+    options = BenchOptions(steps=400, warmup=0)
     rows = make_rows(options)
     lengths = [len(row) for row in rows]
     assert 140 < statistics.median(lengths) < 160
@@ -188,110 +177,68 @@ def test_default_lengths_are_ragged_as_documented() -> None:
     assert 0.57 < 1 - sum(lengths) / padded < 0.63
     assert [high * 2000 + low for high, low, *_ in rows] == list(range(len(rows)))
     assert rows == make_rows(options)
-    assert rows != make_rows(BenchOptions(arms=(), num_steps=400, num_warmup=0, seed=1))
-
-
-def test_rows_come_from_files_and_repeat(tmp_path) -> None:
-    def bodies(name: str, text: str) -> list[list[int]]:
-        (tmp_path / name).write_text(text)
-        rows = make_rows(BenchOptions(arms=(), num_steps=1, num_warmup=0, lengths=f"file:{tmp_path / name}"))
-        assert len(rows) == 16
-        return [row[2:] for row in rows]
-
-    assert bodies("a.txt", "ab\n\nc\n")[:3] == [[97, 98], [99], [97, 98]]
-    assert [len(body) for body in bodies("a.jsonl", '{"text": "abc"}\n12\n')[:4]] == [3, 10, 3, 10]
-    for text in ('{"txt": "a"}', "2", "true", "{"):
-        with pytest.raises(ConfigError, match=r"b\.jsonl:1"):
-            bodies("b.jsonl", text)
-    with pytest.raises(ConfigError, match="has no text"):
-        bodies("c.txt", "\n")
+    assert rows != make_rows(BenchOptions(steps=400, warmup=0, seed=1))
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["--arms", "ours,theirs"],
-        ["--arms", "ours,ours"],
-        ["--ranks", "0"],
-        ["--steps", "0"],
-        ["--warmup", "-1"],
-        ["--hidden-size", "100"],
-        ["--vocab-size", "15"],
-        ["--lengths", "lognormal:150"],
-        ["--lengths", "lognormal:300:200"],
-        ["--lengths", "fixed:2"],
-        ["--lengths", "normal:1:2"],
-        ["--lengths", "file:missing.txt"],
-        ["--slow-rank", "2:0.5"],
-        ["--slow-rank", "1:0"],
-        ["--slow-rank", "1"],
-        ["--timeout-s", "0"],
-        ["--json", "/proc/bench.json"],
-        ["--report", "/proc/report"],
-        ["--train", "half"],
-        ["--steps", "x"],
-        ["--strategies", "ddp,theirs"],
-        ["--strategies", "ddp,ddp"],
-        ["--strategies", "ours"],
-        ["--epochs", "3"],
-        ["--epochs", "0", "--strategies", "ddp"],
-        ["--steps", "2", "--strategies", "ddp"],
-        ["--lengths", "fixed:20", "--strategies", "ddp"],
-        ["--lengths", "text:2"],
-        ["--arms", "ours", "--strategies", "ddp"],
-        ["--interleave", "steps", "--strategies", "ddp"],
-        ["--interleave", "epochs"],
-        ["--library", "unsloth", "--strategies", "ddp"],
-        ["--library", "axolotl"],
-        ["--four-bit", "--library", "transformers"],
-        ["--four-bit", "--library", "unsloth", "--train", "full"],
+        ("--arms ours,theirs", "--arms: there is no 'theirs'"),
+        ("--arms ours,ours", "--arms: 'ours' is given twice"),
+        ("--strategies ddp,theirs", "--strategies: there is no 'theirs'"),
+        ("--strategies ours", "--strategies: there is no 'ours'"),
+        ("--arms ours --strategies ddp", "--arms and --strategies are two benchmarks"),
+        ("--ranks 0", "--ranks 0: expected at least 1"),
+        ("--warmup -1", "--warmup -1: expected at least 0"),
+        ("--hidden-size 100", "--hidden-size 100: attention heads are 64 wide"),
+        ("--vocab-size 15", "--vocab-size 15: expected at least 256"),
+        ("--train half", "--train half: expected one of full, lora"),
+        ("--steps x", "argument --steps: invalid int value: 'x'"),
+        *((f"--lengths {text}", f"--lengths {text!r}") for text in ("lognormal:150", "lognormal:300:200", "fixed:2")),
+        *((f"--lengths {text}", f"--lengths {text!r}") for text in ("normal:1:2", "file:a.txt", "text:2")),
+        *((f"--slow-rank {text}", f"--slow-rank {text!r}") for text in ("2:0.5", "1:0", "1")),
+        ("--timeout-s 0", "--timeout-s 0.0: expected seconds above 0"),
+        ("--json /proc/bench.json", "--json: "),
+        ("--epochs 3", "--epochs 3 is for --strategies, not for --arms"),
+        ("--steps 2 --strategies ddp", "--steps 2: expected more than --warmup 2"),
+        ("--lengths fixed:20 --strategies ddp", "--lengths fixed:20: random tokens teach a model nothing"),
+        ("--interleave steps --strategies ddp", "--interleave steps is for --arms, not for --strategies"),
+        ("--library unsloth --strategies ddp", "--library unsloth is for --arms, not for --strategies"),
+        ("--padding-free --strategies all", "--padding-free True is for --arms, not for --strategies"),
+        ("--ranks 4 --federated all", "--ranks 4 is for --arms or --strategies, not for --federated"),
+        ("--clients 3", "--clients 3 is for --federated, not for --arms"),
+        ("--four-bit --library unsloth --train full", "--four-bit with --library unsloth --train full"),
     ],
 )
-def test_wrong_value_is_named_at_once(arguments, capsys, monkeypatch) -> None:
+def test_wrong_value_is_named_at_once(arguments, message, capsys, monkeypatch) -> None:
     monkeypatch.setattr(bench, "_run_rounds", lambda *_: pytest.fail("it ran"))
     try:
-        code = main.main(["bench", "--device", "cpu", *arguments])
+        code = main.main(["bench", "--device", "cpu", *arguments.split()])
     except SystemExit as ended:  # argparse
         code = ended.code
     error = capsys.readouterr().err
     assert code == ConfigError.exit_code
-    assert arguments[0] in error
-    assert any(value in error for value in (arguments[1], "theirs", "is given twice", "/proc", "not allowed with"))
+    assert message in error
     assert "Hint: " in error
 
 
-def test_help_names_every_arm_and_option(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main.main(["bench", "--help"])
-    text = capsys.readouterr().out
-    assert [name for name in {**ARMS, **STRATEGIES} if f"{name}: " not in " ".join(text.split())] == []
-    options = "arms strategies ranks device slow-rank model-size hidden-size num-layers vocab-size dtype train lengths"
-    options += (
-        " batch-size epochs accumulation seed steps warmup repeats timeout-s json report padding-free library optim"
-    )
-    assert "--four-bit " in text
-    assert "--gradient-checkpointing\n" in text
-    assert [name for name in options.split() if f"  --{name} " not in text] == []
-
-
-def test_slow_rank_gives_the_planner_time_to_notice() -> None:
-    def options(*arguments: str) -> BenchOptions:
-        return BenchOptions.from_arguments(main.make_parser(main.find_commands()).parse_args(["bench", *arguments]), [])
-
+def test_defaults_follow_what_is_compared() -> None:
     # The check of replicas after the first step is counted in the second.
-    assert options().num_warmup == 2
-    slow = options("--slow-rank", "0:0.5")
-    assert (slow.num_warmup, speed_of(ARMS["ours"], slow, 0), speed_of(ARMS["ours"], slow, 1)) == (8, 0.5, 1.0)
+    assert (parsed().warmup, parsed().train, parsed().num_rows) == (2, "full", 80)
+    slow = parsed("--slow-rank", "0:0.5")
+    assert (slow.warmup, speed_of(ARMS["ours"], slow, 0), speed_of(ARMS["ours"], slow, 1)) == (8, 0.5, 1.0)
     # One process, with which the others are compared, is not slowed.
     assert {speed_of(arm, slow, 0) for arm in ARMS.values() if arm.has_one_process} == {1.0}
-    assert options("--slow-rank", "1:0.5", "--warmup", "2").num_warmup == 2
-    assert (options("--model-size", "1b", "--num-layers", "3").hidden_size, options().vocab_size) == (2048, 2000)
-    # Arms are not tested: no row is numbered for it.
-    assert options("--vocab-size", "16", "--steps", "16", "--warmup", "0").num_rows == 16**2
+    assert parsed("--slow-rank", "1:0.5", "--warmup", "2").warmup == 2
+    assert (parsed("--model-size", "1b", "--num-layers", "3").hidden_size, parsed().vocab_size) == (2048, 2000)
+    learned = parsed("--strategies", "all")
+    assert (learned.steps, learned.epochs, learned.lengths) == (40, 2, "text:128")
+    clients = parsed("--federated", "all", "--clients", "3")
+    assert (clients.train, clients.warmup, clients.num_samples_per_step, clients.num_rows) == ("lora", 1, 24, 192)
 
 
 def test_arm_that_transformers_lacks_is_skipped_with_its_version(monkeypatch, tmp_path) -> None:
-    arms, options = list(ARMS.values()), BenchOptions(arms=())
+    arms, options = list(ARMS), BenchOptions()
     assert bench_arm.part_available(arms, options) == (arms, [])
     (tmp_path / "training_args.py").write_text("group_by_length")
     spec = importlib.util.spec_from_file_location(
@@ -300,13 +247,13 @@ def test_arm_that_transformers_lacks_is_skipped_with_its_version(monkeypatch, tm
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(bench_arm, "installed_version", lambda name: "4.57.1")
     left, lines = bench_arm.part_available(arms, options)
-    assert [arm.name for arm in arms if arm not in left] == ["rebalance"]
+    assert [name for name in arms if name not in left] == ["rebalance"]
     assert lines == ["rebalance: skipped, transformers 4.57.1 has no batch_rebalance"]
 
 
 @pytest.mark.parametrize("arm", [*ARMS.values(), *STRATEGIES.values()], ids=lambda arm: arm.name)
 def test_every_arm_has_the_same_samples_in_a_step(arm) -> None:
-    options = BenchOptions(arms=(), num_ranks=3, batch_size=5, accumulation=2)
+    options = BenchOptions(ranks=3, batch_size=5, accumulation=2)
     num_loaders = 1 if arm.is_one_gpu_script else bench_arm.num_processes(arm, options)
     assert options.batch_size * num_accumulated(arm, options) * num_loaders == options.num_samples_per_step == 30
 
@@ -322,7 +269,7 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
     inherited |= {"UNSLOTH_MULTIGPU_RUN_DIR": "/r", "UNSLOTH_MULTIGPU_VERIFY_EVERY": "0", "OMP_NUM_THREADS": "8"}
 
     def variables(name: str, **options) -> dict[str, str]:
-        return arm_environment(ARMS[name], BenchOptions(arms=(), **options), tmp_path, inherited)
+        return arm_environment(ARMS[name], BenchOptions(**{"device": "cpu", **options}), tmp_path, inherited)
 
     on_cpu = variables("torchrun")
     assert not {"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "UNSLOTH_MULTIGPU_RUN_DIR"} & set(on_cpu)
@@ -336,18 +283,16 @@ def test_arms_hear_nothing_from_another_launcher(tmp_path) -> None:
 
 def test_unsloth_lays_rows_as_it_is_asked_to(tmp_path) -> None:
     def variables(**options) -> dict[str, str]:
-        given = BenchOptions(arms=(), library="unsloth", model_folder=str(tmp_path / "model"), **options)
+        given = BenchOptions(library="unsloth", device="cpu", model_folder=str(tmp_path / "model"), **options)
         return arm_environment(ARMS["ours"], given, tmp_path, {})
 
     name = "UNSLOTH_DISABLE_AUTO_PADDING_FREE"
     assert variables()[name] == "1"
-    assert name not in variables(is_padding_free=True)
-    assert name not in arm_environment(ARMS["ours"], BenchOptions(arms=()), tmp_path, {})
+    assert name not in variables(padding_free=True)
+    assert name not in arm_environment(ARMS["ours"], BenchOptions(device="cpu"), tmp_path, {})
     # What one arm compiled the next one finds.
     assert variables()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
-    said = conditions(
-        BenchOptions(arms=(), library="unsloth", train="lora", is_four_bit=True, optimizer="adamw_8bit"), 0, "cpu", "1"
-    )
+    said = conditions(BenchOptions(library="unsloth", train="lora", four_bit=True, optim="adamw_8bit"), 0, "cpu", "1")
     assert any(line.endswith("SFTTrainer of Unsloth, 4-bit weights, adamw_8bit") for line in said)
 
 
@@ -357,18 +302,18 @@ def test_compilations_and_the_allocator_are_those_of_the_worst_rank() -> None:
         dataclasses.replace(rank(0, *steps), num_compiled=(3, 5, 5, 6), is_expandable=True),
         dataclasses.replace(rank(1, *steps), num_compiled=(3, 5, 7, 9), is_expandable=False),
     ]
-    (result,) = summarize({"ours": [ranks]}, 2)
+    (result,) = summarize({"ours": [ranks]}, BenchOptions(warmup=2))
     assert (result.num_compiled, result.is_expandable) == ((5, 4), False)
-    (result,) = summarize({"ours": [ranks]}, 0)
+    (result,) = summarize({"ours": [ranks]}, COLD)
     assert result.num_compiled == (0, 9)
-    (on_cpu,) = summarize({"ours": [[rank(0, *steps)]]}, 2)
+    (on_cpu,) = summarize({"ours": [[rank(0, *steps)]]}, BenchOptions(warmup=2))
     assert (on_cpu.num_compiled, on_cpu.is_expandable) == ((0, 0), None)
 
 
 def test_ranks_that_share_a_card_are_started_by_torchrun() -> None:
-    shared = BenchOptions(arms=(), device="cuda", is_card_shared=True)
+    shared = BenchOptions(device="cuda", is_card_shared=True)
     assert "torch.distributed.run" in arm_command(ARMS["ours"], shared)
-    assert "torch.distributed.run" not in arm_command(ARMS["ours"], BenchOptions(arms=()))
+    assert "torch.distributed.run" not in arm_command(ARMS["ours"], BenchOptions())
     assert "torch.distributed.run" not in arm_command(ARMS["ours_one"], shared)
     assert "torch.distributed.run" not in arm_command(ARMS["one_process"], shared)
 
@@ -384,11 +329,11 @@ def test_ranks_that_share_a_card_are_started_by_torchrun() -> None:
 )
 def test_device_is_found(visible, given, expected, monkeypatch) -> None:
     monkeypatch.setattr(start, "visible_accelerators", lambda: visible)
-    options = bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3), is_warm=False)
+    options = bench._on_device(BenchOptions(device=given, ranks=3), is_warm=False)
     assert (options.device, options.is_card_shared) == expected
     # A card compiles in its first steps, and costs are fitted in them.
-    assert options.num_warmup == (20 if options.device == "cuda" else 2)
-    assert bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3), is_warm=True).num_warmup == 2
+    assert options.warmup == (20 if options.device == "cuda" else 2)
+    assert bench._on_device(BenchOptions(device=given, ranks=3), is_warm=True).warmup == 2
 
 
 @pytest.mark.parametrize(
@@ -402,15 +347,7 @@ def test_device_is_found(visible, given, expected, monkeypatch) -> None:
 def test_device_that_is_missing_is_refused(visible, given, reason, monkeypatch) -> None:
     monkeypatch.setattr(start, "visible_accelerators", lambda: visible)
     with pytest.raises(SetupError, match=reason):
-        bench._on_device(BenchOptions(arms=(), device=given, num_ranks=3), is_warm=False)
-
-
-def test_report_without_matplotlib_is_refused_before_it_runs(monkeypatch, tmp_path, capsys) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
-    monkeypatch.setattr(bench, "_run_rounds", lambda *_: pytest.fail("it ran"))
-    assert main.main(["bench", "--device", "cpu", "--report", str(tmp_path / "r")]) == SetupError.exit_code
-    assert "pip install matplotlib" in capsys.readouterr().err
+        bench._on_device(BenchOptions(device=given, ranks=3), is_warm=False)
 
 
 class Tiny(nn.Module):
@@ -472,7 +409,7 @@ def test_meter_counts_rows_that_lie_end_to_end() -> None:
     model = EndToEnd()
     meter = Meter(model, vocab_size=10, is_cuda=False, speed=1.0)
     meter.mark_begin()
-    batch = bench_worker.end_to_end([{"input_ids": [1, 2, 5]}, {"input_ids": [0, 7, 3, 4]}])
+    batch = worker.end_to_end([{"input_ids": [1, 2, 5]}, {"input_ids": [0, 7, 3, 4]}])
     assert batch["labels"].tolist() == [[-100, 2, 5, -100, 7, 3, 4]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
     model(**batch).backward()
@@ -485,22 +422,19 @@ def test_meter_counts_rows_that_lie_end_to_end() -> None:
 
 def test_what_the_training_is_told_of_memory_and_rows(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    options = BenchOptions(arms=(), has_checkpointing=True, is_padding_free=True)
-    values = bench_worker._training_values(ARMS["ours"], options)
+    options = BenchOptions(gradient_checkpointing=True, padding_free=True)
+    values = worker._training_values(ARMS["ours"], options)
     assert values["gradient_checkpointing"] is True
     assert values["gradient_checkpointing_kwargs"] == {"use_reentrant": False}
     said = "\n".join(conditions(options, 0, "cpu", "1"))
     assert "full training, gradient checkpointing\n" in said
     assert "in each step, rows end to end\n" in said
-    parsed = main.make_parser(main.find_commands()).parse_args(["bench", "--strategies", "all", "--padding-free"])
-    with pytest.raises(ConfigError, match="--padding-free is for --arms"):
-        BenchOptions.from_arguments(parsed, [])
 
 
 def test_reserved_memory_is_shown_where_there_is_any() -> None:
     on_card = dataclasses.replace(rank(0, step()), reserved_bytes=3 * 2**20)
     for records, cell in (([rank(0, step())], " 0 MiB "), ([on_card, rank(1, step())], " 0 MiB (3 reserved) ")):
-        assert cell in shown(result_table(summarize({"ours": [records]}, 0)))
+        assert cell in shown(*result_tables(summarize({"ours": [records]}, COLD)))
 
 
 def test_copy_of_a_model_is_watched_by_the_same_meter() -> None:
@@ -570,8 +504,7 @@ def planted_rounds(monkeypatch, *, fails_in: str = "") -> list[str]:
 
 def test_each_round_begins_with_another_arm(monkeypatch) -> None:
     ran = planted_rounds(monkeypatch)
-    arms = choose_arms("--arms", "one_process,ours,torchrun", ARMS)
-    runs, failed = bench._run_rounds(arms, BenchOptions(arms=(), num_repeats=4))
+    runs, failed = bench._run_rounds(BenchOptions(arms=("one_process", "ours", "torchrun"), repeats=4))
     assert [name.split("_", 1)[1][:3] for name in ran] == [
         *("one", "our", "tor"),
         *("our", "tor", "one"),
@@ -600,7 +533,7 @@ def test_rounds_that_are_whole_are_kept_where_a_later_one_fails(monkeypatch, tmp
 
 
 def test_conditions_say_what_else_differs() -> None:
-    options = BenchOptions(arms=("ours", "torchrun"), slow_rank=0, slow_speed=0.5)
+    options = BenchOptions(arms=("ours", "torchrun"), slow_rank="0:0.5")
     lines = conditions(options, 1000, "cpu", "1")
     assert any("ours: DDP does not search for unused parameters" in line for line in lines)
     assert any("arms of one process are not slowed" in line for line in lines)
@@ -614,112 +547,31 @@ def test_arm_that_hangs_is_ended_with_its_children(tmp_path) -> None:
     code = f"import subprocess, sys; {start}; {sleeper}"
     begin_s = time.monotonic()
     with pytest.raises(LaunchError, match="did not end within 1 s"):
-        run_arm(failing([sys.executable, "-c", code]), BenchOptions(arms=(), timeout_s=1.0), tmp_path)
+        run_arm(failing([sys.executable, "-c", code]), BenchOptions(timeout_s=1.0), tmp_path)
     assert time.monotonic() - begin_s < 20
     assert orphans(str(tmp_path)) == []
 
 
 def test_arm_that_leaves_no_result_has_failed(tmp_path) -> None:
     arm = failing([sys.executable, "-c", ""])
-    for options, flag in ((BenchOptions(arms=()), "--arms"), (learning(), "--strategies")):
+    for options, flag in ((BenchOptions(), "--arms"), (learning(), "--strategies")):
         with pytest.raises(LaunchError, match="left no result of rank_0") as caught:
             run_arm(arm, options, tmp_path)
         assert f"bench {flag} one_process" in caught.value.hint
 
 
-class Page(HTMLParser):
-    """Notes what a page loads, and tags that are not closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.sources, self.cells = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.sources += [value for name, value in attributes if name in ("src", "href")]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th", "small", "span"):
-            self.cells.append(data)
-
-
-def test_report_stands_alone() -> None:
-    def run(speed: float, norm: float) -> list[RankRecord]:
-        return [rank(0, step(wall_s=9.0), *[step(wall_s=1 / speed)] * 3, norms=[1.0, norm, 1.1, 1.2])]
-
-    runs = {"one_process": [run(1, 1.0)] * 2, "ours": [run(2, 1.0 + 1e-7), run(4, 1.0)], "torchrun": [run(1, 1.0)] * 2}
-    results = summarize(runs, 1)
-    plots = draw_plots(results, runs, 1, "fp32")
-    assert set(plots) == {"speed.png", "shares.png", "steps.png", "norms.png"}
-    assert all(png.startswith(b"\x89PNG") and len(png) > 5000 for png in plots.values())
-    page = Page()
-    text = render_page(["5 < 6", "Twice."], ["CPU: a <b>, 2 cores", "batch: 8"], [result_table(results)], plots)
-    assert '<p class="headline">5 &lt; 6</p>\n<p class="headline result">Twice.</p>' in text
-    assert "<dt>CPU</dt><dd>a &lt;b&gt;, 2 cores</dd>" in text
-    page.feed(text)
-    assert page.open == []
-    assert len(page.sources) == len(plots)
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
-    assert set(COLUMNS) <= set(page.cells)
-    assert {"3.00", "2.00-4.00"} <= set(page.cells)
-
-
-def test_first_sentences_say_what_came_out() -> None:
-    def run(wall_s: float, norm: float = 1.0, samples=(0, 1)) -> list[list[RankRecord]]:
-        return [[rank(0, step(wall_s=wall_s, samples=samples), norms=[norm])]]
-
-    def said(dtype: str = "fp32", **runs) -> str:
-        options = BenchOptions(arms=tuple(runs), device="cpu", dtype=dtype, num_steps=7, num_repeats=1)
-        what, result = headline(summarize(runs, 0), [], options)
-        assert what.endswith(f"trained in {len(runs)} ways, on 2 CPU ranks, 7 timed steps, 1 round(s).")
-        return result
-
-    one, two = run(2.0), run(0.8)
-    assert said(one_process=one, ours=run(1.0, 1 + 1e-7), torchrun=two) == (
-        "With the line: 2.00 times as fast as one process, and 0.80 times as fast as torchrun; each step has the "
-        "samples of one process, and its gradient norm differs by 1e-07, which is rounding."
-    )
-    assert said(one_process=one, ours=run(1.0)).endswith("and its gradient norm to the last bit.")
-    assert said(one_process=one, ours=run(1.0, 1.001)).endswith(
-        "differs by 1e-03, which is MORE than rounding (bound 1e-04)."
-    )
-    assert said(one_process=one, ours=run(1.0, 1.001), dtype="bf16").endswith("differs by 1e-03, which is rounding.")
-    assert said(one_process=one, ours=run(1.0, samples=(0, 2))).endswith(
-        "its steps have OTHER samples than those of one_process."
-    )
-    assert said(ours=run(1.0)).startswith("With the line: 15 tokens in a second; without one_process there is nothing")
-    assert said(torchrun=two) == "Most tokens in a second: torchrun, 19."
-
-
 def test_rest_of_a_benchmark_is_told_when_it_is_known(capsys, monkeypatch) -> None:
-    clock = iter([0.0, 60.0, 60.0, 80.0, 80.0, 180.0, 180.0, 220.0])
-    monkeypatch.setattr(bench_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with Pace(["ours", "torchrun"], 2) as pace:
-        assert pace.left_s() is None
-        left = []
-        for label, name in (("round 1/2", "ours"), ("round 1/2", "torchrun"), ("round 2/2", "torchrun")):
-            with pace.told(label, name):
+    clock = iter([0.0, 60.0, 60.0, 160.0])
+    monkeypatch.setattr("unsloth_multigpu.tools.bench.run.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with Pace(["ours"], 2) as pace:
+        for label in ("round 1/2", "round 2/2"):
+            with pace.told(label, "ours"):
                 pass
-            left.append(pace.left_s())
-        # Of an arm that has run, its own time; of another one the mean of what has.
-        assert left == [60.0 + 2 * 60.0, 60.0 + 20.0, 60.0]
-        with pace.told("round 2/2", "ours"):
-            pass
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == (
-        "bench: 4 runs, one after the other: ours, torchrun in each of 2 round(s); the first tells how long they take"
-    )
-    assert lines[1] == "bench: 1 of 4, round 1/2  ours                     60.0 s with start-up, about 3 min left"
-    assert lines[4] == "bench: 4 of 4, round 2/2  ours                     40.0 s with start-up"
-
-
-def test_plots_do_without_a_run_to_compare_with() -> None:
-    runs = {"ours": [[rank(0, step(), step())]]}
-    assert len(draw_plots(summarize(runs, 1), runs, 1, "bf16")) == 4
+    assert capsys.readouterr().err.splitlines() == [
+        "bench: 2 runs, one after the other: ours in each of 2 round(s); the first tells how long they take",
+        "bench: 1 of 2, round 1/2  ours                     60.0 s with start-up, about 1 min left",
+        "bench: 2 of 2, round 2/2  ours                    100.0 s with start-up",
+    ]
 
 
 def test_command_line_loads_no_library_to_show_its_help() -> None:
@@ -730,11 +582,11 @@ def test_command_line_loads_no_library_to_show_its_help() -> None:
 
 
 def learning(**options) -> BenchOptions:
-    return BenchOptions(arms=(), **{"num_epochs": 2, "lengths": "text:40", **options})
+    return BenchOptions(kind="strategies", **{"lengths": "text:40", **options})
 
 
 def test_text_is_parted_into_what_is_learned_and_what_is_tested() -> None:
-    options = learning(num_steps=100)
+    options = learning(steps=100)
     rows, test_rows = make_rows(options), make_test_rows(options)
     assert (len(rows), len(test_rows)) == (1600, 128)
     bodies, test_bodies = ({tuple(row[2:]) for row in part} for part in (rows, test_rows))
@@ -745,34 +597,23 @@ def test_text_is_parted_into_what_is_learned_and_what_is_tested() -> None:
     assert [high * 2000 + low for high, low, *_ in [*rows, *test_rows]] == list(range(1728))
     assert (rows, test_rows) == (make_rows(options), make_test_rows(options))
     # Speed alone needs no test.
-    assert make_test_rows(learning(num_epochs=None)) == []
-
-
-def test_texts_of_a_file_are_parted_too(tmp_path) -> None:
-    file = tmp_path / "a.txt"
-    file.write_text("".join(f"text {n:02}\n" for n in range(20)))
-    options = learning(num_steps=2, lengths=f"file:{file}")
-    assert [bytes(row[2:]) for row in make_test_rows(options)] == [b"text 00", b"text 01"]
-    assert {bytes(row[2:]) for row in make_rows(options)} == {b"text %02d" % n for n in range(2, 20)}
-    file.write_text("alone")
-    with pytest.raises(ConfigError, match="learned and tested"):
-        make_rows(options)
+    assert make_test_rows(BenchOptions(lengths="text:40")) == []
 
 
 def test_test_counts_tokens_that_are_to_be_predicted() -> None:
     logits = torch.zeros(2, 4, 5)
     logits[0, 1, 3] = math.log(4)  # Half of the probability.
     labels = torch.tensor([[-100, -100, 3, 0], [-100, 2, -100, -100]])
-    scores = score_rows(logits, labels)
+    scores = worker.score_rows(logits, labels)
     expected = [[math.log(2) + math.log(5), 2, 2], [math.log(5), 0, 1]]
     assert torch.allclose(scores, torch.tensor(expected, dtype=torch.float32))
-    means = mean_scores(SimpleNamespace(predictions=scores.numpy()))
+    means = worker.mean_scores(SimpleNamespace(predictions=scores.numpy()))
     assert means == pytest.approx({"token_loss": (math.log(2) + 2 * math.log(5)) / 3, "accuracy": 2 / 3})
 
 
 def test_numbers_of_rows_are_not_learned() -> None:
     rows = [{"input_ids": [7, 7, 1, 2]}, {"input_ids": [7, 8, 3]}]
-    batch = bench_worker.collate(rows, num_given=2)
+    batch = worker.collate(rows, num_given=2)
     assert batch["input_ids"].tolist() == [[7, 7, 1, 2], [7, 8, 3, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 1, 2], [-100, -100, 3, -100]]
@@ -783,7 +624,7 @@ def test_epochs_are_told_apart() -> None:
         return {"eval_loss": 9.0, "eval_token_loss": loss, "eval_accuracy": accuracy}
 
     history = [{"loss": 5.0, "grad_norm": 1.0}, {"loss": 3.0}, tested(3.5, 0.1), {"loss": 2.0}, tested(2.5, 0.2)]
-    assert epoch_records([*history, {"train_loss": 3.3}]) == [
+    assert worker.epoch_records([*history, {"train_loss": 3.3}]) == [
         {"train_loss": 4.0, "test_loss": 3.5, "accuracy": 0.1},
         {"train_loss": 2.0, "test_loss": 2.5, "accuracy": 0.2},
     ]
@@ -794,17 +635,19 @@ def test_strategies_know_how_their_ranks_meet() -> None:
     assert [name for name, arm in STRATEGIES.items() if not arm.meets_every_step] == alone
     assert [name for name, arm in STRATEGIES.items() if arm.is_asynchronous] == alone[:1]
     # A loss in the log is a meeting of all ranks.
-    meetings = {name: learning_arguments(arm, 2, 8)["logging_strategy"] for name, arm in STRATEGIES.items()}
+    meetings = {
+        name: worker.learning_arguments(arm, learning())["logging_strategy"] for name, arm in STRATEGIES.items()
+    }
     assert [name for name, strategy in meetings.items() if strategy == "epoch"] == alone
 
 
 def test_legacy_is_one_process_on_all_cards(tmp_path) -> None:
-    legacy, options = STRATEGIES["legacy"], BenchOptions(arms=(), num_ranks=2, device="cuda")
+    legacy, options = STRATEGIES["legacy"], BenchOptions(device="cuda")
     assert (bench_arm.num_processes(legacy, options), bench_arm.num_devices(legacy, options)) == (1, 2)
     visible = {"CUDA_VISIBLE_DEVICES": "4,5"}
     assert arm_environment(legacy, options, tmp_path, visible)["CUDA_VISIBLE_DEVICES"] == "4,5"
-    one_card = BenchOptions(arms=(), device="cuda", is_card_shared=True)
-    arms, lines = bench_arm.part_available(list(STRATEGIES.values()), one_card)
+    one_card = BenchOptions(device="cuda", is_card_shared=True)
+    arms, lines = bench_arm.part_available(list(STRATEGIES), one_card)
     assert lines == ["legacy: skipped, one process cannot use one card as 2"]
     assert len(arms) == len(STRATEGIES) - 1
 
@@ -813,7 +656,7 @@ def learned_runs() -> dict[str, list[list[RankRecord]]]:
     """Two rounds of three strategies, two epochs of two steps."""
 
     def run(num_ranks: int, step_s: float, accuracies, norms, sent_bytes) -> list[RankRecord]:
-        epochs = tuple(EpochRecord(4.0 - a, 5.0 - a, a) for a in accuracies)
+        epochs = [{"train_loss": 4.0 - a, "test_loss": 5.0 - a, "accuracy": a} for a in accuracies]
         samples = [(0, 1)] if num_ranks == 1 else [(0,), (1,)]
         steps = [[step(wall_s=step_s * (1 + r / 10), samples=mine)] * 4 for r, mine in enumerate(samples)]
         return [
@@ -831,38 +674,23 @@ def learned_runs() -> dict[str, list[list[RankRecord]]]:
 
 def test_strategies_are_summarized() -> None:
     runs = learned_runs()
-    options = learning(num_steps=2, num_warmup=1)
-    arms = {r.name: r for r in summarize(runs, 1, options.num_steps)}
-    results = {r.name: r for r in summarize_strategies(runs, options)}
+    results = {r.name: r for r in summarize(runs, learning(steps=2, warmup=1))}
     # Norms are compared in the first epoch alone, where there are any; its last step differs by a factor of 9.
-    assert arms["ddp"].norm_difference == pytest.approx(1e-3)
-    assert arms["parameter_server_async"].norm_difference is None
-    assert all(arm.has_same_samples for arm in arms.values())
+    assert results["ddp"].norm_difference == pytest.approx(1e-3)
+    assert results["parameter_server_async"].norm_difference is None
+    assert all(result.has_same_samples for result in results.values())
+    assert results["ddp"].times["ddp"] == Spread(1.0, 1.0, 1.0)
+    assert results["one_process"].times["ddp"].low == pytest.approx(2.2 / 4.0 / 2)
+    learned = {name: result.learned for name, result in results.items()}
     # Both epochs, warm-up included, of the slower rank.
-    assert results["ddp"].epoch_s == Spread(pytest.approx(5.5), pytest.approx(4.4), pytest.approx(6.6))
-    assert results["ddp"].times_ddp == Spread(1.0, 1.0, 1.0)
-    assert results["one_process"].times_ddp.low == pytest.approx(2.2 / 4.0 / 2)
-    assert [r.num_updates for r in results.values()] == [4, 4, 8]
-    assert [r.sent_bytes_per_step for r in results.values()] == [0.0, 20.0, None]
-    assert results["parameter_server_async"].accuracies == (Spread(0.1, 0.1, 0.1), Spread(0.4, 0.3, 0.5))
-    assert results["ddp"].test_losses[1].median == 4.8
-    speed, epochs = strategy_tables(list(results.values()), arms)
+    assert learned["ddp"].epoch_s == Spread(pytest.approx(5.5), pytest.approx(4.4), pytest.approx(6.6))
+    assert [it.num_updates for it in learned.values()] == [4, 4, 8]
+    assert [it.sent_bytes_per_step for it in learned.values()] == [0.0, 20.0, None]
+    accuracies = [epoch["accuracy"] for epoch in learned["parameter_server_async"].epochs]
+    assert accuracies == [Spread(0.1, 0.1, 0.1), Spread(0.4, 0.3, 0.5)]
+    assert learned["ddp"].epochs[1]["test_loss"].median == 4.8
+    speed, epochs = result_tables(list(results.values()))
     assert [len(row) for row in (*speed.rows, *epochs.rows)] == [len(speed.columns)] * 3 + [len(epochs.columns)] * 3
     assert speed.rows[2][speed.columns.index("MB sent/step")] == "-"
     assert "40.0% (30.0%-50.0%)" in epochs.rows[2]
     assert shown(epochs).splitlines()[0].endswith("accuracy 2")
-
-
-def test_learning_is_drawn(monkeypatch) -> None:
-    original = plot.png_of
-    runs = learned_runs()
-    figures = []
-    monkeypatch.setattr(plot, "png_of", lambda figure: (figures.append(figure), original(figure))[1])
-    plots = draw_curves(summarize_strategies(runs, learning(num_steps=2)))
-    # Strategies that learn the same are drawn at the same places.
-    for axes in figures[0].axes:
-        assert {tuple(line.get_xdata()) for line in axes.lines if len(line.get_xdata()) == 2} == {(1, 2)}
-    assert list(plots) == ["accuracy_curves.png"]
-    assert plots["accuracy_curves.png"].startswith(b"\x89PNG")
-    # One strategy has no norms.
-    assert len(draw_plots(summarize(runs, 1), runs, 1, "bf16")) == 4

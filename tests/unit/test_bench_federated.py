@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import ConfigError, DivergenceError, LaunchError, SetupError
 from unsloth_multigpu.tools.bench import federated as bench_federated
 from unsloth_multigpu.tools.bench import federated_arm
-from unsloth_multigpu.tools.bench.federated import COLUMNS, ArmRun
-from unsloth_multigpu.tools.bench.federated_option import FederatedArm, parse_arms
+from unsloth_multigpu.tools.bench.federated import ArmRun
+from unsloth_multigpu.tools.bench.option import BenchOptions
 
-BENCH = ["bench", "--device", "cpu", "--federated"]
+BENCH = ["bench", "--device", "cpu", "--federated", "all"]
 MIB = 2**20
 
 
@@ -25,13 +24,13 @@ def planted(monkeypatch):
     """Arms take 4 seconds for a round with one client at a time; `planted[name]` spoils one."""
     spoiled = {}
 
-    def run(arm, options, folder):
-        if isinstance(error := spoiled.get(arm.name), LaunchError):
+    def run(name, options, folder):
+        if isinstance(error := spoiled.get(name), LaunchError):
             raise error
-        slots = [300 * MIB] * arm.num_at_once if arm.kind == "slots" else []
-        seconds = {"slots:2": 2.0, "slots:1": 4.0, "threads:2": 8.0}[arm.name] + 0.1 * (folder.parent.name[0] == "2")
-        weights = {"a": torch.tensor([1.0]), "b": torch.tensor([1.0, 2.0 + spoiled.get(arm.name, 0.0)])}
-        return ArmRun((seconds,) * options.num_rounds, 5.0, "cpu", (200 * MIB, *slots), (2.0, 1.0), weights)
+        slots = [300 * MIB] * int(name[-1]) if name.startswith("slots") else []
+        seconds = {"slots:2": 2.0, "slots:1": 4.0, "threads:2": 8.0}[name] + 0.1 * (folder.parent.name[0] == "2")
+        weights = {"a": torch.tensor([1.0]), "b": torch.tensor([1.0, 2.0 + spoiled.get(name, 0.0)])}
+        return ArmRun((seconds,) * options.rounds, 5.0, "cpu", (200 * MIB, *slots), (2.0, 1.0), weights)
 
     monkeypatch.setattr(bench_federated, "_run_arm", run)
     return spoiled
@@ -46,7 +45,7 @@ def test_arms_are_compared_with_one_slot(planted, tmp_path, capsys) -> None:
         "slots:1": "4.05 (4.00-4.10) 1.98 (1.95-2.00) 1.00 5.0 2 200 MiB 300 MiB 500 MiB 1.0000 0.0e+00",
         "threads:2": "8.05 (8.00-8.10) 0.99 (0.99-1.00) 0.50 (0.50-0.51) 5.0 1 200 MiB - 200 MiB 1.0000 0.0e+00",
     }
-    assert lines[lines.index("") + 1].split("  ")[0] == COLUMNS[0]
+    assert lines[lines.index("") + 1].split()[:2] == ["arm", "s/round"]
     results = json.loads((tmp_path / "b.json").read_text())["results"]
     assert results["slots:2"]["total_bytes"] == 800 * MIB
     assert results["threads:2"]["slot_bytes"] is None
@@ -61,11 +60,11 @@ def test_arm_that_trains_other_weights_is_an_error(planted, capsys) -> None:
 
 
 def test_threads_have_a_model_for_each_client_that_trains_at_once(monkeypatch) -> None:
-    options = SimpleNamespace(num_clients=5, num_warmup=0, num_rounds=2, llama=SimpleNamespace(device="cpu"))
+    options = BenchOptions(kind="federated", clients=5, warmup=0, rounds=2, device="cpu")
     built = []
     monkeypatch.setattr(federated_arm, "build_model", lambda _: built.append(torch.nn.Linear(2, 1)) or built[-1])
     monkeypatch.setattr(federated_arm, "train_client", lambda *_: (1, {"loss": 1.0}))
-    record, weights = federated_arm._train_in_threads(FederatedArm("threads", 2), options)
+    record, weights = federated_arm._train_in_threads(2, options)
     assert (len(built), len(record.rounds_s), len(weights)) == (2, 2, 2)
 
 
@@ -80,17 +79,11 @@ def test_arm_that_fails_ends_the_bench(planted, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--federated", "slots:0"], "there is no 'slots:0'"),
-        (["--federated", "slots"], "there is no 'slots'"),
-        (["--federated", "slots:1,slots:1"], "'slots:1' is given twice"),
-        (["--federated", "--clients", "0"], "--clients 0: expected at least 1"),
-        (["--federated", "--rounds", "0"], "--rounds 0: expected at least 1"),
-        (["--federated", "--steps", "0"], "--steps 0: expected at least 1"),
-        (["--federated", "--ranks", "4"], "--ranks 4 does not go with --federated"),
-        (["--federated", "--slow-rank", "1:0.5"], "--slow-rank 1:0.5 does not go with --federated"),
-        (["--federated", "--interleave", "steps"], "--interleave steps does not go with --federated"),
-        (["--clients", "3"], "--clients 3 is for --federated"),
-        (["--rounds", "3"], "--rounds 3 is for --federated"),
+        (["--federated", "slots:0"], "--federated: there is no 'slots:0'"),
+        (["--federated", "slots"], "--federated: there is no 'slots'"),
+        (["--federated", "slots:1,slots:1"], "--federated: 'slots:1' is given twice"),
+        (["--federated", "all", "--clients", "0"], "--clients 0: expected at least 1"),
+        (["--federated", "all", "--slow-rank", "1:0.5"], "--slow-rank 1:0.5 is for --arms or --strategies"),
     ],
 )
 def test_what_cannot_be_measured_is_said_at_once(planted, capsys, arguments, message) -> None:
@@ -100,12 +93,8 @@ def test_what_cannot_be_measured_is_said_at_once(planted, capsys, arguments, mes
 
 def test_what_is_missing_is_said_at_once(planted, monkeypatch, capsys) -> None:
     monkeypatch.setattr("unsloth_multigpu.start.visible_accelerators", lambda: ("cpu", 0))
-    assert main.main(["bench", "--federated", "--device", "cuda"]) == SetupError.exit_code
+    assert main.main(["bench", "--federated", "all", "--device", "cuda"]) == SetupError.exit_code
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "flwr" else find(name, *of))
     assert main.main(BENCH) == SetupError.exit_code
     assert "needs Flower (flwr), which is not installed" in capsys.readouterr().err
-
-
-def test_arms_are_named_by_how_many_clients_train_at_once() -> None:
-    assert parse_arms("slots:4, threads:2") == [FederatedArm("slots", 4), FederatedArm("threads", 2)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,21 +14,27 @@ from tests.helpers.run import orphans
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.tools.bench.arm import ARMS, Arm
-from unsloth_multigpu.tools.bench.turn import Conductor, Turn, run_together
+from unsloth_multigpu.tools.bench.turn import Turn, run_together
 
 NUM_STEPS = 3
 RANKS = {"one": 1, "two": 2}
 
 
-def train(folder, arm, rank, did, meet):
-    turn = Turn(folder, arm, rank)
+def train(folder, arm, did, meet):
+    turn = Turn(str(folder), arm)
     turn.wait()
     for step in range(NUM_STEPS):
         did.append((arm, step, "begin"))
         meet.wait(10)  # Both ranks of an arm compute at once.
         did.append((arm, step, "end"))
         turn.wait()
-    turn.close()
+
+
+def in_threads(num_ranks, rank):
+    """Runs `rank` as often as there are ranks; the first error of one is raised."""
+    with ThreadPoolExecutor(num_ranks) as pool:
+        for one in [pool.submit(rank) for _ in range(num_ranks)]:
+            one.result()
 
 
 def test_one_arm_computes_at_a_time_and_another_is_first_in_each_step(tmp_path) -> None:
@@ -36,11 +42,7 @@ def test_one_arm_computes_at_a_time_and_another_is_first_in_each_step(tmp_path) 
 
     def run(arm, check):
         meet = threading.Barrier(RANKS[arm])
-        ranks = [threading.Thread(target=train, args=(tmp_path, arm, r, did, meet)) for r in range(RANKS[arm])]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
+        in_threads(RANKS[arm], lambda: train(tmp_path, arm, did, meet))
         check()
         return arm.upper()
 
@@ -50,44 +52,32 @@ def test_one_arm_computes_at_a_time_and_another_is_first_in_each_step(tmp_path) 
     assert turns == [("one", 0), ("two", 0), ("two", 1), ("one", 1), ("one", 2), ("two", 2)]
 
 
-def test_rank_hears_that_the_benchmark_has_ended(tmp_path) -> None:
-    conductor = Conductor(tmp_path, {"two": 2}, 10.0)
-    early, late = (Turn(tmp_path, "two", rank) for rank in range(2))
-    ended: list[BaseException] = []
+def test_ranks_hear_that_another_arm_has_failed(tmp_path) -> None:
+    heard = []
 
-    def wait(turn: Turn) -> None:
-        try:
-            turn.wait()
-        except LaunchError as error:
-            ended.append(error)
+    def run(arm, check):
+        if arm == "one":
+            Turn(str(tmp_path), arm)._socket.close()  # Its only rank ends in its first step.
+            raise LaunchError("its reason", hint="Look.")
+        with pytest.raises(LaunchError, match="benchmark has ended"):
+            in_threads(2, lambda: train(tmp_path, arm, [], threading.Barrier(2)))
+        heard.append(arm)
 
-    waiting = threading.Thread(target=wait, args=(early,))
-    waiting.start()
-
-    def fail() -> None:
-        raise TimeoutError
-
-    with pytest.raises(TimeoutError):
-        conductor.conduct(NUM_STEPS, fail)
-    assert not ended
-    conductor.close()
-    waiting.join(10)
-    wait(late)
-    assert [str(error).split("\n")[0] for error in ended] == ["The benchmark has ended."] * 2
-    early.close()
-    late.close()
+    with pytest.raises(LaunchError, match="its reason"):
+        run_together(RANKS, NUM_STEPS, tmp_path, 10.0, run)
+    assert heard == ["two"]
     with pytest.raises(LaunchError, match="benchmark has ended"):
-        Turn(tmp_path, "two", 0)
+        Turn(str(tmp_path), "two")
 
 
-def test_rank_that_does_not_end_its_step_is_named(tmp_path) -> None:
-    conductor = Conductor(tmp_path, {"two": 2}, 0.1)
-    turn = Turn(tmp_path, "two", 1)
-    os.write(turn._done, b"two.1\n")
-    with pytest.raises(LaunchError, match=r"No end of a step within 0.1 s: two\.0 \(arm\.rank\)"):
-        conductor.conduct(NUM_STEPS, lambda: None)
-    turn.close()
-    conductor.close()
+def test_arm_that_does_not_end_its_step_is_named(tmp_path) -> None:
+    def slow(arm, check):
+        turn = Turn(str(tmp_path), arm)
+        turn.wait()
+        turn._socket.recv(1)  # Until the benchmark is over: no word of the end of its step.
+
+    with pytest.raises(LaunchError, match=r"No end of a step within 0.3 s: one\."):
+        run_together({"one": 1}, NUM_STEPS, tmp_path, 0.3, slow)
 
 
 @pytest.mark.parametrize("ends", ["raise SystemExit(3)", ""])

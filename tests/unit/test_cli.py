@@ -199,9 +199,9 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         (["verfy", "train.py"], "Hint: Did you mean verify? unsloth-multigpu --help lists"),
         (
             ["bench", "--device", "gpu"],
-            "argument --device: invalid choice: 'gpu' (choose from auto, cpu, cuda)\nHint: ",
+            "--device gpu: expected one of auto, cpu, cuda.\nHint: ",
         ),
-        (["bench", "--model-size", "smal"], "Hint: Did you mean small? unsloth-multigpu bench --help lists"),
+        (["bench", "--model-size", "smal"], "Hint: Did you mean small? Give one of them."),
         (["run", "--balance", "token", "train.py"], "Hint: Did you mean 'tokens'? Set balance to one of them"),
         (["run", "--num-gpus", "0", "train.py"], "num_gpus=0; expected a whole number of at least 1"),
         (["run", "--global-batch", "some", "train.py"], "global_batch='some'; expected 'keep' or 'scale'.\nHint: "),
@@ -221,7 +221,7 @@ def test_run_starts_no_ranks_inside_a_rank(started):
         ),
         (["verify", "--seed-per-rank", "train.py", "--no-seed-per-rank"], "--seed-per-rank is given before and behind"),
         (["doctor", "--num-gpus", "-1"], "num_gpus=-1; expected a whole number of at least 1"),
-        (["doctor", "--options", "--seams"], "not allowed with argument"),
+        (["doctor", "--options", "--seams"], "--seams and --options print different things"),
     ],
 )
 def test_wrong_command_line_is_told_with_a_hint(started, capsys, arguments, message):
@@ -519,11 +519,13 @@ def test_copies_with_one_flipped_bit_in_the_last_of_them_are_caught():
         if len(calls) == 6:  # Three for each pair.
             target[1234] ^= 16
 
-    assert [p.num_wrong_bytes for p in device.check_copies([CPU, CPU], 4096, flip)] == [0, 1]
+    assert [p["num_wrong_bytes"] for p in device.check_copies([CPU, CPU], 4096, flip)] == [0, 1]
 
 
 def test_copies_that_deliver_nothing_or_the_pair_before_are_caught():
-    assert [p.num_wrong_bytes for p in device.check_copies([CPU, CPU], 4096, lambda target, source: None)] == [4096] * 2
+    assert [p["num_wrong_bytes"] for p in device.check_copies([CPU, CPU], 4096, lambda target, source: None)] == [
+        4096
+    ] * 2
     first = []
 
     def repeat_first(target, source):
@@ -531,8 +533,8 @@ def test_copies_that_deliver_nothing_or_the_pair_before_are_caught():
         copy(target, first[0])
 
     right, wrong = device.check_copies([CPU, CPU], 4096, repeat_first)
-    assert right.num_wrong_bytes == 0
-    assert wrong.num_wrong_bytes > 4000
+    assert right["num_wrong_bytes"] == 0
+    assert wrong["num_wrong_bytes"] > 4000
 
 
 def test_wrong_copy_fails_its_row_and_only_that():
@@ -655,33 +657,25 @@ def card(index: int, name: str, gib: float) -> findings.CheckRow:
 
 T4S = [card(0, "Tesla T4", 14.7), card(1, "Tesla T4", 14.7)]
 ALONE = "enable_multi_gpu() trains in this process alone, on "
+RUNS = "a script with the line would run "
+TWO_NODES = {"nnodes": "2", "rdzv_id": "a", "rdzv_endpoint": "b:1"}
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "line"),
     [
-        (T4S, {}, "A script with the line would run 2 ranks on 2 x Tesla T4 (14.7 GiB each)."),
-        (
-            [*T4S, card(2, "L4", 22.0)],
-            {},
-            "A script with the line would run 3 ranks on 2 x Tesla T4 (14.7 GiB each) and L4 (22.0 GiB).",
-        ),
-        (T4S, {"nnodes": "2", "rdzv_id": "a", "rdzv_endpoint": "b:1"}, " (14.7 GiB each) on this node, of nnodes=2."),
-        (T4S[:1], {}, f"1 GPU is visible (CUDA_VISIBLE_DEVICES=0): {ALONE}Tesla T4 (14.7 GiB)."),
-        (T4S, {"num_gpus": 1}, f"2 GPUs are visible, and num_gpus=1 is set: {ALONE}Tesla T4 (14.7 GiB)."),
-        ([*T4S, *T4S], {"num_gpus": 2}, "2 x Tesla T4 (14.7 GiB each). 2 more are not used (num_gpus=2)."),
-        (T4S, {"device": "cpu"}, f"device='cpu' is set: {ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
-        ([], {}, f"No GPU is visible: {ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
-        ([], {"num_gpus": 1}, f"No GPU is visible: {ALONE}the CPU."),
-        ([], {"num_gpus": 2}, "a script with the line would run 2 ranks on the CPU (num_gpus is set)."),
+        (T4S, {}, f"2 GPU(s) are visible, CUDA_VISIBLE_DEVICES=0: {RUNS}2 ranks on 2 x Tesla T4 (14.7 GiB)."),
+        ([*T4S, card(2, "L4", 22.0)], {}, f"{RUNS}3 ranks on 2 x Tesla T4 (14.7 GiB) and 1 x L4 (22.0 GiB)."),
+        (T4S, TWO_NODES, "would run 2 rank(s) on 2 x Tesla T4 (14.7 GiB) of this node; nnodes=2."),
+        (T4S[:1], {}, f"1 GPU(s) are visible, CUDA_VISIBLE_DEVICES=0: {ALONE}1 x Tesla T4 (14.7 GiB)."),
+        (T4S, {"num_gpus": 1}, f", num_gpus=1: {ALONE}1 x Tesla T4 (14.7 GiB)."),
+        (T4S, {"device": "cpu"}, f", device='cpu': {ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
+        ([], {}, f"{ALONE}the CPU; num_gpus=2 runs 2 CPU ranks."),
+        ([], {"num_gpus": 1}, f"{ALONE}the CPU."),
+        ([], {"num_gpus": 2}, f", num_gpus=2: {RUNS}2 ranks on the CPU."),
         (T4S, {"enable_ddp": False}, "with a copy of the model on 2 device(s)."),
         (T4S, {"num_gpus": 4}, "num_gpus=4 is set and 2 GPU(s) are visible: the line would refuse to start."),
         ([], {"device": "cuda"}, "device='cuda' is set and no such device is visible: the line would refuse to start."),
-        (
-            T4S[:1],
-            {"nnodes": "2", "rdzv_endpoint": "node1:29400", "rdzv_id": "job"},
-            "A script with the line would run 1 rank on this node, of nnodes=2.",
-        ),
     ],
 )
 def test_last_line_says_what_a_script_would_run_on(monkeypatch, rows, options, line):
@@ -710,7 +704,7 @@ def test_each_section_is_shown_when_it_is_known(monkeypatch, capsys):
         "versions\n  ok    torch  2.13\n",
         "\ndevices\n  ok    cuda:0  Tesla T4\n  ok    cuda:1  Tesla T4\n",
     ]
-    assert capsys.readouterr().out.splitlines()[-1].startswith("A script with the line would run 2 ranks on 2 x Tesla")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("would run 2 ranks on 2 x Tesla T4 (14.7 GiB).")
 
 
 def test_page_of_seams_is_up_to_date():
@@ -829,13 +823,3 @@ def test_closed_pipe_is_no_error() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 128 + signal.SIGPIPE)
-
-
-@pytest.mark.parametrize(
-    ("trl", "triton", "told"),
-    [("1.15.0", "3.7", "0 active drivers"), ("1.15.0", None, "no attribute 'apply'"), ("1.16.0", "3.7", None)],
-)
-def test_trl_that_needs_triton_without_a_gpu_is_told(monkeypatch, trl, triton, told):
-    monkeypatch.setattr(findings.versions, "installed_version", {"trl": trl, "triton": triton}.get)
-    rows = [row for row in findings.device_rows({"kind": "cpu", "devices": []}) if row.name == "triton"]
-    assert [told in row.text and "trl>=1.16" in row.hint for row in rows] == [True] * (told is not None)

@@ -94,11 +94,11 @@ def test_benchmarks_of_the_table_have_options_that_exist(is_tiny: bool) -> None:
     benches = [step for step in steps_of("cuda", is_tiny=is_tiny) if "bench" in step.command]
     for step in benches:
         arguments = make_parser(main.find_commands()).parse_args(list(step.command[2:]))
-        options = BenchOptions.from_arguments(arguments, arguments.arms.split(","))
+        options = BenchOptions.from_arguments(arguments)
         assert (options.hidden_size == 64) == is_tiny
         assert options.timeout_s < step.limit_s
         # They use as many cards as they have ranks, or share one.
-        assert step.only_cards in (options.num_ranks, 1)
+        assert step.only_cards in (options.ranks, 1)
     names = {name for step in benches for name in step.command[step.command.index("--arms") + 1].split(",")}
     assert {"line_one", "guarded_one", "ours_one", "rebalance", "ours", "torchrun"} <= names
 
@@ -206,7 +206,7 @@ def test_steps_are_compared_with_those_that_have_their_samples() -> None:
         return [{"steps": [{"wall_s": s} for s in steps], "planner": {"floor_tokens": 512.0}} for steps in walls]
 
     runs = {"one_process": [ranks([9.0, 1.0, 10.0, 4.0])], "ours": [ranks([1.0, 0.5, 4.0, 1.0], [1.0, 0.4, 5.0, 2.0])]}
-    outcome = {"options": {"num_warmup": 1}, "conditions": [], "results": [], "runs": runs}
+    outcome = {"options": {"warmup": 1}, "conditions": [], "results": [], "runs": runs}
     short = short_result(outcome)
     assert short["ratios"] == {"one_process": 1.0, "ours": 0.5}
     assert "runs" not in short
@@ -299,8 +299,9 @@ def test_call_goes_on_with_what_an_earlier_one_has_packed(
 
 def record_of_a_card() -> dict[str, Any]:
     spread = {"median": 1.5, "low": 1.0, "high": 2.0}
-    names = ("tokens_per_s", "times_baseline", "times_reference", "padding_share", "waiting_share", "cpu_s")
+    names = ("tokens_per_s", "padding_share", "waiting_share", "cpu_s")
     result = {name: spread for name in names} | {"name": "ours", "peak_bytes": 2**30, "largest_tokens": 9}
+    result["times"] = {"one_process": spread, "torchrun": spread}
     result |= {"norm_difference": 1e-6, "has_same_samples": True, "reserved_bytes": 2**31, "num_compiled": [7, 2]}
     outcome = {"conditions": ["model: small", "device: x"], "results": [result], "ratios": {"ours": 0.5}}
     outcome["planner"] = {"ours": {"overhead_tokens": 128.0, "possible_costs": [1, 2], "speeds": [1.0, 1.0]}}

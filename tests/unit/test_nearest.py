@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from packaging.version import Version
 
 from tests.matrix.record import PAGE, RESULTS, known_rows, merged, outcome_of, page
 from unsloth_multigpu.tools.doctor import nearest
-from unsloth_multigpu.tools.doctor.nearest import nearest_row, read_rows
+from unsloth_multigpu.tools.doctor.nearest import nearest_row, nearest_text, read_rows
 from unsloth_multigpu.versions import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -33,29 +34,32 @@ ROWS = [
 @pytest.mark.parametrize(
     ("installed", "name", "differs"),
     [
-        ({**COLAB, "unsloth": "2026.10.9"}, "Colab, Kaggle", {}),
+        ({**COLAB, "unsloth": "2026.10.9"}, "Colab, Kaggle", []),
         # Patches of a release are no difference, nor is a local version.
-        ({**OLD, "torch": "2.6.1+cu124", "transformers": "4.57.6"}, "oldest", {}),
-        ({**COLAB, "unsloth": "2026.10.9", "datasets": "5.2.0"}, "Colab, Kaggle", {"datasets": ("5.2.0", "4.8.5")}),
-        (COLAB, "Colab, Kaggle", {"unsloth": (None, "2026.10.9")}),
-        # As many differences to each: torch decides.
-        ({**dict.fromkeys(OLD, "9.9"), "torch": "2.7.0"}, "oldest", None),
-        ({**dict.fromkeys(OLD, "9.9"), "torch": "2.14.0"}, "newest", None),
+        ({**OLD, "torch": "2.6.1+cu124", "transformers": "4.57.6"}, "oldest", []),
+        ({**COLAB, "unsloth": "2026.10.9", "datasets": "5.2.0"}, "Colab, Kaggle", ["datasets"]),
+        (COLAB, "Colab, Kaggle", ["unsloth"]),
+        # As many differences to each: the newest.
+        (dict.fromkeys(OLD, "9.9"), "newest", ["torch", "transformers", "trl", "datasets", "python"]),
     ],
 )
 def test_row_with_the_fewest_differences_is_nearest(installed, name, differs) -> None:
-    found = nearest_row(ROWS, installed)
-    assert found.name == name
-    assert differs is None or found.differs == differs
+    row, found = nearest_row(ROWS, installed)
+    assert (row["name"], found) == (name, differs)
+
+
+def test_running_python_belongs_to_the_installed_stack() -> None:
+    assert nearest.installed_stack()["python"] == platform.python_version()
 
 
 def test_text_names_the_row_and_what_differs() -> None:
-    text = nearest_row(ROWS, {**COLAB, "datasets": "5.2.0"}).text
-    assert text == (
+    installed = {**COLAB, "datasets": "5.2.0"}
+    assert nearest_text(*nearest_row(ROWS, installed), installed) == (
         '"Colab, Kaggle" (torch 2.11.0, transformers 5.17.0, trl 1.15.0); differs in: unsloth not installed '
         "(row: 2026.10.9), datasets 5.2.0 (row: 4.8.5)"
     )
-    assert nearest_row(ROWS, NEW).text.endswith("trl 1.16.0, 2 tests failed there); no difference")
+    text = nearest_text(*nearest_row(ROWS, NEW), NEW)
+    assert text.endswith("trl 1.16.0, 2 tests failed there); no difference")
 
 
 def test_file_of_rows_belongs_to_the_package_and_to_the_page() -> None:

@@ -21,7 +21,7 @@ class Wanted:
     Args:
         world_size: Ranks of this run.
         grows_with_ranks: True where a step has as many samples more as there are ranks (global_batch="scale").
-        facts: What the training must be, see `checkpoint.save.training_facts`. None = whatever the script passes.
+        facts: What the training must be, see `checkpoint.resume.training_facts`. None = whatever the script passes.
         run_id: The run that must have written it. None = any.
     """
 

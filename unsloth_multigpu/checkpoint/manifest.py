@@ -48,7 +48,7 @@ class Manifest:
         step: Optimizer steps that are in it.
         world_size: Ranks that wrote it.
         is_resumable: False where it holds no optimizer, as with `save_only_model`.
-        facts: What the training is: name -> JSON value, see `checkpoint.save.training_facts`.
+        facts: What the training is: name -> JSON value, see `checkpoint.resume.training_facts`.
         cursor: "epoch" and how many "steps" and "samples" of it were seen, where they are counted.
         planner: What the planner had measured.
         files: Path in the folder -> its size in bytes and the CRC-32 of its content.

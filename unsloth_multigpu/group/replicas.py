@@ -15,6 +15,7 @@ from unsloth_multigpu.errors import DivergenceError
 from unsloth_multigpu.group.precision import sum_dtype
 from unsloth_multigpu.group.shards import is_sharded, part_of
 from unsloth_multigpu.wire.digest import digest_int64
+from unsloth_multigpu.words import listed
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -33,7 +34,6 @@ _HINT = (
     "optimizer has, DDP(init_sync=False), an optimizer that draws random numbers (try seed_per_rank=False), faulty "
     "memory. verify_every=1 finds the step. Cards of different kinds may round differently: there use verify_every=0."
 )
-_NUM_NAMED = 4
 _INTEGER_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements of one chunk. The CPU's cache holds a small one; an accelerator wants few launches.
 _CPU_CHUNK, _ACCELERATOR_CHUNK = 2**16, 2**21
@@ -220,9 +220,7 @@ def describe_divergence(names: Sequence[str], hashes: Sequence[Sequence[int]]) -
             tensors_of.setdefault(_who_differs(column), []).append(name)
     parts = []
     for who, tensors in tensors_of.items():
-        more = f" and {len(tensors) - _NUM_NAMED} more" if len(tensors) > _NUM_NAMED else ""
-        listed = ", ".join(tensors[:_NUM_NAMED]) + more
-        parts.append(f"{who} in {len(tensors)} of {len(names)} trainable tensors: {listed}")
+        parts.append(f"{who} in {len(tensors)} of {len(names)} trainable tensors: {listed(tensors)}")
     return "; ".join(parts)
 
 

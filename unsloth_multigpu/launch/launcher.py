@@ -25,6 +25,7 @@ from unsloth_multigpu.options import (
     MultiGPUConfig,
 )
 from unsloth_multigpu.wire.beat import read_beats
+from unsloth_multigpu.wire.child import read_tail
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.process import threads_of_each
@@ -241,9 +242,8 @@ def _tell(cause: Cause, log_dir: Path, num_ranks: int) -> None:
         return
     tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. The other ranks were stopped.\n")
     log = log_dir / f"rank_{cause.rank}.log"
-    if not cause.traceback and log.exists():
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
-        tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in tail))
+    if not cause.traceback:
+        tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in read_tail(log, 15).splitlines()))
     if num_ranks > 1:
         tell(f"unsloth_multigpu: logs of ranks that have no terminal: {log_dir}/rank_N.log\n")
 

@@ -18,6 +18,7 @@ from torch import nn
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import inner_name
+from unsloth_multigpu.words import listed
 
 _MOST_NAMED = 5
 
@@ -130,8 +131,7 @@ def _peeled(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return [f"{what}: {', '.join(names[:_MOST_NAMED])}{more}"] if names else []
+    return [f"{what}: {listed(names, _MOST_NAMED)}"] if names else []
 
 
 def _other_model(path: str | os.PathLike[str], facts: Sequence[str]) -> ConfigError:

@@ -28,6 +28,7 @@ from unsloth_multigpu.step.loss import Inexact
 from unsloth_multigpu.step.own_code import hooked
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
+from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
 
@@ -267,9 +268,8 @@ class Sharding(Part):
         trained = {id(p) for group in self._trainer.optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
         if missing:
-            more = f" and {len(missing) - _NUM_NAMED} more" if len(missing) > _NUM_NAMED else ""
             raise SetupError(
-                f"The optimizer does not train {', '.join(missing[:_NUM_NAMED])}{more}, which require a gradient: it "
+                f"The optimizer does not train {listed(missing)}, which require a gradient: it "
                 "was made of other tensors than the parts of the sharded model.",
                 hint="Let the Trainer make the optimizer, and freeze what is not to be trained.",
             )

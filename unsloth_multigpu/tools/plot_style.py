@@ -1,4 +1,4 @@
-"""How plots look, those of tools and those of the experiments. Needs matplotlib."""
+"""How plots of the experiments look. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.options import ENV_PROBE
 from unsloth_multigpu.wire.process import end_command
-from unsloth_multigpu.words import how_ended
+from unsloth_multigpu.words import how_ended, shown_lines
 
 _TERMINATE_LIMIT_S = 10.0
 _LOG_LINES = 15
@@ -62,8 +62,7 @@ class Probe:
         return outcome
 
     def _failure(self, what: str) -> dict[str, Any]:
-        lines = [line.rstrip() for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        lines = [line for line in lines if line]
+        lines = shown_lines(self._log.read_text(encoding="utf-8", errors="replace"))
         # The launcher names the rank that failed first; elsewhere the last line is the exception.
         named = [line for line in lines if re.match(r"unsloth_multigpu: rank \d", line)]
         reason = (named or lines[-1:] or ["it printed nothing"])[0]

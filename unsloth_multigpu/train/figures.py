@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.tokens import TokenCount
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Figures
+from unsloth_multigpu.wire.process import read_peak_bytes
 
 # The median of a step's seconds is that of so many last ones.
 _MOST_STEPS = 512
@@ -263,14 +262,4 @@ def _memory(device: torch.device) -> tuple[int, int]:
     import psutil
 
     held_bytes = int(psutil.Process().memory_info().rss)
-    return held_bytes, max(held_bytes, _peak_of_process())
-
-
-def _peak_of_process() -> int:
-    """psutil has no word for it on Linux."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        # Some sandboxes do not tell. This one may begin with what the process had that started this one.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return held_bytes, max(held_bytes, read_peak_bytes())

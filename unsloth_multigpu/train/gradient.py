@@ -10,6 +10,7 @@ from torch import nn
 
 from unsloth_multigpu.errors import NonFiniteGradientError
 from unsloth_multigpu.group.shards import is_sharded, norm_of_parts, part_of
+from unsloth_multigpu.words import listed
 
 # A run that leaves out more steps than this is no longer training.
 MAX_SKIPPED_IN_A_ROW = 10
@@ -76,17 +77,12 @@ def describe(
         for micro_batch, value in its
     ]
     if found:
-        return f"step {step}: gradient norm is {norm}; {_first(found, '; ')}"
+        return f"step {step}: gradient norm is {norm}; {listed(found, _MAX_NAMED, '; ')}"
     whose = "all losses were finite" if len(losses) > 1 else f"the losses of rank {next(iter(losses))} were finite"
     if parameters:
-        whose += f", not so the gradient of {_first(parameters, ', ')}"
+        whose += f", not so the gradient of {listed(parameters, _MAX_NAMED)}"
     return f"step {step}: gradient norm is {norm}; {whose}"
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
-
-
-def _first(found: Sequence[str], separator: str) -> str:
-    more = len(found) - _MAX_NAMED
-    return separator.join(found[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -19,10 +19,10 @@ from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.train.ddp import ReadableDDP, ddp_settings, exchanged_of, rebuild_ddp
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_hex
+from unsloth_multigpu.words import listed
 
 logger = get_logger(__name__)
 
-_NUM_NAMED = 4
 _NUM_LOGGED = 5
 
 
@@ -189,9 +189,7 @@ class TrainedParameters(Part):
         return int(self._trainer.state.global_step)
 
     def _names(self, ids: Set[int]) -> str:
-        names = [name for name, p in self._trainer.model.named_parameters() if id(p) in ids]
-        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-        return ", ".join(names[:_NUM_NAMED]) + more
+        return listed([name for name, p in self._trainer.model.named_parameters() if id(p) in ids])
 
 
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from unsloth_multigpu.cli.command import Command
+from unsloth_multigpu.cli.command import Command, OptionTable
 
 
 class BenchCommand(Command):
@@ -20,11 +20,10 @@ class BenchCommand(Command):
         "trained other weights."
     )
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Adds its options to its parser."""
-        from unsloth_multigpu.tools.bench.parser import add_bench_options
+    def table(self) -> OptionTable:
+        from unsloth_multigpu.tools.bench.command import bench_table
 
-        add_bench_options(parser)
+        return bench_table()
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.bench.command import run_bench

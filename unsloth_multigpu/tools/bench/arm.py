@@ -12,14 +12,14 @@ from typing import Any
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
-from unsloth_multigpu.strategy import ParameterServer
+from unsloth_multigpu.row import flag
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
 from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
 WORKER = "unsloth_multigpu.tools.bench.worker"
-REFERENCE = "one_process"
-BASELINE = "torchrun"
-UNGUARDED = "unguarded"
+# Other arms are compared with these, in columns of the table.
+REFERENCE, TORCHRUN, UNGUARDED, DDP = BASELINES = ("one_process", "torchrun", "unguarded", "ddp")
 
 
 def _python(num_ranks: int) -> list[str]:
@@ -88,17 +88,17 @@ class Arm:
         return MultiGPUConfig.resolve(self.line or {}, {})
 
 
-ONE_GPU: dict[str, Any] = {"command": _python, "is_one_gpu_script": True}
+_ONE_GPU: dict[str, Any] = {"command": _python, "is_one_gpu_script": True}
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm(REFERENCE, "Trainer, one process", has_one_process=True, **ONE_GPU),
+        Arm(REFERENCE, "Trainer, one process", has_one_process=True, **_ONE_GPU),
         Arm(
             "ours",
             "one line: enable_multi_gpu()",
             line={"balance": "auto"},
             note="DDP does not search for unused parameters, as it does by default in a Trainer without the line",
-            **ONE_GPU,
+            **_ONE_GPU,
         ),
         Arm(
             UNGUARDED,
@@ -106,10 +106,10 @@ ARMS: Mapping[str, Arm] = {
             line={"balance": "auto", "hang_timeout_s": 0.0, "on_nan": "off", "verify_every": 0},
             may_save=False,
             note="no watchdog, no look at gradient norms, no comparison of replicas, no checkpoints",
-            **ONE_GPU,
+            **_ONE_GPU,
         ),
-        Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **ONE_GPU),
-        Arm(BASELINE, "torchrun + Trainer", _torchrun),
+        Arm("ours_off", 'one line, balance="off"', line={"balance": "off"}, **_ONE_GPU),
+        Arm(TORCHRUN, "torchrun + Trainer", _torchrun),
         Arm(
             "rebalance",
             "torchrun + batch_rebalance",
@@ -130,20 +130,54 @@ ARMS: Mapping[str, Arm] = {
             'one line, one process, balance="tokens"',
             line={"balance": "tokens"},
             has_one_process=True,
-            **ONE_GPU,
+            **_ONE_GPU,
         ),
-        Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **ONE_GPU),
+        Arm("line_one", "one line, one process: what it costs there", line={}, has_one_process=True, **_ONE_GPU),
         Arm(
             "guarded_one",
             "one line, one process, guarded and fed as a rank is",
             # With one process the line changes nothing unless a guard is asked for.
             line={"on_nan": "skip", "balance": "off"},
             has_one_process=True,
-            **ONE_GPU,
+            **_ONE_GPU,
         ),
     )
 }
 DEFAULT_ARMS = tuple(name for name in ARMS if not name.endswith("_one") and name != UNGUARDED)
+
+
+def _strategy(name: str, text: str, has_one_process: bool = False, note: str = "", **options: Any) -> Arm:
+    # With samples dealt in order, each micro-batch has the same rows as without the line.
+    line = {"balance": "off", **options}
+    return Arm(name, text, line=line, has_one_process=has_one_process, note=note, **_ONE_GPU)
+
+
+_MEETINGS = "ranks meet every 8 steps and at an epoch's end"
+STRATEGIES: Mapping[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        ARMS[REFERENCE],
+        _strategy(
+            "legacy",
+            "one process, a replica per device, one after the other",
+            has_one_process=True,
+            note="what it sends are gradients to the CPU and back, and weights to the replicas",
+            enable_ddp=False,
+        ),
+        _strategy(DDP, "all-reduce during backward", sync="ddp"),
+        _strategy("allreduce_each", "all-reduce per parameter, after backward", sync=AllReduce(bucket_mb=0)),
+        _strategy("allreduce", "all-reduce in buckets, after backward", sync="allreduce"),
+        _strategy("parameter_server", "rank 0 steps, the others get its weights", sync="parameter_server"),
+        _strategy(
+            "parameter_server_async",
+            "rank 0 steps for each gradient that arrives",
+            note="each rank's gradient is an update of its own; a rank may be 2 steps ahead",
+            sync=ParameterServer(max_staleness_steps=2),
+        ),
+        _strategy("local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, sync=LocalSGD(every_steps=8)),
+        _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, sync=DiLoCo(every_steps=8)),
+    )
+}
 
 # Variables that a launcher sets for its ranks: an arm must get them from its own launcher only.
 _LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
@@ -161,60 +195,70 @@ _LAUNCHER_PREFIXES = (
 )
 
 
-def choose_arms(flag: str, text: str, known: Mapping[str, Arm]) -> list[Arm]:
-    """The arms of `known` that `text` names, with commas between them.
+def find_arm(name: str) -> Arm:
+    """The arm or strategy of this name."""
+    return ARMS[name] if name in ARMS else STRATEGIES[name]
+
+
+def choose_names(kind: str, text: str, known: Callable[[str], bool], shown: str) -> list[str]:
+    """The names in `text`, with commas between them.
+
+    Args:
+        kind: What is compared; also the name of the option.
+        known: Whether there is something of a name.
+        shown: What there is, for people.
 
     Raises:
-        ConfigError: A name that is no arm, or one given twice.
+        ConfigError: A name that is none, or one given twice.
     """
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in known:
-            raise ConfigError(f"{flag}: there is no {name!r}.", hint=f"Choose from {', '.join(known)}.")
+        if not known(name):
+            raise ConfigError(f"{flag(kind)}: there is no {name!r}.", hint=f"Choose from {shown}.")
         if names.count(name) > 1:
-            raise ConfigError(f"{flag}: {name!r} is given twice.", hint="Name each once; see --repeats.")
-    return [known[name] for name in names]
+            raise ConfigError(f"{flag(kind)}: {name!r} is given twice.", hint="Name each once; see --repeats.")
+    return names
 
 
-def part_available(arms: Sequence[Arm], options: BenchOptions) -> tuple[list[Arm], list[str]]:
+def part_available(names: Sequence[str], options: BenchOptions) -> tuple[list[str], list[str]]:
     """The arms that transformers and the cards allow, and a line for each of the others. Imports nothing."""
     spec = importlib.util.find_spec("transformers")
     folder = Path(next(iter(spec.submodule_search_locations or ())) if spec else "")
     source = (folder / "training_args.py").read_text(encoding="utf-8")
     missing = {}
-    for arm in arms:
+    for arm in map(find_arm, names):
         if arm.needs and arm.needs not in source:
             missing[arm.name] = f"transformers {installed_version('transformers')} has no {arm.needs}"
         elif options.is_card_shared and arm.has_one_process and arm.uses_all_devices:
-            missing[arm.name] = f"one process cannot use one card as {options.num_ranks}"
-    return [arm for arm in arms if arm.name not in missing], [f"{n}: skipped, {why}" for n, why in missing.items()]
+            missing[arm.name] = f"one process cannot use one card as {options.ranks}"
+    return [name for name in names if name not in missing], [f"{n}: skipped, {why}" for n, why in missing.items()]
 
 
 def num_processes(arm: Arm, options: BenchOptions) -> int:
     """How many processes of `arm` train."""
-    return 1 if arm.has_one_process else options.num_ranks
+    return 1 if arm.has_one_process else options.ranks
 
 
 def num_devices(arm: Arm, options: BenchOptions) -> int:
     """On how many devices `arm` trains."""
-    return options.num_ranks if arm.uses_all_devices else 1
+    return options.ranks if arm.uses_all_devices else 1
 
 
 def speed_of(arm: Arm, options: BenchOptions, rank: int) -> float:
     """Speed at which `rank` computes; 1 = its own. One process is never slowed: the others are compared with it."""
-    return options.slow_speed if rank == options.slow_rank and not arm.has_one_process else 1.0
+    return 1.0 if arm.has_one_process else options.speed_of(rank)
 
 
 def num_accumulated(arm: Arm, options: BenchOptions) -> int:
     """`gradient_accumulation_steps` of its script: every arm's step then has the same samples."""
-    return options.accumulation * (options.num_ranks if arm.is_one_gpu_script else 1)
+    return options.accumulation * (options.ranks if arm.is_one_gpu_script else 1)
 
 
 def arm_command(arm: Arm, options: BenchOptions) -> list[str]:
     """The command that trains; the file of settings follows it."""
     # Our launcher refuses more ranks than cards; ranks that another one started may share.
     is_shared = options.is_card_shared and arm.line is not None and not arm.has_one_process
-    return (_torchrun if is_shared else arm.command)(options.num_ranks)
+    return (_torchrun if is_shared else arm.command)(options.ranks)
 
 
 def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -242,7 +286,7 @@ def arm_environment(arm: Arm, options: BenchOptions, folder: Path, inherited: Ma
     if options.library == UNSLOTH:
         # Rows are tokens already: no processes to prepare them.
         variables |= {"UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DATASET_NUM_PROC": "0"}
-        if not options.is_padding_free:
+        if not options.padding_free:
             # Otherwise Unsloth packs rows end to end where it expects that to be faster, and always on several ranks.
             variables["UNSLOTH_DISABLE_AUTO_PADDING_FREE"] = "1"
         if options.model_folder is not None:

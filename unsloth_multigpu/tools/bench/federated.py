@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,35 +14,28 @@ from statistics import mean
 from typing import Any
 
 from unsloth_multigpu.errors import DivergenceError, SetupError
-from unsloth_multigpu.tools.bench.arm import Arm, arm_environment
-from unsloth_multigpu.tools.bench.federated_option import BASELINE, FederatedArm, FederatedOptions, parse_arms
-from unsloth_multigpu.tools.bench.result import Spread
-from unsloth_multigpu.tools.bench.table import Table, show_result, spread_text
+from unsloth_multigpu.tools.bench.arm import Arm, arm_environment, choose_names
+from unsloth_multigpu.tools.bench.command import find_device, machine_lines, variable_lines
+from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.result import Spread, ratios
+from unsloth_multigpu.tools.bench.run import Pace, one_by_one, run_rounds, run_worker, tell
+from unsloth_multigpu.tools.bench.table import Table, model_text, show_result, spread_text
 from unsloth_multigpu.tools.plain_json import json_text
 from unsloth_multigpu.wire.process import exit_on_signal, find_marked
 
-_WORKER = "unsloth_multigpu.tools.bench.federated_arm"
+# Not -m: functions of `__main__` would travel to a slot by value.
+_COMMAND = (sys.executable, "-c", "from unsloth_multigpu.tools.bench.federated_arm import main; main()")
+_ALL = "slots:2,slots:1,threads:2"
+# With which the others are compared.
+_BASELINE = "slots:1"
 # Largest difference of a trained value. On other devices sums of the same numbers vary from run to run.
 _MAX_DIFFERENCE = {("cpu", "fp32"): 1e-6}
 _MAX_DIFFERENCE_ELSEWHERE = 1e-3
-COLUMNS = (
-    "arm",
-    "s/round",
-    "clients/s",
-    f"x {BASELINE}",
-    "start-up s",
-    "processes",
-    "server PSS",
-    "slot PSS",
-    "PSS in all",
-    "loss",
-    "difference",
-)
-LEGEND = (
+_LEGEND = (
     "s/round: of the rounds after warm-up. Medians of the repeats with (smallest-largest); the ratio is taken within",
     "each repeat. start-up s: until the first round, imports of the arm's own process not counted.",
     "PSS: the machine's memory of a process, what it shares counted in part; at the moment of most in all, looked at",
-    "twice a second. threads have their models in the process of the server.",
+    "several times a second. threads have their models in the process of the server.",
     "loss: mean of the samples of the last round. difference: of the trained weights from those of the first arm, the",
     "largest.",
 )
@@ -69,65 +62,50 @@ class ArmRun:
     weights: Mapping[str, Any]
 
 
-def run_federated(arguments: argparse.Namespace) -> int:
+def run_federated(named: str, options: BenchOptions, file: str | None) -> int:
     """Runs every arm as often as asked, and prints a table.
+
+    Args:
+        named: "all", or slots:N and threads:N with commas between them.
+        file: Where all figures go.
 
     Returns:
         0, or 1 if an arm failed.
 
     Raises:
-        ConfigError: An option has a value that cannot be used.
+        ConfigError: There is no such arm.
         SetupError: This machine lacks what was asked for.
         DivergenceError: Two arms trained other weights.
     """
-    from unsloth_multigpu.tools.bench.command import check_outputs
-    from unsloth_multigpu.tools.bench.run import Pace, one_by_one, run_rounds, tell
-
-    arms = parse_arms(arguments.federated)
-    options = FederatedOptions.from_arguments(arguments)
-    check_outputs(arguments.json, None)
+    names = choose_names(
+        options.kind, _ALL if named == "all" else named, _is_known, "slots:N and threads:N, as in slots:2"
+    )
     if importlib.util.find_spec("flwr") is None:
         raise SetupError(
             "--federated needs Flower (flwr), which is not installed.",
             hint='pip install "flwr>=1.41,<2" cloudpickle, with Python 3.11 or newer',
         )
-    options = options.on_device(_device(arguments.device))
-    by_name = {arm.name: arm for arm in arms}
-    with exit_on_signal(), Pace(list(by_name), options.num_repeats) as pace:
+    options = dataclasses.replace(options, device=find_device(options.device)[0], arms=names)
+    with exit_on_signal(), Pace(names, options.repeats) as pace:
         runs, failed = run_rounds(
-            list(by_name),
-            options.num_repeats,
-            one_by_one(lambda name, folder: _run_arm(by_name[name], options, folder), pace),
+            names, options.repeats, one_by_one(lambda name, folder: _run_arm(name, options, folder), pace)
         )
-    if runs[arms[0].name]:
-        _publish(arguments.json, options, runs)
+    if runs[names[0]]:
+        _publish(file, options, runs)
         _check_equal(runs, options)
     if failed is not None:
         tell(f"error: {failed}")
     return 0 if failed is None else 1
 
 
-def _device(given: str) -> str:
-    from unsloth_multigpu.start import visible_accelerators
-
-    if given == "cpu":
-        return given
-    kind, count = visible_accelerators()
-    if kind == "cuda" and count:
-        return "cuda"
-    if given == "auto" and not count:
-        return "cpu"
-    raise SetupError(
-        "--device cuda, but this machine has no CUDA device.",
-        hint="Use --device cpu, or check the driver and the installed torch.",
-    )
+def _is_known(name: str) -> bool:
+    return re.fullmatch(r"(slots|threads):[1-9]\d*", name) is not None
 
 
-def _run_arm(arm: FederatedArm, options: FederatedOptions, folder: Path) -> ArmRun:
+def _run_arm(name: str, options: BenchOptions, folder: Path) -> ArmRun:
     from safetensors.torch import load_file
 
     from unsloth_multigpu.tools.bench.federated_arm import RECORD, WEIGHTS
-    from unsloth_multigpu.tools.bench.run import run_worker
 
     most: list[int] = []
 
@@ -137,19 +115,19 @@ def _run_arm(arm: FederatedArm, options: FederatedOptions, folder: Path) -> ArmR
         most[:] = max(most, sizes, key=sum)
 
     (record,) = run_worker(
-        arm.name,
-        [sys.executable, "-m", _WORKER],
-        {"arm": dataclasses.asdict(arm), "options": dataclasses.asdict(options)},
+        name,
+        _COMMAND,
+        {"arm": name, "options": dataclasses.asdict(options)},
         folder,
         # The arm sees all cards and chooses among them itself.
-        arm_environment(Arm(arm.name, "", lambda _: []), options.llama, folder, os.environ),
-        options.llama.timeout_s,
+        arm_environment(Arm(name, "", lambda _: []), options, folder, os.environ),
+        options.timeout_s,
         results=[RECORD],
-        hint=f"Run it alone: unsloth-multigpu bench --federated {arm.name}",
+        hint=f"Run it alone: unsloth-multigpu bench --federated {name}",
         look=look,
     )
     return ArmRun(
-        rounds_s=tuple(record["rounds_s"][options.num_warmup :]),
+        rounds_s=tuple(record["rounds_s"][options.warmup :]),
         startup_s=record["startup_s"],
         device=record["device"],
         pss_bytes=tuple(most),
@@ -179,9 +157,9 @@ def _difference(runs: Sequence[ArmRun], other: ArmRun) -> float:
     return float(torch.stack(found).max())  # Python's max() can drop NaN.
 
 
-def _check_equal(runs: Mapping[str, Sequence[ArmRun]], options: FederatedOptions) -> None:
+def _check_equal(runs: Mapping[str, Sequence[ArmRun]], options: BenchOptions) -> None:
     first, *_ = runs
-    limit = _MAX_DIFFERENCE.get((options.llama.device, options.llama.dtype), _MAX_DIFFERENCE_ELSEWHERE)
+    limit = _MAX_DIFFERENCE.get((options.device, options.dtype), _MAX_DIFFERENCE_ELSEWHERE)
     for name, repeats in runs.items():
         worst = _difference(repeats, runs[first][0])
         # True for NaN, too.
@@ -192,18 +170,17 @@ def _check_equal(runs: Mapping[str, Sequence[ArmRun]], options: FederatedOptions
             )
 
 
-def _publish(file: str | None, options: FederatedOptions, runs: Mapping[str, Sequence[ArmRun]]) -> None:
-    from unsloth_multigpu.tools.bench.command import machine_lines, variable_lines
-
+def _publish(file: str | None, options: BenchOptions, runs: Mapping[str, Sequence[ArmRun]]) -> None:
     lines = [*machine_lines(), *_conditions(options, runs), *variable_lines()]
-    rows = _figures(runs)
-    show_result(lines, [Table(COLUMNS, [_cells(name, row, options) for name, row in rows.items()], LEGEND)])
+    figures = _figures(runs)
+    cells = [_cells(name, row, options) for name, row in figures.items()]
+    show_result(lines, [Table(list(cells[0]), [list(row.values()) for row in cells], _LEGEND)])
     if file:
         kept = [f.name for f in dataclasses.fields(ArmRun) if f.name != "weights"]
         outcome = {
             "options": dataclasses.asdict(options),
             "conditions": lines,
-            "results": {n: {k: _plain(v) for k, v in row.items()} for n, row in rows.items()},
+            "results": {n: {k: _plain(v) for k, v in row.items()} for n, row in figures.items()},
             "runs": {n: [{k: getattr(run, k) for k in kept} for run in repeats] for n, repeats in runs.items()},
         }
         Path(file).write_text(json_text(outcome), encoding="utf-8")
@@ -211,14 +188,14 @@ def _publish(file: str | None, options: FederatedOptions, runs: Mapping[str, Seq
 
 def _figures(runs: Mapping[str, Sequence[ArmRun]]) -> dict[str, dict[str, Any]]:
     first = next(iter(runs.values()))[0]
-    base = [mean(run.rounds_s) for run in runs.get(BASELINE, ())]
+    base = [mean(run.rounds_s) for run in runs.get(_BASELINE, ())]
     figures: dict[str, dict[str, Any]] = {}
     for name, repeats in runs.items():
         rounds_s = [mean(run.rounds_s) for run in repeats]
         others = [run.pss_bytes[1:] for run in repeats]
         figures[name] = {
             "round_s": Spread.of(rounds_s),
-            "times_baseline": Spread.of([b / r for b, r in zip(base, rounds_s, strict=True)]) if base else None,
+            "times_baseline": ratios(base, rounds_s) if base else None,
             "startup_s": Spread.of([run.startup_s for run in repeats]),
             "num_processes": max(len(run.pss_bytes) for run in repeats),
             "server_bytes": max((run.pss_bytes[0] for run in repeats if run.pss_bytes), default=0),
@@ -230,34 +207,38 @@ def _figures(runs: Mapping[str, Sequence[ArmRun]]) -> dict[str, dict[str, Any]]:
     return figures
 
 
-def _cells(name: str, row: Mapping[str, Any], options: FederatedOptions) -> list[str]:
+def _cells(name: str, row: Mapping[str, Any], options: BenchOptions) -> dict[str, str]:
+    """Column -> text."""
     round_s: Spread = row["round_s"]
-    per_s = Spread(*(options.num_clients / s for s in (round_s.median, round_s.high, round_s.low)))
-    return [
-        name,
-        spread_text(round_s, "{:.2f}".format),
-        spread_text(per_s, "{:.2f}".format),
-        spread_text(row["times_baseline"], "{:.2f}".format),
-        spread_text(row["startup_s"], "{:.1f}".format),
-        str(row["num_processes"]),
-        *("-" if row[key] is None else f"{row[key] / 2**20:,.0f} MiB" for key in ("server_bytes", "slot_bytes")),
-        f"{row['total_bytes'] / 2**20:,.0f} MiB",
-        f"{row['loss']:.4f}",
-        f"{row['difference']:.1e}",
-    ]
+    per_s = Spread(*(options.clients / s for s in (round_s.median, round_s.high, round_s.low)))
+
+    def memory(key: str) -> str:
+        return "-" if row[key] is None else f"{row[key] / 2**20:,.0f} MiB"
+
+    return {
+        "arm": name,
+        "s/round": spread_text(round_s, "{:.2f}".format),
+        "clients/s": spread_text(per_s, "{:.2f}".format),
+        f"x {_BASELINE}": spread_text(row["times_baseline"], "{:.2f}".format),
+        "start-up s": spread_text(row["startup_s"], "{:.1f}".format),
+        "processes": str(row["num_processes"]),
+        "server PSS": memory("server_bytes"),
+        "slot PSS": memory("slot_bytes"),
+        "PSS in all": memory("total_bytes"),
+        "loss": f"{row['loss']:.4f}",
+        "difference": f"{row['difference']:.1e}",
+    }
 
 
-def _conditions(options: FederatedOptions, runs: Mapping[str, Sequence[ArmRun]]) -> list[str]:
-    llama = options.llama
+def _conditions(options: BenchOptions, runs: Mapping[str, Sequence[ArmRun]]) -> list[str]:
     devices = sorted({run.device for repeats in runs.values() for run in repeats})
     return [
         f"device: {', '.join(devices)}",
-        f"model: Llama, hidden {llama.hidden_size}, {llama.num_layers} layers, vocabulary {llama.vocab_size:,}, "
-        f"random weights, {llama.dtype}, {llama.train} training, SGD",
-        f"clients: {options.num_clients}, each {llama.num_steps} steps of {llama.batch_size} samples in a round, "
-        f"{llama.lengths}",
-        f"rounds: {options.num_rounds} timed after {options.num_warmup} of warm-up; {options.num_repeats} repeat(s), "
-        f"seed {llama.seed}",
+        f"{model_text(options)}, SGD",
+        f"clients: {options.clients}, each {options.steps} steps of {options.batch_size} samples in a round, "
+        f"{options.lengths}",
+        f"rounds: {options.rounds} timed after {options.warmup} of warm-up; {options.repeats} repeat(s), "
+        f"seed {options.seed}",
         "threads: 1 in every slot, and for every client of threads:N (OMP_NUM_THREADS=1)",
     ]
 

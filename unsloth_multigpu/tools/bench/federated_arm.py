@@ -1,4 +1,4 @@
-"""One arm of a benchmark of federated clients: the process that is measured."""
+"""One arm of a benchmark of federated clients: the process that is measured, and what a client trains."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from unsloth_multigpu.tools.bench.federated_model import build_model, train_client
-from unsloth_multigpu.tools.bench.federated_option import FederatedArm, FederatedOptions
+from unsloth_multigpu.tools.bench.data import make_rows
+from unsloth_multigpu.tools.bench.option import BenchOptions
+from unsloth_multigpu.tools.bench.worker import collate, make_model
 
 if TYPE_CHECKING:
     import torch
 
+    from unsloth_multigpu.federated.client import FederatedClient
+
+# SGD, because with Adam a rounding error in a small gradient can flip the sign of a step, and arms would differ.
+_LEARNING_RATE = 0.05
+_rows = functools.lru_cache(maxsize=1)(make_rows)
 WEIGHTS = "weights.safetensors"
 RECORD = "record.json"
 
@@ -40,47 +46,48 @@ class ArmRecord:
     losses: tuple[float, ...]
 
 
-def main(settings_file: str) -> None:
+def main() -> None:
     """Trains as the file of settings says, and leaves a record and the trained weights next to it."""
     from safetensors.torch import save_file
 
-    settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
-    arm, options = FederatedArm(**settings["arm"]), FederatedOptions.from_json(settings["options"])
-    folder = Path(settings_file).parent
-    record, weights = (_train_in_slots if arm.kind == "slots" else _train_in_threads)(arm, options)
-    save_file(weights, folder / WEIGHTS)
-    (folder / RECORD).write_text(json.dumps(asdict(record)), encoding="utf-8")
+    file = Path(sys.argv[1])
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    kind, _, num_at_once = settings["arm"].partition(":")
+    options = BenchOptions(**{**settings["options"], "arms": tuple(settings["options"]["arms"])})
+    record, weights = (_train_in_slots if kind == "slots" else _train_in_threads)(int(num_at_once), options)
+    save_file(weights, file.with_name(WEIGHTS))
+    file.with_name(RECORD).write_text(json.dumps(asdict(record)), encoding="utf-8")
 
 
-def _train_in_slots(arm: FederatedArm, options: FederatedOptions) -> tuple[ArmRecord, dict[str, torch.Tensor]]:
+def _train_in_slots(num_at_once: int, options: BenchOptions) -> tuple[ArmRecord, dict[str, torch.Tensor]]:
     from unsloth_multigpu.federated.server import create_multigpu_flower_server
 
-    num_devices = min(arm.num_at_once, _num_devices(options) or arm.num_at_once)
+    num_devices = min(num_at_once, _num_devices(options) or num_at_once)
     server = create_multigpu_flower_server(
         "bench",
         functools.partial(build_model, options),
         train_fn=functools.partial(train_client, options),
         num_gpus=num_devices,
-        clients_per_gpu=-(-arm.num_at_once // num_devices),
-        max_workers=arm.num_at_once,
-        seed=options.llama.seed,
+        clients_per_gpu=-(-num_at_once // num_devices),
+        max_workers=num_at_once,
+        seed=options.seed,
     )
     with server:
-        report = server.fit(options.num_clients, options.num_warmup + options.num_rounds).report
+        report = server.fit(options.clients, options.warmup + options.rounds).report
         rounds_s, losses = zip(*((r.seconds, r.train_metrics["loss"]) for r in report.rounds), strict=True)
         return ArmRecord(rounds_s, report.startup_s, _device_name(options), losses), server.state_dict()
 
 
-def _train_in_threads(arm: FederatedArm, options: FederatedOptions) -> tuple[ArmRecord, dict[str, torch.Tensor]]:
+def _train_in_threads(num_at_once: int, options: BenchOptions) -> tuple[ArmRecord, dict[str, torch.Tensor]]:
     import torch
 
     begin_s = time.perf_counter()
-    clients = _Clients(options, arm.num_at_once)
+    clients = _Clients(options, num_at_once)
     marks_s, losses, weights = [time.perf_counter()], [], clients.first_weights
-    with ThreadPoolExecutor(arm.num_at_once) as pool:
-        for server_round in range(1, options.num_warmup + options.num_rounds + 1):
+    with ThreadPoolExecutor(num_at_once) as pool:
+        for server_round in range(1, options.warmup + options.rounds + 1):
             train = functools.partial(clients.train, weights, server_round)
-            results = list(pool.map(train, range(options.num_clients)))
+            results = list(pool.map(train, range(options.clients)))
             total = sum(num_examples for num_examples, _, _ in results)
             shares = [num_examples / total for num_examples, _, _ in results]
             losses.append(sum(share * loss for share, (_, loss, _) in zip(shares, results, strict=True)))
@@ -97,7 +104,7 @@ def _train_in_threads(arm: FederatedArm, options: FederatedOptions) -> tuple[Arm
 class _Clients:
     """Threads share one process, so that there is a model for each client that trains at the same time."""
 
-    def __init__(self, options: FederatedOptions, num_at_once: int) -> None:
+    def __init__(self, options: BenchOptions, num_at_once: int) -> None:
         import torch
 
         self._options = options
@@ -125,25 +132,44 @@ class _Clients:
             for name, value in trained.items():
                 value.copy_(weights[name])
         device = next(model.parameters()).device
-        client = FederatedClient(client_id, self._options.num_clients, server_round, device)
+        client = FederatedClient(client_id, self._options.clients, server_round, device)
         num_examples, metrics = train_client(self._options, model, client)
         values = {name: v.detach().cpu().clone() for name, v in trained.items()}
         self._free_models.put(model)
         return num_examples, metrics["loss"], values
 
 
-def _num_devices(options: FederatedOptions) -> int:
+def build_model(options: BenchOptions) -> Any:
+    """A client's model."""
+    return make_model(options, max(map(len, _rows(options))))
+
+
+def train_client(options: BenchOptions, model: Any, client: FederatedClient) -> tuple[int, dict[str, float]]:
+    """One client's part of a round: some steps of SGD over its own rows. Draws no random numbers."""
+    import torch
+
+    rows = [{"input_ids": row} for row in _rows(options)[client.client_id :: client.num_clients]]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], _LEARNING_RATE)
+    losses = []
+    for begin in range(0, len(rows), options.batch_size):
+        batch = collate(rows[begin : begin + options.batch_size], num_given=0)
+        with torch.autocast(client.device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
+            loss = model(**{name: value.to(client.device) for name, value in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return len(rows), {"loss": float(torch.stack(losses).mean())}
+
+
+def _num_devices(options: BenchOptions) -> int:
     """Cards that may be used; 0 on the CPU."""
     import torch
 
-    return torch.cuda.device_count() if options.llama.device == "cuda" else 0
+    return torch.cuda.device_count() if options.device == "cuda" else 0
 
 
-def _device_name(options: FederatedOptions) -> str:
+def _device_name(options: BenchOptions) -> str:
     import torch
 
-    return torch.cuda.get_device_name() if options.llama.device == "cuda" else "cpu"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return torch.cuda.get_device_name() if options.device == "cuda" else "cpu"

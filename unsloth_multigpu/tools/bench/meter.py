@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS
+from unsloth_multigpu.wire.process import read_peak_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -22,39 +22,19 @@ if TYPE_CHECKING:
 _Mark = tuple[float, float, int]
 
 
-class Clock(Protocol):
-    """Measures one span at a time; `spans_s` are all of them, in seconds."""
+class Clock:
+    """Measures one span at a time: on the CPU by its clock, on a GPU by events of the current stream.
 
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def spans_s(self) -> list[float]: ...
+    Args:
+        is_cuda: Work on a GPU is measured.
+        speed: Below 1 it sleeps until a span took as long as at that speed. A stream is idle meanwhile, which delays
+            all later work.
+    """
 
-
-class WallClock:
-    """Spans of work on the CPU. At a `speed` below 1 it sleeps until a span took as long as at that speed."""
-
-    def __init__(self, speed: float) -> None:
+    def __init__(self, *, is_cuda: bool, speed: float) -> None:
+        self._is_cuda = is_cuda
         self._speed = speed
-        self._spans_s: list[float] = []
-
-    def begin(self) -> None:
-        self._begin_s = time.perf_counter()
-
-    def end(self) -> None:
-        if self._speed < 1:
-            time.sleep((time.perf_counter() - self._begin_s) * (1 / self._speed - 1))
-        self._spans_s.append(time.perf_counter() - self._begin_s)
-
-    def spans_s(self) -> list[float]:
-        return self._spans_s
-
-
-class CudaClock:
-    """Spans of work on the current CUDA stream, by events."""
-
-    def __init__(self, speed: float) -> None:
-        self._speed = speed
-        self._events: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
         self._begin = self._mark()
@@ -62,19 +42,26 @@ class CudaClock:
     def end(self) -> None:
         end = self._mark()
         if self._speed < 1:
-            # The CUDA stream is idle while this thread sleeps, which delays all later work.
-            end.synchronize()
-            time.sleep(self._begin.elapsed_time(end) / 1e3 * (1 / self._speed - 1))
+            if self._is_cuda:
+                end.synchronize()
+            time.sleep(self._seconds(self._begin, end) * (1 / self._speed - 1))
             end = self._mark()
-        self._events.append((self._begin, end))
+        self._spans.append((self._begin, end))
 
     def spans_s(self) -> list[float]:
-        import torch
+        """All spans, in seconds."""
+        if self._is_cuda:
+            import torch
 
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+            torch.cuda.synchronize()
+        return [self._seconds(begin, end) for begin, end in self._spans]
+
+    def _seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end) / 1e3 if self._is_cuda else end - begin)
 
     def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
         import torch
 
         event = torch.cuda.Event(enable_timing=True)
@@ -95,7 +82,7 @@ class Meter:
     def __init__(self, model: torch.nn.Module, *, vocab_size: int, is_cuda: bool, speed: float) -> None:
         self._vocab_size = vocab_size
         self._is_cuda = is_cuda
-        self._clock: Clock = CudaClock(speed) if is_cuda else WallClock(speed)
+        self._clock = Clock(is_cuda=is_cuda, speed=speed)
         # Of each micro-batch: the rows' numbers as tokens, their tokens without padding, the length of the longest.
         # Where rows lie end to end: all tokens, their places in their rows, -1 in a filler, and how many they are.
         self._micro_batches: list[tuple[torch.Tensor, torch.Tensor, int]] = []
@@ -212,6 +199,4 @@ def peak_bytes(is_cuda: bool) -> int:
         import torch
 
         return sum(int(torch.cuda.max_memory_allocated(i)) for i in range(torch.cuda.device_count()))
-    # Not getrusage, whose maximum is inherited from the parent process.
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
+    return read_peak_bytes()

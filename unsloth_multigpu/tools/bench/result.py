@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from unsloth_multigpu.tools.bench.arm import BASELINE, REFERENCE, UNGUARDED
+from unsloth_multigpu.tools.bench.arm import BASELINES, REFERENCE, STRATEGIES
+from unsloth_multigpu.tools.bench.option import BenchOptions
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,8 @@ class MeasuredStep:
     wall_s: float
     cpu_s: float
     compute_s: float
-    micro_batches: tuple[tuple[int, int, int], ...]
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """Mean loss of the epoch's steps, and loss and share of right guesses per token of the test's rows after it."""
-
-    train_loss: float
-    test_loss: float
-    accuracy: float
+    micro_batches: Sequence[Sequence[int]]
+    samples: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,8 @@ class RankRecord:
         gradient_norms: One of each step; none where each rank has gradients of its own.
         peak_bytes: The most memory that it held.
         num_threads: What torch computes with.
-        epochs: Where the model was tested.
+        epochs: Where the model was tested: `train_loss`, the mean of the epoch's steps, and `test_loss` and `accuracy`,
+            the loss and the share of right guesses per token after it.
         sent_bytes: For gradients and weights, in the whole training; None = not known.
         reserved_bytes: The most that torch took from the driver; None where there is none.
         planner: What our planner had measured at the end: costs of a micro-batch in tokens, speeds of the ranks.
@@ -57,41 +50,23 @@ class RankRecord:
     """
 
     rank: int
-    steps: tuple[MeasuredStep, ...]
-    gradient_norms: tuple[float, ...]
+    steps: Sequence[MeasuredStep]
+    gradient_norms: Sequence[float]
     peak_bytes: int
     device: str
     num_threads: int
-    epochs: tuple[EpochRecord, ...] = ()
+    epochs: Sequence[Mapping[str, float]] = ()
     sent_bytes: int | None = None
     reserved_bytes: int | None = None
     planner: Mapping[str, Any] = field(default_factory=dict)
     trainer: str = ""
-    num_compiled: tuple[int, ...] = ()
+    num_compiled: Sequence[int] = ()
     is_expandable: bool | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankRecord:
         """Reads what the worker left."""
-        steps = tuple(
-            MeasuredStep(
-                step["wall_s"],
-                step["cpu_s"],
-                step["compute_s"],
-                tuple((rows, longest, tokens) for rows, longest, tokens in step["micro_batches"]),
-                tuple(step["samples"]),
-            )
-            for step in values["steps"]
-        )
-        read = {"steps", "epochs", "gradient_norms", "num_compiled"}
-        others = {f.name: values[f.name] for f in fields(cls) if f.name not in read}
-        others["num_compiled"] = tuple(values["num_compiled"])
-        epochs = tuple(EpochRecord(**epoch) for epoch in values["epochs"])
-        return cls(steps=steps, gradient_norms=tuple(values["gradient_norms"]), epochs=epochs, **others)
-
-    def sizes(self, first_step: int = 0) -> list[tuple[int, int, int]]:
-        """Rows, longest row and tokens of every micro-batch from a step on."""
-        return [size for step in self.steps[first_step:] for size in step.micro_batches]
+        return cls(**{**values, "steps": [MeasuredStep(**step) for step in values["steps"]]})
 
 
 @dataclass(frozen=True)
@@ -103,18 +78,12 @@ class RunMeasure:
         padding_share: Part of the computed tokens that is padding.
         waiting_share: Part of the ranks' time between the slowest one's end and their own; see `waiting_share`.
         cpu_s: CPU time of the slowest rank of each step, summed: what the run takes on a quiet machine.
-        peak_bytes: Most memory of one rank.
-        largest_tokens: Rows x longest row of the largest micro-batch.
-        step_s: Each step's time.
     """
 
     tokens_per_s: float
     padding_share: float
     waiting_share: float
     cpu_s: float
-    peak_bytes: int
-    largest_tokens: int
-    step_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -133,25 +102,43 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class ArmResult:
-    """An arm over all rounds; None where the arm to compare with was not run.
+class Learned:
+    """What a strategy's model has learned, over all rounds.
 
     Args:
-        times_baseline, times_reference: Its tokens per second divided by those of torchrun, and of one process, in
-            the same round.
-        norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None also
-            where the samples are others, since the gradients are then, too, and where each rank has its own.
-        has_same_samples: Every step has the samples that it has in one process, over all ranks.
-        times_unguarded: Its tokens per second divided by those of the line that guards nothing, in the same round.
+        epoch_s: Seconds of an epoch without its test, means of a round's epochs.
+        epochs: Of each epoch: `train_loss`, `test_loss` and `accuracy`; see `RankRecord`.
+        sent_bytes_per_step: Of the rank that sends most; None = not known.
+        num_updates: Optimizer steps, one after the other, that the weights have seen at the end.
+    """
+
+    epoch_s: Spread
+    epochs: Sequence[Mapping[str, Spread]]
+    sent_bytes_per_step: float | None
+    num_updates: int
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """An arm over all rounds.
+
+    Args:
+        times: Name of another arm, one of `BASELINES` -> tokens per second divided by its in the same round.
+        peak_bytes: The most memory of one rank.
+        largest_tokens: Rows x longest row of the largest micro-batch.
+        norm_difference: Largest relative difference of a step's gradient norm from the one-process run; None where that
+            was not run, where the samples are others, since the gradients are then, too, and where each rank has its
+            own.
+        has_same_samples: Every step has the samples that it has in one process, over all ranks; None = not known.
         reserved_bytes: See `RankRecord`, of the rank with most.
         num_compiled: Functions that torch compiled in the warm-up and in the timed steps, of the rank with most.
         is_expandable: See `RankRecord`; True if it holds on all ranks.
+        learned: None where the model learns nothing.
     """
 
     name: str
     tokens_per_s: Spread
-    times_baseline: Spread | None
-    times_reference: Spread | None
+    times: Mapping[str, Spread]
     padding_share: Spread
     waiting_share: Spread
     cpu_s: Spread
@@ -159,37 +146,52 @@ class ArmResult:
     largest_tokens: int
     norm_difference: float | None
     has_same_samples: bool | None
-    times_unguarded: Spread | None = None
     reserved_bytes: int | None = None
-    num_compiled: tuple[int, int] = (0, 0)
+    num_compiled: Sequence[int] = (0, 0)
     is_expandable: bool | None = None
+    learned: Learned | None = None
 
 
 # runs[arm][round] = records of its ranks
 Runs = Mapping[str, Sequence[Sequence[RankRecord]]]
 
 
-def measure_run(ranks: Sequence[RankRecord], num_warmup: int, *, meets: bool = False) -> RunMeasure:
-    """Figures of one run, without its first `num_warmup` steps.
+def summarize(runs: Runs, options: BenchOptions) -> list[ArmResult]:
+    """One result per arm, in the order of `runs`."""
+    measures = {name: [measure_run(ranks, options) for ranks in rounds] for name, rounds in runs.items()}
+    speeds = {name: [measure.tokens_per_s for measure in rounds] for name, rounds in measures.items()}
+    return [
+        ArmResult(
+            name=name,
+            tokens_per_s=Spread.of(speeds[name]),
+            times={other: ratios(speeds[name], speeds[other]) for other in BASELINES if other in speeds},
+            padding_share=Spread.of(measure.padding_share for measure in rounds),
+            waiting_share=Spread.of(measure.waiting_share for measure in rounds),
+            cpu_s=Spread.of(measure.cpu_s for measure in rounds),
+            **_compared(runs[name], runs.get(REFERENCE), options),
+            **_of_all_ranks([r for ranks in runs[name] for r in ranks], options.warmup),
+            learned=_learned(name, runs[name]) if options.is_learning else None,
+        )
+        for name, rounds in measures.items()
+    ]
 
-    Args:
-        meets: Ranks waited for each other behind each step, as those of an arm do where arms take turns. Else who is
-            late in one step may be early in the next.
-    """
-    timed = [rank.steps[num_warmup:] for rank in ranks]
+
+def measure_run(ranks: Sequence[RankRecord], options: BenchOptions) -> RunMeasure:
+    """Figures of one run, without its warm-up."""
+    timed = [rank.steps[options.warmup :] for rank in ranks]
     steps = list(zip(*timed, strict=True))
-    sizes = [size for rank in ranks for size in rank.sizes(num_warmup)]
+    sizes = [size for rank in timed for step in rank for size in step.micro_batches]
     num_tokens = sum(tokens for _, _, tokens in sizes)
-    step_s = tuple(max(rank.wall_s for rank in step) for step in steps)
-    wall_s = sum(step_s) if meets else max(sum(step.wall_s for step in rank) for rank in timed)
+    if options.interleave == "steps":
+        # Ranks waited for each other behind each step. Else who is late in one step may be early in the next.
+        wall_s = sum(max(rank.wall_s for rank in step) for step in steps)
+    else:
+        wall_s = max(sum(step.wall_s for step in rank) for rank in timed)
     return RunMeasure(
         tokens_per_s=num_tokens / wall_s,
         padding_share=1 - num_tokens / sum(rows * longest for rows, longest, _ in sizes),
         waiting_share=waiting_share([[rank.compute_s for rank in step] for step in steps]),
         cpu_s=sum(max(rank.cpu_s for rank in step) for step in steps),
-        peak_bytes=max(rank.peak_bytes for rank in ranks),
-        largest_tokens=max(rows * longest for rank in ranks for rows, longest, _ in rank.sizes()),
-        step_s=step_s,
     )
 
 
@@ -203,9 +205,32 @@ def waiting_share(compute_s: Sequence[Sequence[float]]) -> float:
     return sum(max(ranks) - sum(ranks) / len(ranks) for ranks in compute_s) / slowest
 
 
-def ratios(mine: Sequence[float], other: Sequence[float] | None) -> Spread | None:
+def ratios(mine: Sequence[float], other: Sequence[float]) -> Spread:
     """Spread of the ratios within each round: what slows a whole round down cancels out."""
-    return None if other is None else Spread.of(m / o for m, o in zip(mine, other, strict=True))
+    return Spread.of(m / o for m, o in zip(mine, other, strict=True))
+
+
+def _compared(
+    rounds: Sequence[Sequence[RankRecord]], reference: Sequence[Sequence[RankRecord]] | None, options: BenchOptions
+) -> dict[str, Any]:
+    """Samples and gradients against those of one process."""
+    if reference is None:
+        return {"has_same_samples": None, "norm_difference": None}
+    pairs = list(zip(rounds, reference, strict=True))
+    is_same = all(samples_of_steps(mine) == samples_of_steps(other) for mine, other in pairs)
+    # Training is chaotic: what rounding changes grows from step to step.
+    compared = slice(options.steps if options.is_learning else None)
+    norms = [
+        norm_difference(mine[0].gradient_norms[compared], other[0].gradient_norms[compared])
+        for mine, other in pairs
+        if mine[0].gradient_norms
+    ]
+    return {"has_same_samples": is_same, "norm_difference": max(norms) if is_same and norms else None}
+
+
+def samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
+    """The sample numbers of each step over all ranks, sorted: how often each was computed."""
+    return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
 
 
 def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
@@ -214,59 +239,29 @@ def norm_difference(mine: Sequence[float], other: Sequence[float]) -> float:
     return max(d if math.isfinite(d) else math.inf for d in differences)
 
 
-def samples_of_steps(ranks: Sequence[RankRecord]) -> list[list[int]]:
-    """The sample numbers of each step over all ranks, sorted: how often each was computed."""
-    return [sorted(s for rank in step for s in rank.samples) for step in zip(*(r.steps for r in ranks), strict=True)]
-
-
-def summarize(runs: Runs, num_warmup: int, num_compared: int | None = None, *, meets: bool = False) -> list[ArmResult]:
-    """One result per arm, in the order of `runs`.
-
-    Args:
-        num_compared: The gradient norms of this many steps are compared. None = of all steps.
-        meets: See `measure_run`.
-    """
-    measures = {
-        name: [measure_run(ranks, num_warmup, meets=meets) for ranks in rounds] for name, rounds in runs.items()
-    }
-    speeds = {name: [measure.tokens_per_s for measure in rounds] for name, rounds in measures.items()}
-    reference = runs.get(REFERENCE)
-    results = []
-    for name, rounds in measures.items():
-        pairs = list(zip(runs[name], reference, strict=True)) if reference is not None else []
-        is_same = all(samples_of_steps(m) == samples_of_steps(r) for m, r in pairs) if pairs else None
-        norms = [
-            norm_difference(m[0].gradient_norms[:num_compared], r[0].gradient_norms[:num_compared])
-            for m, r in pairs
-            if m[0].gradient_norms
-        ]
-        results.append(
-            ArmResult(
-                name=name,
-                tokens_per_s=Spread.of(speeds[name]),
-                times_baseline=ratios(speeds[name], speeds.get(BASELINE)),
-                times_reference=ratios(speeds[name], speeds.get(REFERENCE)),
-                padding_share=Spread.of(m.padding_share for m in rounds),
-                waiting_share=Spread.of(m.waiting_share for m in rounds),
-                cpu_s=Spread.of(m.cpu_s for m in rounds),
-                peak_bytes=max(m.peak_bytes for m in rounds),
-                largest_tokens=max(m.largest_tokens for m in rounds),
-                norm_difference=max(norms) if is_same and norms else None,
-                has_same_samples=is_same,
-                times_unguarded=ratios(speeds[name], speeds.get(UNGUARDED)),
-                **_of_memory_and_compilation([r for ranks in runs[name] for r in ranks], num_warmup),
-            )
-        )
-    return results
-
-
-def _of_memory_and_compilation(ranks: Sequence[RankRecord], num_warmup: int) -> dict[str, Any]:
-    """Fields of `ArmResult` from the records of all rounds."""
+def _of_all_ranks(ranks: Sequence[RankRecord], num_warmup: int) -> dict[str, Any]:
+    """Memory, and what torch compiled, from the records of all rounds."""
     counts = [(0, *rank.num_compiled) for rank in ranks if rank.num_compiled]
     warm = [(count[min(num_warmup, len(count) - 1)], count[-1]) for count in counts]
     expandable = [rank.is_expandable for rank in ranks if rank.is_expandable is not None]
+    sizes = [size for rank in ranks for step in rank.steps for size in step.micro_batches]
     return {
+        "peak_bytes": max(rank.peak_bytes for rank in ranks),
+        "largest_tokens": max(rows * longest for rows, longest, _ in sizes),
         "reserved_bytes": max((r.reserved_bytes for r in ranks if r.reserved_bytes is not None), default=None),
         "num_compiled": max(((first, last - first) for first, last in warm), key=sum, default=(0, 0)),
         "is_expandable": all(expandable) if expandable else None,
     }
+
+
+def _learned(name: str, rounds: Sequence[Sequence[RankRecord]]) -> Learned:
+    sent = [rank.sent_bytes / len(rank.steps) for ranks in rounds for rank in ranks if rank.sent_bytes is not None]
+    tests = zip(*(ranks[0].epochs for ranks in rounds), strict=True)
+    return Learned(
+        epoch_s=Spread.of(
+            max(sum(step.wall_s for step in rank.steps) for rank in ranks) / len(ranks[0].epochs) for ranks in rounds
+        ),
+        epochs=[{what: Spread.of(test[what] for test in epoch) for what in epoch[0]} for epoch in tests],
+        sent_bytes_per_step=max(sent) if len(sent) == sum(map(len, rounds)) else None,
+        num_updates=len(rounds[0][0].steps) * (len(rounds[0]) if STRATEGIES[name].is_asynchronous else 1),
+    )

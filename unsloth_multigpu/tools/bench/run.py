@@ -8,20 +8,22 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unsloth_multigpu.cli.screen import Progress, about
+from unsloth_multigpu.cli.screen import Progress, about, left_s
 from unsloth_multigpu.errors import LaunchError
+from unsloth_multigpu.row import flag
 from unsloth_multigpu.tools.bench.arm import Arm, arm_command, arm_environment, num_processes
 from unsloth_multigpu.tools.bench.option import BenchOptions
 from unsloth_multigpu.tools.bench.result import RankRecord
+from unsloth_multigpu.tools.tail import last_lines
 from unsloth_multigpu.wire.process import run_to_end
 from unsloth_multigpu.words import how_ended
 
-_LOG_LINES = 30
 # torchrun waits up to 30 s for ranks that it has told to end.
 _TERMINATE_LIMIT_S = 35.0
 Result = TypeVar("Result")
@@ -88,48 +90,37 @@ class Pace:
 
     def __init__(self, names: Sequence[str], num_rounds: int) -> None:
         self._progress = Progress("bench")
+        self._names = names
         self._num_rounds = num_rounds
-        self._took_s: dict[str, list[float]] = {name: [] for name in names}
+        self._total = len(names) * num_rounds
+        self._took_s: list[float] = []
 
     def __enter__(self) -> Pace:
         each = ", one after the other" if self._total > 1 else ""
         tells = "; the first tells how long they take" if self._total > 1 else ""
         self._progress.say(
-            f"{self._total} runs{each}: {', '.join(self._took_s)} in each of {self._num_rounds} round(s){tells}"
+            f"{self._total} runs{each}: {', '.join(self._names)} in each of {self._num_rounds} round(s){tells}"
         )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._progress.clear()
 
-    @property
-    def _total(self) -> int:
-        return len(self._took_s) * self._num_rounds
-
-    def left_s(self) -> float | None:
-        """Expected seconds of the runs that are left: as earlier ones of the same arm, or as the mean of all."""
-        done = [s for took in self._took_s.values() for s in took]
-        if not done:
-            return None
-        usual = sum(done) / len(done)
-        means = {name: sum(took) / len(took) if took else usual for name, took in self._took_s.items()}
-        return sum(means[name] * (self._num_rounds - len(took)) for name, took in self._took_s.items())
-
     @contextlib.contextmanager
     def told(self, label: str, name: str) -> Iterator[None]:
         """Says how long a run took, if it did not fail."""
-        number = 1 + sum(map(len, self._took_s.values()))
+        number = 1 + len(self._took_s)
         self._progress.show(f"{label}, {name} ({number} of {self._total}{self._left()})", number - 1, self._total)
         begin_s = time.monotonic()
         yield
-        took_s = time.monotonic() - begin_s
-        self._took_s[name].append(took_s)
-        left = self._left() if number < self._total else ""
-        self._progress.say(f"{number} of {self._total}, {label}  {name:<22} {took_s:6.1f} s with start-up{left}")
+        self._took_s.append(time.monotonic() - begin_s)
+        took = f"{self._took_s[-1]:6.1f} s with start-up{self._left()}"
+        self._progress.say(f"{number} of {self._total}, {label}  {name:<22} {took}")
 
     def _left(self) -> str:
-        left_s = self.left_s()
-        return "" if left_s is None else f", {about(left_s)} left"
+        if len(self._took_s) in (0, self._total):
+            return ""
+        return f", {about(left_s([1.0] * self._total, self._took_s))} left"
 
 
 def tell(line: str) -> None:
@@ -148,13 +139,12 @@ def run_arm(
 
     Args:
         folder: An empty folder, where it works.
-        turns: The folder of a `turn.Conductor`, where it takes turns with others.
+        turns: The folder of `turn.run_together`, where it takes turns with others.
         check: Called several times a second. It raises where the arm is to be ended.
 
     Raises:
         LaunchError: See `run_worker`.
     """
-    flag = "--arms" if options.num_epochs is None else "--strategies"
     records = run_worker(
         f"{arm.name} ({arm.text})",
         arm_command(arm, options),
@@ -164,7 +154,7 @@ def run_arm(
         # In turns the conductor sets the limits.
         options.timeout_s if turns is None else options.timeout_of_turns_s,
         results=[f"rank_{rank}.json" for rank in range(num_processes(arm, options))],
-        hint=f"Run it alone: unsloth-multigpu bench {flag} {arm.name}",
+        hint=f"Run it alone: unsloth-multigpu bench {flag(options.kind)} {arm.name}",
         look=lambda _: check(),
     )
     return list(map(RankRecord.from_json, records))
@@ -196,30 +186,9 @@ def run_worker(
     """
     file, log = folder / "settings.json", folder / "output.log"
     file.write_text(json.dumps(settings), encoding="utf-8")
-    problem = _wait([*command, str(file)], folder, environment, log, limit_s, look)
-    paths = [folder / name for name in results]
-    missing = [path.stem for path in paths if not path.exists()]
-    if problem or missing:
-        problem = problem or f"left no result of {', '.join(missing)}"
-        tail = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-_LOG_LINES:]
-        raise LaunchError(
-            f"The arm {what} {problem}. The end of its output:\n" + "\n".join(f"  | {x}" for x in tail), hint=hint
-        )
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-
-def _wait(
-    command: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str],
-    log: Path,
-    limit_s: float,
-    look: Callable[[int], None] | None,
-) -> str:
-    """Runs a command to its end; returns what went wrong, "" if nothing did."""
     with log.open("wb") as output:
         code = run_to_end(
-            command,
+            [*command, str(file)],
             environment,
             output,
             marker=str(folder),  # Its TMPDIR.
@@ -228,6 +197,11 @@ def _wait(
             cwd=folder,
             look=look,
         )
-    if code is None:
-        return f"did not end within {limit_s:g} s"
-    return how_ended(code) if code else ""
+    problem = f"did not end within {limit_s:g} s" if code is None else how_ended(code) if code else ""
+    paths = [folder / name for name in results]
+    missing = [path.stem for path in paths if not path.exists()]
+    if problem or missing:
+        problem = problem or f"left no result of {', '.join(missing)}"
+        tail = textwrap.indent(last_lines(log.read_text(encoding="utf-8", errors="replace")), "  | ")
+        raise LaunchError(f"The arm {what} {problem}. The end of its output:\n{tail}", hint=hint)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]

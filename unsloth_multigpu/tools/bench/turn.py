@@ -1,17 +1,18 @@
 """Arms that take turns step by step: what disturbs the machine for a while then disturbs all of them alike.
 
-All arms of a round are started, and only one computes at a time. Each rank says that its step is done in a pipe that
-all share, and continues when it gets a byte in a pipe of its own. Only their owner may open them.
+All arms of a round are started, and only one computes at a time. Each rank says that its step is done on a socket in
+the folder of the round, which only its owner can open, and continues when it gets a byte.
 """
 
 from __future__ import annotations
 
 import os
-import select
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import wait as wait_for
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
@@ -19,7 +20,7 @@ from typing import TypeVar
 from unsloth_multigpu.errors import LaunchError
 
 _LOOK_S = 0.5
-_MAX_BYTES = 4096
+_NAME_BYTES = 64
 Result = TypeVar("Result")
 
 
@@ -27,31 +28,21 @@ class Turn:
     """A rank's side.
 
     Args:
-        folder: Where the conductor has made the pipes.
-        arm: The arm's name, without white space.
-        rank: Of this process in the arm.
+        folder: Of the round.
+        arm: The arm's name.
 
     Raises:
         LaunchError: The benchmark has ended.
     """
 
-    def __init__(self, folder: Path, arm: str, rank: int) -> None:
-        self._line = _name(arm, rank) + "\n"
-        with ExitStack() as stack:
-            try:
-                # Otherwise open() would wait for the other end, which may be gone.
-                self._done = os.open(folder / "done", os.O_WRONLY | os.O_NONBLOCK)
-                stack.callback(os.close, self._done)
-                self._go = os.open(folder / _name(arm, rank), os.O_RDONLY | os.O_NONBLOCK)
-                stack.callback(os.close, self._go)
-            except OSError as error:
-                raise _ended() from error
-            os.set_blocking(self._go, True)
-            self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        """This rank takes no more turns."""
-        self._stack.close()
+    def __init__(self, folder: str, arm: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _address(Path(folder)) as address:
+                self._socket.connect(address)
+            self._socket.sendall(arm.encode().ljust(_NAME_BYTES))
+        except OSError as error:
+            raise _ended() from error
 
     def wait(self) -> None:
         """Says that this rank has done a step, and returns when the arm may do its next one.
@@ -59,80 +50,13 @@ class Turn:
         Raises:
             LaunchError: The benchmark has ended.
         """
-        with suppress(BrokenPipeError):
-            os.write(self._done, self._line.encode())
-        if not os.read(self._go, 1):
+        try:
+            self._socket.sendall(b".")
+            is_told = bool(self._socket.recv(1))
+        except OSError as error:
+            raise _ended() from error
+        if not is_told:
             raise _ended()
-
-
-class Conductor:
-    """Gives the turns.
-
-    Args:
-        folder: An empty folder, for the pipes.
-        num_ranks: Of each arm.
-        limit_s: Of one turn, and of the time until all ranks have come.
-    """
-
-    def __init__(self, folder: Path, num_ranks: Mapping[str, int], limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._ranks = {arm: [_name(arm, rank) for rank in range(count)] for arm, count in num_ranks.items()}
-        self._waiting: set[str] = set()
-        self._begun = ""
-        with ExitStack() as stack:
-            self._pipes = {}
-            for name in ("done", *(name for names in self._ranks.values() for name in names)):
-                os.mkfifo(folder / name, 0o600)
-                # Both ends, so that neither opening nor reading depends on the others; a rank whose conductor is gone
-                # reads the end of the pipe.
-                self._pipes[name] = os.open(folder / name, os.O_RDWR)
-                stack.callback(os.close, self._pipes[name])
-            self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        """Ranks that wait get an error."""
-        self._stack.close()
-
-    def conduct(self, num_steps: int, check: Callable[[], None]) -> None:
-        """Waits until all ranks have come, gives each arm `num_steps` turns, and lets all go.
-
-        Args:
-            check: Called now and then; raises where an arm has ended.
-
-        Raises:
-            LaunchError: A rank did not end its step within the limit.
-        """
-        arms = list(self._ranks)
-        self._wait_for(arms, check)
-        for step in range(num_steps):
-            # Each time another arm is first.
-            first = step % len(arms)
-            for arm in [*arms[first:], *arms[:first]]:
-                self._release([arm])
-                self._wait_for([arm], check)
-        self._release(arms)
-
-    def _release(self, arms: Sequence[str]) -> None:
-        for name in self._names(arms):
-            self._waiting.remove(name)
-            os.write(self._pipes[name], b".")
-
-    def _wait_for(self, arms: Sequence[str], check: Callable[[], None]) -> None:
-        end_s = time.monotonic() + self._limit_s
-        while missing := set(self._names(arms)) - self._waiting:
-            if time.monotonic() > end_s:
-                raise LaunchError(
-                    f"No end of a step within {self._limit_s:g} s: {', '.join(sorted(missing))} (arm.rank).",
-                    hint="Give --timeout-s more, or run that arm alone.",
-                )
-            if not select.select([self._pipes["done"]], [], [], _LOOK_S)[0]:
-                check()
-                continue
-            *lines, self._begun = (self._begun + os.read(self._pipes["done"], _MAX_BYTES).decode()).split("\n")
-            self._waiting.update(lines)
-
-    def _names(self, arms: Sequence[str]) -> list[str]:
-        return [name for arm in arms for name in self._ranks[arm]]
 
 
 def run_together(
@@ -147,10 +71,9 @@ def run_together(
     Args:
         num_ranks: Of each arm.
         num_steps: Of each arm.
-        folder: An empty folder, for the pipes.
-        limit_s: See `Conductor`.
-        run: Runs an arm, whose ranks know `folder`; it calls its second argument now and then, which raises where
-            another arm has failed.
+        folder: An empty folder, which the arms know.
+        limit_s: Of one turn, and of the time until all ranks have come.
+        run: Runs an arm; it calls its second argument now and then, which raises where another arm has failed.
 
     Raises:
         LaunchError: An arm failed or took too long; the others have been ended.
@@ -163,24 +86,93 @@ def run_together(
 
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(len(num_ranks)))
-        conductor = Conductor(folder, num_ranks, limit_s)
-        stack.callback(conductor.close)
+        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        with _address(folder) as address:
+            server.bind(address)
+        server.listen()
         stack.callback(stop.set)
-        runs: dict[str, Future[Result]] = {arm: pool.submit(run, arm, check_stop) for arm in num_ranks}
-
-        def check_runs() -> None:
-            for arm, one in runs.items():
-                if one.done():
-                    one.result()
-                    raise LaunchError(f"The arm {arm} has ended before its last step.", hint="Run it alone.")
-
-        conductor.conduct(num_steps, check_runs)
+        runs = {arm: pool.submit(run, arm, check_stop) for arm in num_ranks}
+        ranks = _meet(server, num_ranks, runs, limit_s, stack)
+        arms = list(ranks)
+        for step in range(num_steps):
+            # Each time another arm is first.
+            first = step % len(arms)
+            for arm in [*arms[first:], *arms[:first]]:
+                _release(ranks[arm])
+                _wait_for(arm, ranks[arm], runs[arm], limit_s)
+        for arm in arms:
+            _release(ranks[arm])
         return {arm: one.result() for arm, one in runs.items()}
+
+
+def _meet(
+    server: socket.socket,
+    num_ranks: Mapping[str, int],
+    runs: Mapping[str, Future[Result]],
+    limit_s: float,
+    stack: ExitStack,
+) -> dict[str, list[socket.socket]]:
+    """Waits until all ranks of all arms have come to their first step."""
+    ranks: dict[str, list[socket.socket]] = {arm: [] for arm in num_ranks}
+    end_s = time.monotonic() + limit_s
+    server.settimeout(_LOOK_S)
+    while missing := [arm for arm, count in num_ranks.items() if len(ranks[arm]) < count]:
+        if time.monotonic() > end_s:
+            raise _too_late(missing, limit_s)
+        for arm, one in runs.items():
+            if one.done():
+                raise _of_ended(arm, one, limit_s)
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            continue
+        stack.enter_context(connection)
+        connection.settimeout(limit_s)
+        ranks[connection.recv(_NAME_BYTES, socket.MSG_WAITALL).decode().strip()].append(connection)
+    for arm, connections in ranks.items():
+        _wait_for(arm, connections, runs[arm], limit_s)
+    return ranks
+
+
+def _release(ranks: Sequence[socket.socket]) -> None:
+    for connection in ranks:
+        connection.sendall(b".")
+
+
+def _wait_for(arm: str, ranks: Sequence[socket.socket], run: Future[Result], limit_s: float) -> None:
+    for connection in ranks:
+        try:
+            if connection.recv(1):
+                continue
+        except TimeoutError:
+            raise _too_late([arm], limit_s) from None
+        except ConnectionError:
+            pass
+        raise _of_ended(arm, run, limit_s)
+
+
+def _of_ended(arm: str, run: Future[Result], limit_s: float) -> LaunchError:
+    """What an arm says whose rank has ended; its other processes may just be ending."""
+    error = run.exception() if wait_for([run], limit_s).done else None
+    if isinstance(error, LaunchError):
+        return error
+    return LaunchError(f"The arm {arm} has ended before its last step.", hint="Run it alone.")
+
+
+def _too_late(arms: Sequence[str], limit_s: float) -> LaunchError:
+    what = f"No end of a step within {limit_s:g} s: {', '.join(arms)}."
+    return LaunchError(what, hint="Give --timeout-s more, or run that arm alone.")
+
+
+@contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """The socket's address by way of /proc: one may have 107 characters, and a folder more."""
+    descriptor = os.open(folder, os.O_PATH)
+    try:
+        yield f"/proc/self/fd/{descriptor}/turns"
+    finally:
+        os.close(descriptor)
 
 
 def _ended() -> LaunchError:
     return LaunchError("The benchmark has ended.", hint="Start it again.")
-
-
-def _name(arm: str, rank: int) -> str:
-    return f"{arm}.{rank}"

@@ -15,24 +15,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.tools.bench.arm import Arm
 
 _RESULT = "model.json"
 _MODEL = "model"
 
 
 @contextlib.contextmanager
-def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
+def made_model(options: BenchOptions) -> Iterator[BenchOptions]:
     """The options with the folder of the model that they ask for, which is removed behind the benchmark.
-
-    Args:
-        arm: Whose variables the process that makes it gets.
 
     Raises:
         SetupError: Unsloth is not installed, or cannot do it here.
@@ -43,11 +37,11 @@ def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
         return
     if importlib.util.find_spec("unsloth") is None:
         raise SetupError("--library unsloth, but Unsloth is not installed.", hint="pip install unsloth")
-    if options.device == "cpu" and options.is_padding_free:
+    if options.device == "cpu" and options.padding_free:
         raise SetupError(
             "--padding-free, but Unsloth's CPU backend pads all rows.", hint="Leave --padding-free out, or use a GPU."
         )
-    from unsloth_multigpu.tools.bench.arm import arm_environment
+    from unsloth_multigpu.tools.bench.arm import ARMS, REFERENCE, arm_environment
     from unsloth_multigpu.tools.bench.run import Pace, run_worker
 
     with tempfile.TemporaryDirectory(prefix="unsloth_multigpu_bench_") as root:
@@ -57,7 +51,7 @@ def made_model(options: BenchOptions, arm: Arm) -> Iterator[BenchOptions]:
                 [sys.executable, "-m", "unsloth_multigpu.tools.bench.unsloth"],
                 {"options": dataclasses.asdict(options)},
                 Path(root),
-                arm_environment(arm, options, Path(root), os.environ),
+                arm_environment(ARMS[REFERENCE], options, Path(root), os.environ),
                 options.timeout_s,
                 results=[_RESULT],
                 hint="See whether there is room on the disk for the model.",
@@ -70,13 +64,13 @@ def main(settings_file: str) -> None:
     from unsloth_multigpu.tools.bench.data import make_rows
 
     file = Path(settings_file)
-    options = BenchOptions.from_json(json.loads(file.read_text(encoding="utf-8"))["options"])
+    options = BenchOptions(**json.loads(file.read_text(encoding="utf-8"))["options"])
     write_model(options, max(map(len, make_rows(options))), file.with_name(_MODEL))
     file.with_name(_RESULT).write_text(json.dumps({}), encoding="utf-8")
 
 
 def write_model(options: BenchOptions, max_length: int, folder: Path) -> None:
-    """Writes the model of `bench_worker.make_model`, without an adapter, and a tokenizer of as many tokens."""
+    """Writes the model of `worker.make_model`, without an adapter, and a tokenizer of as many tokens."""
     import torch
 
     from unsloth_multigpu.tools.bench.worker import make_model
@@ -110,12 +104,12 @@ def load_model(options: BenchOptions, max_length: int, lora: Mapping[str, Any]) 
     from unsloth import FastLanguageModel
 
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-    checkpointing = UNSLOTH if options.has_checkpointing else False
+    checkpointing = UNSLOTH if options.gradient_checkpointing else False
     model, tokenizer = FastLanguageModel.from_pretrained(
         options.model_folder,
         max_seq_length=max_length,
         dtype=dtype,
-        load_in_4bit=options.is_four_bit,
+        load_in_4bit=options.four_bit,
         full_finetuning=options.train == "full",
         use_gradient_checkpointing=checkpointing,
         **({"device_map": "cpu"} if options.device == "cpu" else {}),
@@ -149,7 +143,7 @@ def make_trainer(
 
     # Unsloth's checkpointing was turned on at the model.
     values = {name: value for name, value in values.items() if not name.startswith("gradient_checkpointing")}
-    if not options.has_checkpointing:
+    if not options.gradient_checkpointing:
         values["gradient_checkpointing"] = False  # SFTTrainer's own default is to turn it on.
     trainer = SFTTrainer(
         model=model,
@@ -158,16 +152,16 @@ def make_trainer(
         callbacks=list(callbacks),
         args=SFTConfig(
             max_length=max_length,
-            padding_free=options.is_padding_free,
+            padding_free=options.padding_free,
             packing=False,
             **values,
         ),
     )
     found = trainer.args.padding_free
-    if bool(found) != options.is_padding_free:
+    if bool(found) != options.padding_free:
         raise SetupError(
-            f"padding_free={options.is_padding_free} was asked for, and Unsloth trains with {found}.",
-            hint="Leave --padding-free out." if options.is_padding_free else "Give --padding-free.",
+            f"padding_free={options.padding_free} was asked for, and Unsloth trains with {found}.",
+            hint="Leave --padding-free out." if options.padding_free else "Give --padding-free.",
         )
     return trainer
 

@@ -8,19 +8,20 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
-from unsloth_multigpu.tools.bench.arm import Arm, num_accumulated, num_devices, speed_of
+from unsloth_multigpu.tools.bench.arm import Arm, find_arm, num_accumulated, num_devices, speed_of
 from unsloth_multigpu.tools.bench.data import NUM_ID_TOKENS, make_rows, make_test_rows
-from unsloth_multigpu.tools.bench.option import HEAD_SIZE, UNSLOTH, BenchOptions
-from unsloth_multigpu.tools.bench.strategy_arm import find_arm
-from unsloth_multigpu.tools.bench.strategy_result import epoch_records, learning_arguments, mean_scores, score_rows
+from unsloth_multigpu.tools.bench.option import HEAD_SIZE, LEARNING_RATE, UNSLOTH, BenchOptions
 from unsloth_multigpu.tools.bench.turn import Turn
 from unsloth_multigpu.tools.bench.unsloth import load_model, make_trainer
 
 if TYPE_CHECKING:
+    import torch
+
     from unsloth_multigpu.tools.bench.meter import Meter
 
 # transformers' BatchRebalanceSampler always uses this seed; so do the other arms, so that all see the same order.
@@ -36,16 +37,14 @@ _LORA: dict[str, Any] = {
 def main(settings_file: str) -> None:
     """Trains as the file of settings says, and leaves `rank_R.json` next to it."""
     settings = json.loads(Path(settings_file).read_text(encoding="utf-8"))
-    arm, options = find_arm(settings["arm"]), BenchOptions.from_json(settings["options"])
+    arm, options = find_arm(settings["arm"]), BenchOptions(**settings["options"])
     if arm.line is not None:
         from unsloth_multigpu.plugin import enable_multi_gpu
 
         enable_multi_gpu(num_gpus=num_devices(arm, options), device=options.device, **arm.line)
     rank = int(os.environ.get("RANK", "0"))
-    turn = None if settings["turns"] is None else Turn(Path(settings["turns"]), arm.name, rank)
+    turn = None if settings["turns"] is None else Turn(settings["turns"], arm.name)
     record = _train(arm, options, rank, turn)
-    if turn is not None:
-        turn.close()
     path = Path(settings_file).with_name(f"rank_{rank}.json")
     path.with_suffix(".part").write_text(json.dumps({"rank": rank, **record}), encoding="utf-8")
     path.with_suffix(".part").rename(path)
@@ -141,8 +140,8 @@ def _make_trainer(
         train_dataset=rows,
         eval_dataset=Dataset.from_dict({"input_ids": test_rows}) if test_rows else None,
         data_collator=end_to_end
-        if options.is_padding_free
-        else functools.partial(collate, num_given=0 if options.num_epochs is None else NUM_ID_TOKENS),
+        if options.padding_free
+        else functools.partial(collate, num_given=NUM_ID_TOKENS if options.is_learning else 0),
         compute_metrics=mean_scores if test_rows else None,
         preprocess_logits_for_metrics=score_rows if test_rows else None,
         callbacks=[callback],
@@ -202,24 +201,24 @@ def _training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
     training = dict(arm.training)
     if training.get("train_sampling_strategy") == "group_by_length" and "train_sampling_strategy" not in known:
         training = {"group_by_length": True}  # Its name in transformers 4.
-    if options.num_epochs is None:
-        training |= {"num_train_epochs": 1, "learning_rate": 1e-5}
+    if options.is_learning:
+        training |= learning_arguments(arm, options)
     else:
-        training |= learning_arguments(arm, options.num_epochs, options.batch_size)
+        training |= {"num_train_epochs": 1, "learning_rate": 1e-5}
     return {
         "output_dir": "output",
         "per_device_train_batch_size": options.batch_size,
         "gradient_accumulation_steps": num_accumulated(arm, options),
-        "optim": options.optimizer,
+        "optim": options.optim,
         "bf16": options.dtype == "bf16",
-        "gradient_checkpointing": options.has_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if options.has_checkpointing else None,
+        "gradient_checkpointing": options.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if options.gradient_checkpointing else None,
         "use_cpu": options.device == "cpu",
         "ddp_backend": CPU_BACKEND if options.is_card_shared else None,
         "seed": options.seed,
         "data_seed": _ORDER_SEED,
         "logging_steps": 1,
-        "save_strategy": "no" if options.save_steps is None or not arm.may_save else "steps",
+        "save_strategy": "steps" if options.save_steps and arm.may_save else "no",
         "save_steps": options.save_steps or 500,
         "save_total_limit": 1,
         "report_to": [],
@@ -227,6 +226,57 @@ def _training_values(arm: Arm, options: BenchOptions) -> dict[str, Any]:
         "remove_unused_columns": False,
         **training,
     }
+
+
+def learning_arguments(arm: Arm, options: BenchOptions) -> dict[str, Any]:
+    """What a training with tests adds to `TrainingArguments`."""
+    return {
+        "num_train_epochs": options.epochs,
+        "learning_rate": LEARNING_RATE,
+        # The first epochs of a longer run are then those of a shorter one.
+        "lr_scheduler_type": "constant",
+        "eval_strategy": "epoch",
+        "per_device_eval_batch_size": options.batch_size,
+        # PEFT's models do not declare them.
+        "label_names": ["labels"],
+        # Logging gathers the loss from all ranks: ranks that step independently would wait for each other.
+        "logging_strategy": "steps" if arm.meets_every_step else "epoch",
+    }
+
+
+def score_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Loss, hits and number of the next tokens of each row, summed: rows x 3, so that ranks have little to gather.
+
+    Args:
+        logits: rows x tokens x vocabulary.
+        labels: rows x tokens, -100 = not to be predicted.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    guesses, wanted = logits[:, :-1].float(), labels[:, 1:]
+    losses = cross_entropy(guesses.transpose(1, 2), wanted, ignore_index=-100, reduction="none")
+    hits = guesses.argmax(dim=2) == wanted
+    return torch.stack([losses.sum(1), hits.sum(1).float(), (wanted != -100).sum(1).float()], dim=1)
+
+
+def mean_scores(prediction: Any) -> dict[str, float]:
+    """Means over all tokens, from a prediction of `score_rows`."""
+    loss, num_hits, num_tokens = prediction.predictions.sum(axis=0, dtype=float)
+    return {"token_loss": float(loss / num_tokens), "accuracy": float(num_hits / num_tokens)}
+
+
+def epoch_records(history: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """One record per epoch, see `result.RankRecord`, from `TrainerState.log_history`."""
+    records, losses = [], []
+    for entry in history:
+        if "loss" in entry:
+            losses.append(entry["loss"])
+        if "eval_accuracy" in entry:
+            test = {"test_loss": entry["eval_token_loss"], "accuracy": entry["eval_accuracy"]}
+            records.append({"train_loss": sum(losses) / len(losses), **test})
+            losses = []
+    return records
 
 
 def collate(rows: list[dict[str, Any]], num_given: int) -> dict[str, Any]:

@@ -17,7 +17,8 @@ class ChaosCommand(Command):
     description = (
         "Runs the script once without faults and then with each, and compares what it says, how soon it ends, what it "
         "leaves behind, samples and weights. It runs in this folder; checkpoints and logs of its Trainers go to a "
-        "folder of each run, and nothing is uploaded. Exit code 0 = every run ended or went on as it should."
+        "folder of each run, and nothing is uploaded. What the script saves itself it saves again in each run: {run} "
+        "in its arguments stands for a new folder. Exit code 0 = every run ended or went on as it should."
     )
     runs_program = True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import resource
 import signal
@@ -30,24 +29,16 @@ def newest_checkpoint(output_dir: str) -> Path | None:
     return max(found, key=lambda p: int(p.name.rpartition("-")[2]), default=None)
 
 
-def damage(checkpoint: Path, file: str, how: str) -> None:
-    """Damages one file of a checkpoint as a crash or a disk may: half of it, nothing, not there, one bit changed."""
-    files = [p for p in checkpoint.rglob("*") if p.is_file()]
-    path = checkpoint / file if file else max(files, key=lambda p: p.stat().st_size)
-    size = path.stat().st_size
-    if how == "missing":
-        path.unlink()
-    elif how == "flip":
-        with path.open("r+b") as opened:
-            opened.seek(size // 2)
-            byte = opened.read(1)
-            opened.seek(size // 2)
-            opened.write(bytes([(byte or b"\0")[0] ^ 1]))
-    else:
-        os.truncate(path, size // 2 if how == "cut" else 0)
+def _tear(output_dir: str) -> None:
+    """Cuts the largest file of the newest checkpoint in half, as a crash or a disk may, and ends this process."""
+    checkpoint = newest_checkpoint(output_dir)
+    assert checkpoint is not None
+    largest = max((p for p in checkpoint.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    _kill_self(signal.SIGKILL)
 
 
-def loop() -> NoReturn:
+def _loop() -> NoReturn:
     """Keeps the main thread busy without an end."""
     while True:
         pass
@@ -77,23 +68,19 @@ def run_out_of_memory(device: torch.device) -> None:
         torch.empty(2**50, dtype=torch.uint8, device=device)
 
 
-def _shut_connections(*, of_store: bool) -> None:
-    """Ends this process's connections to the store, or all others: those of the process group."""
+def _shut_connections() -> None:
+    """Ends this process's connections to other ranks: all but those to the store."""
     store_port = int(os.environ["MASTER_PORT"])
     for name in os.listdir("/proc/self/fd"):
         try:
-            descriptor = os.dup(int(name))
-        except OSError:  # The folder's own, closed by now.
+            sock = socket.socket(fileno=int(name))
+        except OSError:  # The folder's own, closed by now; a file or a pipe.
             continue
-        try:
-            sock = socket.socket(fileno=descriptor)
-        except OSError:  # A file or a pipe.
-            os.close(descriptor)
-            continue
-        with sock, suppress(OSError):  # A listening socket has no peer.
+        with suppress(OSError):  # A listening socket has no peer.
             is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and (sock.getpeername()[1] == store_port) == of_store:
+            if is_tcp and sock.getpeername()[1] != store_port:
                 sock.shutdown(socket.SHUT_RDWR)
+        sock.detach()  # It belongs to whoever opened it.
 
 
 def _kill_self(signal_number: signal.Signals) -> None:
@@ -102,22 +89,22 @@ def _kill_self(signal_number: signal.Signals) -> None:
     threading.Event().wait(_LOOK_S)
 
 
-# Each is given the process id of the supervisor.
-ACTIONS: dict[str, Callable[[int | None], Any]] = {
-    "raise": lambda _: _raise(),
-    "exit": lambda _: sys.exit(0),
-    "os_exit": lambda _: os._exit(0),
-    "kill": lambda _: _kill_self(signal.SIGKILL),
-    "segv": lambda _: _kill_self(signal.SIGSEGV),
-    "stop": lambda _: _kill_self(signal.SIGSTOP),
-    "corrupt": lambda _: _kill_self(signal.SIGKILL),
-    "kill_supervisor": functools.partial(_tell_supervisor, signal.SIGKILL),
-    "sigterm": functools.partial(_tell_supervisor, signal.SIGTERM),
-    "sigint": functools.partial(_tell_supervisor, signal.SIGINT),
-    "sigusr1": functools.partial(_tell_supervisor, signal.SIGUSR1),
-    "sigint_twice": functools.partial(_tell_supervisor, signal.SIGINT, times=2),
-    "cut": lambda _: _shut_connections(of_store=False),
-    "store": lambda _: _shut_connections(of_store=True),
+# Each is given the process id of the supervisor, and the Trainer's output folder.
+ACTIONS: dict[str, Callable[[int | None, str], Any]] = {
+    "raise": lambda *_: _raise(),
+    "exit": lambda *_: sys.exit(0),
+    "os_exit": lambda *_: os._exit(0),
+    "kill": lambda *_: _kill_self(signal.SIGKILL),
+    "segv": lambda *_: _kill_self(signal.SIGSEGV),
+    "stop": lambda *_: _kill_self(signal.SIGSTOP),
+    "loop": lambda *_: _loop(),
+    "cut": lambda *_: _shut_connections(),
+    "corrupt": lambda _, output_dir: _tear(output_dir),
+    "kill_supervisor": lambda pid, _: _tell_supervisor(signal.SIGKILL, pid),
+    "sigterm": lambda pid, _: _tell_supervisor(signal.SIGTERM, pid),
+    "sigint": lambda pid, _: _tell_supervisor(signal.SIGINT, pid),
+    "sigusr1": lambda pid, _: _tell_supervisor(signal.SIGUSR1, pid),
+    "sigint_twice": lambda pid, _: _tell_supervisor(signal.SIGINT, pid, times=2),
 }
 
 

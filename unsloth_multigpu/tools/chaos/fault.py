@@ -10,7 +10,6 @@ from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.wire.context import ToolRequest
 
 _PHASES = ("train", "save", "evaluate")
-DAMAGES = ("cut", "empty", "missing", "flip")
 # In place of a rank: all ranks.
 ALL_RANKS = -1
 
@@ -22,7 +21,6 @@ class End(enum.Enum):
     ERROR = "a rank says why it ends"
     HANG = "a rank does nothing any more"
     STOP = "the run is asked to stop"
-    NONE = "the run continues, or meets it later"
 
 
 KINDS: dict[str, End] = {
@@ -34,19 +32,29 @@ KINDS: dict[str, End] = {
     "kill_supervisor": End.DEATH,
     "stop": End.HANG,
     "loop": End.HANG,
-    "slow": End.NONE,
     "memory": End.ERROR,
     "nan": End.ERROR,
-    "sigterm": End.STOP,
-    "sigint": End.STOP,
-    "sigusr1": End.STOP,
-    "sigint_twice": End.DEATH,
     "disk_full": End.ERROR,
     "corrupt": End.DEATH,
     "cut": End.ERROR,
-    "store": End.NONE,
-    "clock": End.NONE,
+    "sigterm": End.STOP,
+    "sigusr1": End.STOP,
+    "sigint": End.STOP,
+    "sigint_twice": End.DEATH,
 }
+# Where all faults are planted, as rank or rank:phase; of the others on the highest rank.
+_PLACES: dict[str, tuple[str, ...]] = {
+    "raise": ("0", "last"),
+    "kill": ("0", "last", "0:save"),
+    "stop": ("0", "last"),
+    "disk_full": ("0:save",),
+    "sigterm": ("0", "0:save", "0:evaluate"),
+    **dict.fromkeys(("kill_supervisor", "corrupt", "sigusr1", "sigint", "sigint_twice"), ("0",)),
+}
+_DEATH_LIMIT_S = 2.0
+# The supervisor knows at once, but a rank that fails has up to 6 seconds for Python's teardown (launch.watch).
+_ERROR_LIMIT_S = _DEATH_LIMIT_S + 6.0
+_HANG_SLACK_S = 5.0
 
 
 def kinds_text() -> str:
@@ -55,24 +63,14 @@ def kinds_text() -> str:
     return "; ".join(f"{', '.join(kinds)} ({end.value})" for end, kinds in ends.items())
 
 
-# Faults after which ranks that are started again can continue.
-CURABLE = tuple(k for k, end in KINDS.items() if end is not End.STOP and k not in ("kill_supervisor", "sigint_twice"))
-
-_DEATH_LIMIT_S = 2.0
-# The supervisor knows at once, but a rank that fails has up to 6 seconds for Python's teardown (launch.watch).
-_ERROR_LIMIT_S = _DEATH_LIMIT_S + 6.0
-_HANG_SLACK_S = 5.0
-
-
 def limit_s(end: End, *, hang_timeout_s: float, grace_s: float) -> float | None:
     """Seconds from a fault to the end of a run that is not started again; None = no limit of its own."""
-    limits = {
+    return {
         End.DEATH: _DEATH_LIMIT_S,
         End.ERROR: _ERROR_LIMIT_S,
         End.HANG: hang_timeout_s + _HANG_SLACK_S if hang_timeout_s else None,
         End.STOP: grace_s,
-    }
-    return limits.get(end)
+    }[end]
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,6 @@ class Fault:
         step: In this optimizer step, counted from 1, or in the first one after it that has the phase.
         attempt: In which start of the ranks, counted from 0.
         phase: "train"; "save" = between the model's file and those that follow it; "evaluate" = after its first batch.
-        file: What "corrupt" damages, relative to the newest checkpoint; "" = its largest file.
-        damage: How: one of `DAMAGES`.
-        delay_s: What "slow" adds to every micro-batch from there on.
     """
 
     kind: str
@@ -95,12 +90,9 @@ class Fault:
     step: int
     attempt: int = 0
     phase: str = "train"
-    file: str = ""
-    damage: str = "cut"
-    delay_s: float = 0.3
 
     def __post_init__(self) -> None:
-        for name, known in (("kind", tuple(KINDS)), ("phase", _PHASES), ("damage", DAMAGES)):
+        for name, known in (("kind", tuple(KINDS)), ("phase", _PHASES)):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"A fault of {name}={getattr(self, name)!r}; expected one of: {', '.join(known)}.",
@@ -126,6 +118,14 @@ def parse_fault(text: str) -> Fault:
             f"{text!r} is no fault.", hint="Write kind@rank:step or kind@rank:step:phase, as in kill@1:5 or stop@0:3."
         )
     return Fault(kind, ALL_RANKS if rank == "all" else int(rank), int(step), phase=phase or "train")
+
+
+def all_faults(num_steps: int, num_ranks: int) -> list[Fault]:
+    """Every kind of fault, in the middle of a training of so many optimizer steps."""
+    # After the first checkpoints of most trainings, with steps left.
+    step = max(1, round(num_steps * 0.6))
+    places = [(kind, *place.split(":")) for kind in KINDS for place in _PLACES.get(kind, ("last",))]
+    return [Fault(kind, num_ranks - 1 if rank == "last" else 0, step, 0, *phase) for kind, rank, *phase in places]
 
 
 @dataclass(frozen=True)

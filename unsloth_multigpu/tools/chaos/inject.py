@@ -8,8 +8,8 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,12 @@ from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
-from unsloth_multigpu.seam import instance_attribute
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.tool import DEFAULT_OUTPUT, Tool
-from unsloth_multigpu.tools.chaos.actions import ACTIONS, damage, limited, loop, newest_checkpoint, run_out_of_memory
+from unsloth_multigpu.tools.chaos.actions import ACTIONS, limited, newest_checkpoint, run_out_of_memory
 from unsloth_multigpu.tools.chaos.fault import ALL_RANKS, ChaosRequest, Fault
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.context import RunContext
 
-_HOUR_S = 3600.0
 # Size in bytes that a "full" disk still accepts: less than any file of a checkpoint.
 _DISK_LEFT_BYTES = 4096
 
@@ -63,7 +60,7 @@ class Chaos(Tool):
         if steps is None:
             return None
         self.adjust_arguments(trainer.args)  # Where a script changes them once more.
-        return Injector(trainer, self.request, session.identity.rank, session.config, steps, session.context)
+        return Injector(trainer, self.request, session, steps)
 
 
 class Injector(Part):
@@ -72,46 +69,28 @@ class Injector(Part):
     Args:
         trainer: A `transformers.Trainer` or subclass.
         request: What to plant.
-        rank: This rank.
-        config: The run's options.
+        session: Of this rank: who it is, its options, which attempt this is, and whom a signal goes to.
         steps: Its `current` micro-batch may be a filler, which is no sample.
-        context: Of this rank: which attempt this is, and whom a signal goes to.
     """
 
     place = "faults"
 
-    def __init__(
-        self,
-        trainer: TrainerLike,
-        request: ChaosRequest,
-        rank: int,
-        config: MultiGPUConfig,
-        steps: StepFeed,
-        context: RunContext,
-    ) -> None:
+    def __init__(self, trainer: TrainerLike, request: ChaosRequest, session: Any, steps: StepFeed) -> None:
         self._trainer = trainer
-        self._rank = rank
-        self._config = config
         self._steps = steps
-        self._context = context
+        self._rank = session.identity.rank
+        self._config = session.config
+        self._supervisor_pid = session.context.supervisor_pid
+        self._attempt = session.context.attempt
         self._folder = Path(request.folder)
-        self._attempt = context.attempt
-        mine = [f for f in request.faults if f.rank in (rank, ALL_RANKS) and f.attempt == self._attempt]
+        mine = [f for f in request.faults if f.rank in (self._rank, ALL_RANKS) and f.attempt == self._attempt]
         # A script may train several times; each fault is planted in one of them.
-        written = read_records(self._folder, rank)
+        written = read_records(self._folder, self._rank)
         done = [r["fault"] for r in written if r["event"] == "planted" and r["attempt"] == self._attempt]
         self._faults = [fault for fault in mine if str(fault) not in done]
         self._training = sum(r["event"] == "begin" and r["pid"] == os.getpid() for r in written)
         self._samples: Counter[str] = Counter()
         self._is_poisoned = False
-        self._delay_s = 0.0
-        self._stack = ExitStack()
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """What a fault changes in this process is put back."""
-        with self._stack:
-            yield
 
     def overrides(self) -> dict[str, Override]:
         return {
@@ -123,33 +102,20 @@ class Injector(Part):
         }
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._take("loop"):
-            loop()
+        if fault := self._take("loop"):
+            self._act(fault)
         return original(*args, **kwargs)
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for kind in ("nan", "slow", "clock", "memory"):
-            if fault := self._take(kind):
-                self._begin_trouble(fault)
-        if fault := self._take(*ACTIONS):
+        if self._take("memory"):
+            run_out_of_memory(self._trainer.args.device)
+        self._is_poisoned |= self._take("nan") is not None
+        if fault := self._take(*(kind for kind in ACTIONS if kind != "loop")):
             self._act(fault)
         current = self._steps.current
         if current is None or not current.piece.is_filler:
             self._samples.update(fingerprints(inputs))
-        time.sleep(self._delay_s)
         return original(model, inputs, *args, **kwargs)
-
-    def _begin_trouble(self, fault: Fault) -> None:
-        """What does not end here: it changes what this rank computes, or how fast."""
-        if fault.kind == "nan":
-            self._is_poisoned = True
-        elif fault.kind == "slow":
-            self._delay_s = fault.delay_s
-        elif fault.kind == "clock":
-            right = time.time
-            self._stack.enter_context(instance_attribute(time, "time", lambda: right() + _HOUR_S))
-        else:
-            run_out_of_memory(self._trainer.args.device)
 
     def _compute_loss(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
@@ -173,8 +139,8 @@ class Injector(Part):
         return result
 
     def on_prediction_step(self, args: ArgumentsLike, state: StateLike, control: ControlLike, **kwargs: Any) -> None:
-        if fault := self._take(*ACTIONS, "loop", phase="evaluate"):
-            loop() if fault.kind == "loop" else self._act(fault)
+        if fault := self._take(*ACTIONS, phase="evaluate"):
+            self._act(fault)
 
     def _take(self, *kinds: str, phase: str = "train") -> Fault | None:
         """The fault that is due now; each is given once."""
@@ -191,11 +157,7 @@ class Injector(Part):
         return None
 
     def _act(self, fault: Fault) -> None:
-        if fault.kind == "corrupt":
-            checkpoint = newest_checkpoint(self._trainer.args.output_dir)
-            assert checkpoint is not None
-            damage(checkpoint, fault.file, fault.damage)
-        ACTIONS[fault.kind](self._context.supervisor_pid)
+        ACTIONS[fault.kind](self._supervisor_pid, self._trainer.args.output_dir)
 
     def write(self, event: str, **facts: Any) -> None:
         """Adds a line to this rank's file, with the time on the clock that all processes of a machine share."""

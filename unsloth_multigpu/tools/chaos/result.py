@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_multigpu.cli.screen import Screen
-from unsloth_multigpu.text_table import aligned, markdown_table
+from unsloth_multigpu.text_table import markdown_table
 
 # Largest difference of a weight, relative to the largest weight, that the rounding of fp32 explains.
 ROUNDING = 1e-5
@@ -108,7 +108,7 @@ def compare_weights(whole: Path, other: Path) -> float | None:
 
 @dataclass
 class FaultRow:
-    """One fault, or several over one run.
+    """One fault, and what came of it.
 
     Args:
         fault: Its name.
@@ -158,17 +158,10 @@ def markdown(rows: Sequence[FaultRow]) -> str:
 
 
 def show(rows: Sequence[FaultRow], screen: Screen) -> None:
-    """The table. What the user reads is too long for a column: it is under its row, on a terminal under the table."""
+    """The table; what the user reads, which is too long for a column, is below it."""
     cells = [row.cells() for row in rows]
-    short = [[fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells]]
-    if screen.is_terminal:
-        screen.table(short[0], short[1:], num_left=1)
-        for fault, told, *_rest in cells:
-            screen.line(f"{fault}: {told}")
-        screen.line()
-        return
-    head, *lines = aligned(short)
-    screen.line(head)
-    for line, (_fault, told, *_rest) in zip(lines, cells, strict=True):
-        screen.line(line if told == "-" else f"{line}\n    {told}")
+    columns, *short = ([fault, *rest] for fault, _told, *rest in [_COLUMNS, *cells])
+    screen.table(columns, short, num_left=1)
+    for fault, told, *_rest in cells:
+        screen.line(f"{fault}: {told}")
     screen.line()

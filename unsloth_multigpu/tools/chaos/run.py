@@ -34,7 +34,7 @@ class Ended:
         start_s: When it was started, on the clock of `time.monotonic`.
         end_s: When its last process was gone.
         num_orphans: Processes that it left behind.
-        told: The lines in which it said why it ended, or began again.
+        told: The last line in which it said why it ended, or began again.
         output: All that it printed.
     """
 
@@ -42,7 +42,7 @@ class Ended:
     start_s: float
     end_s: float
     num_orphans: int
-    told: tuple[str, ...]
+    told: str
     output: str
 
 
@@ -54,14 +54,12 @@ class Scene:
         folder: Of this row alone: records, and what the script saves.
         program: The script and its arguments, or `-m`, a module and its arguments.
         environment: Variables of every run.
-        cwd: The working folder of the command; None = this process's.
         limit_s: A run is ended this many seconds after its start.
     """
 
     folder: Path
     program: Sequence[str]
     environment: Mapping[str, str]
-    cwd: str | None
     limit_s: float
 
     @property
@@ -90,14 +88,12 @@ class Scene:
             place.mkdir(parents=True, exist_ok=True)
         variables = {variable(name): str(value) for name, value in options.items() if value is not None}
         request = ChaosRequest(str(self.records), faults, str(self.work))
-        environment = {**self.environment, **variables, **request.variables()}
         start_s = time.monotonic()
-        # Pipes: a limit on the size of files, which imitates a full disk, must not meet what is printed.
         process = subprocess.Popen(
             self._command(),
-            cwd=self.cwd,
-            env=environment,
+            env={**self.environment, **variables, **request.variables()},
             stdin=subprocess.DEVNULL,
+            # A pipe: a limit on the size of files, which imitates a full disk, must not meet what is printed.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -111,18 +107,17 @@ class Scene:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(self.limit_s)
         finally:
-            is_over = process.poll() is not None
-            num_orphans = self._wait_for_end() if is_over else 0
+            num_orphans = 0 if process.poll() is None else self._wait_for_end()
             end_s = time.monotonic()
             kill_marked(self._marker)
             wait_after_kill(process)
         reader.join(_ORPHAN_LIMIT_S)
         output = b"".join(printed).decode("ascii", errors="replace").replace("\r", "\n")
         # What is turned aside keeps the path that it has in the user's folder.
-        aside = f"{self.work}/output{Path(self.cwd or '.').resolve()}"
-        lines = (line.replace(aside, ".").replace(str(self.work), ".") for line in output.splitlines())
-        told = tuple(m[1] for m in map(_TOLD.match, lines) if m)
-        return Ended(code, start_s, end_s, num_orphans, told, output)
+        for place in (f"{self.work}/output{Path().resolve()}", str(self.work)):
+            output = output.replace(place, ".")
+        told = [m[1] for m in map(_TOLD.match, output.splitlines()) if m]
+        return Ended(code, start_s, end_s, num_orphans, told[-1] if told else "", output)
 
     def _command(self) -> list[str]:
         program = [argument.replace("{run}", str(self.work)) for argument in self.program]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from unsloth_multigpu.cli.command import Command
+from unsloth_multigpu.cli.command import Command, OptionTable
+from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.row import CommandOption
+
+_LIMIT_S = 120.0
 
 
 class DoctorCommand(Command):
@@ -19,32 +23,31 @@ class DoctorCommand(Command):
         "0 = ready to train, 1 = something failed."
     )
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Adds its options to its parser."""
-        output = parser.add_mutually_exclusive_group()
-        output.add_argument("--json", action="store_true", help="print one JSON object")
-        output.add_argument("--seams", action="store_true", help="print only the table of patches, as Markdown")
-        output.add_argument("--options", action="store_true", help="print only the table of options, as Markdown")
-        output.add_argument("--verbose", action="store_true", help="list the patches that are as tested, too")
-        parser.add_argument("--num-gpus", type=int, metavar="N", help="ranks of the all-reduce [all; 2 without a GPU]")
-        parser.add_argument(
-            "--timeout-s", type=float, metavar="SECONDS", default=120.0, help="limit of each check [120]"
-        )
+    def table(self) -> OptionTable:
+        return {
+            "json": (bool, "Print one JSON object."),
+            "seams": (bool, "Print only the table of patches, as Markdown."),
+            "options": (bool, "Print only the table of options, as Markdown."),
+            "verbose": (bool, "List the patches that are as tested, too."),
+            "num_gpus": CommandOption(int, "Ranks of the all-reduce. [all; 2 without a GPU]", "N"),
+            "timeout_s": CommandOption(float, f"Limit of each check. [{_LIMIT_S:g}]", "SECONDS"),
+        }
 
     def run(self, options: argparse.Namespace, program: Sequence[str]) -> int:
         from unsloth_multigpu.tools.doctor.command import run_doctor
         from unsloth_multigpu.tools.doctor.options import options_markdown
         from unsloth_multigpu.tools.doctor.seam import seams_markdown
 
-        if options.options:
-            print(options_markdown(), end="")
+        asked = [name for name in ("json", "seams", "options", "verbose") if getattr(options, name)]
+        if len(asked) > 1:
+            raise ConfigError(f"--{asked[0]} and --{asked[1]} print different things.", hint="Give one of them.")
+        if options.options or options.seams:
+            print(options_markdown() if options.options else seams_markdown(), end="")
             return 0
-        if options.seams:
-            print(seams_markdown(), end="")
-            return 0
+        limit_s = _LIMIT_S if options.timeout_s is None else options.timeout_s
         # The same rules as for the options of a run.
-        MultiGPUConfig.resolve({"num_gpus": options.num_gpus, "timeout_s": options.timeout_s}, {})
-        return run_doctor(options.num_gpus, as_json=options.json, limit_s=options.timeout_s, is_verbose=options.verbose)
+        MultiGPUConfig.resolve({"num_gpus": options.num_gpus, "timeout_s": limit_s}, {})
+        return run_doctor(options.num_gpus, as_json=options.json, limit_s=limit_s, is_verbose=options.verbose)
 
 
 COMMAND = DoctorCommand()

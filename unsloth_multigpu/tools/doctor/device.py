@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,32 +13,11 @@ COPY_BYTES = 64 * 2**20
 _NUM_COPIES = 3
 
 
-@dataclass(frozen=True)
-class PairCopy:
-    """One ordered pair of devices.
-
-    Args:
-        source: Index of the device that was copied from.
-        target: Index of the device that was copied to.
-        num_bytes: Bytes of one copy.
-        num_wrong_bytes: Most bytes that differed from the source after one of the copies.
-        gb_per_s: Speed of the fastest copy, in 10^9 bytes per second.
-        has_peer_access: The driver lets the two devices reach each other's memory; None = not known.
-    """
-
-    source: int
-    target: int
-    num_bytes: int
-    num_wrong_bytes: int
-    gb_per_s: float
-    has_peer_access: bool | None
-
-
 def check_copies(
     devices: Sequence[torch.device],
     num_bytes: int = COPY_BYTES,
     copy: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
-) -> list[PairCopy]:
+) -> list[dict[str, Any]]:
     """Copies random bytes between every ordered pair of devices, and compares what arrives through the host.
 
     Some consumer cards and some settings of the IOMMU deliver garbage without an error.
@@ -48,6 +26,11 @@ def check_copies(
         devices: Where the data goes; the CPU may stand for a device, more than once.
         num_bytes: Size of one copy.
         copy: Called with target and source; None = torch's own copy, which is direct where the driver allows it.
+
+    Returns:
+        For each pair: `source` and `target`, indices of devices; `num_bytes` of one copy; `num_wrong_bytes`, the most
+        that differed from the source after one of the copies; `gb_per_s` of the fastest copy, in 10^9 bytes; and
+        `has_peer_access`, whether the driver lets the two reach each other's memory, None = not known.
     """
     pairs = [(s, t) for s in range(len(devices)) for t in range(len(devices)) if s != t]
     return [_check_pair(devices, source, target, num_bytes, copy or _copy) for source, target in pairs]
@@ -59,7 +42,7 @@ def _check_pair(
     target: int,
     num_bytes: int,
     copy: Callable[[torch.Tensor, torch.Tensor], object],
-) -> PairCopy:
+) -> dict[str, Any]:
     import torch
 
     here, there = devices[source], devices[target]
@@ -78,7 +61,14 @@ def _check_pair(
         _wait(here, there)
         seconds = min(seconds, time.perf_counter() - start)
         most_wrong = max(most_wrong, int((arrived.cpu() != data).sum()))
-    return PairCopy(source, target, num_bytes, most_wrong, num_bytes / seconds / 1e9, _has_peer_access(here, there))
+    return {
+        "source": source,
+        "target": target,
+        "num_bytes": num_bytes,
+        "num_wrong_bytes": most_wrong,
+        "gb_per_s": num_bytes / seconds / 1e9,
+        "has_peer_access": _has_peer_access(here, there),
+    }
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -125,7 +115,7 @@ def _measure() -> dict[str, Any]:
         **{name: getattr(torch.version, name, None) for name in KINDS},
         "rocm": torch.version.hip,
         "devices": [_describe(kind, index) for index in range(count)],
-        "copies": [asdict(pair) for pair in check_copies(devices)],
+        "copies": check_copies(devices),
     }
 
 

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from unsloth_multigpu import versions
 from unsloth_multigpu.accelerator import CHOOSERS, KINDS
-from unsloth_multigpu.tools.doctor.nearest import installed_stack, nearest_row, read_rows
+from unsloth_multigpu.tools.doctor.nearest import installed_stack, nearest_row, nearest_text, read_rows
 from unsloth_multigpu.words import GIB, gib
 
 State = Literal["ok", "note", "FAIL"]
@@ -120,20 +120,7 @@ def device_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
             rows.append(CheckRow("devices", "gpu", "FAIL", text, hint))
         else:
             rows.append(CheckRow("devices", "gpu", "note", "none visible, ranks would run on the CPU"))
-            rows += _triton_rows()
     return rows + _host_rows()
-
-
-def _triton_rows() -> list[CheckRow]:
-    """The trainers of trl 1.15 compute their losses by Triton on any device; those of 1.16 ask for a GPU first."""
-    trl = versions.installed_version("trl") or ""
-    if not trl.startswith("1.15."):
-        return []
-    ends = (
-        "'0 active drivers'" if versions.installed_version("triton") else "'NoneType' object has no attribute 'apply'"
-    )
-    text = f"needs a GPU, and the trainers of trl {trl} call it: without Unsloth they end in {ends}"
-    return [CheckRow("devices", "triton", "note", text, "On the CPU: pip install 'trl>=1.16'.")]
 
 
 def copy_rows(devices: Mapping[str, Any]) -> list[CheckRow]:
@@ -193,11 +180,11 @@ def seam_rows(landed: Mapping[str, Any]) -> list[CheckRow]:
 
 
 def _nearest_row() -> CheckRow:
-    nearest = nearest_row(read_rows(), installed_stack())
-    hint = ""
-    if nearest.differs:
-        hint = "docs/compatibility.md has all rows. A stack between two of them is expected to work."
-    return CheckRow("versions", "nearest tested row", "ok", nearest.text, hint, asdict(nearest))
+    installed = installed_stack()
+    row, differs = nearest_row(read_rows(), installed)
+    hint = "docs/compatibility.md has all rows. A stack between two of them is expected to work." if differs else ""
+    text = nearest_text(row, differs, installed)
+    return CheckRow("versions", "nearest tested row", "ok", text, hint, {"row": row["name"], "differs": differs})
 
 
 def _seam_row(seam: Mapping[str, Any]) -> CheckRow:
