@@ -261,24 +261,6 @@ class Text(Kind):
         return value
 
 
-class PrometheusFile(Kind):
-    """The path of a file that Prometheus' textfile collector reads."""
-
-    def shown(self) -> str:
-        """FILE.prom."""
-        return "FILE.prom"
-
-    def take(self, name: str, value: Any) -> Any:
-        """The path."""
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(value, str) or not value.endswith(".prom"):
-            raise ConfigError(
-                f"{name}={brief(value)}; expected a file whose name ends with .prom: the collector reads no other.",
-                hint=f'Set {name}="run.prom", say.',
-            )
-        return value
-
-
 class Folder(Kind):
     """The name of a folder, or a path."""
 

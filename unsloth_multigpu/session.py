@@ -300,14 +300,6 @@ def open_session(
             f"shard='auto' is decided by the process that starts the ranks, and {identity.launcher} has started them.",
             hint="Set shard='on' or shard='off'; `unsloth-multigpu plan` says which fits.",
         )
-    if config.metrics_file is not None and context is not None and context.run_dir is None:
-        what = f"metrics_file={config.metrics_file!r} is written by the process that starts the ranks"
-        if identity.world_size > 1:
-            raise SetupError(
-                f"{what}, and {identity.launcher} has started them.",
-                hint="Start the script by python, or leave it out.",
-            )
-        logger.warning("%s; this process has none", what)
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)

@@ -20,7 +20,6 @@ from unsloth_multigpu.row import (
     Nodes,
     Number,
     Older,
-    PrometheusFile,
     Scope,
     Seconds,
     Speeds,
@@ -313,15 +312,6 @@ class OptionTable:
         "every tenth of these lines, trackers have them all.",
         section=SHOWN,
     )
-    metrics_file: str | None = option(
-        None,
-        PrometheusFile(),
-        "A file NAME.prom for the textfile collector of Prometheus, written every second while the ranks run: steps, "
-        "tokens, waiting, memory of each rank of this machine. Under torchrun, which starts the ranks itself, it is "
-        "refused; one process without a supervisor writes none, after a warning.",
-        section=SHOWN,
-        is_of_node=True,
-    )
     panel: bool = option(
         True,
         Switch(),
@@ -430,7 +420,6 @@ class SeldomOptions(TypedDict, total=False):
     inexact: str | None
     verify_every: int | None
     log_metrics: bool | None
-    metrics_file: str | None
     panel: bool | None
     nnodes: str | int | None
     rdzv_endpoint: str | None

@@ -116,7 +116,6 @@ HANDED_ON = (
         "grad_compression": "bf16",
         "verify_every": 7,
         "log_metrics": False,
-        "metrics_file": "run.prom",
         "hang_timeout_s": 60.0,
         "resume": "auto",
         "grace_s": 20.0,

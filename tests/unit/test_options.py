@@ -176,7 +176,6 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "debug": {"debug": True},
         "verify_every": {"verify_every": 7},
         "log_metrics": {"log_metrics": False},
-        "metrics_file": {"metrics_file": "run.prom"},
         "panel": {"panel": False},
     }
     assert values.keys() == TABLE.keys()
