@@ -248,8 +248,6 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
 def forget_evaluation(trainer: TrainerLike) -> None:
     """Undoes how `evaluate()` or another `sync` prepared the model: accelerate does not prepare a model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
-    if model is None:
-        return  # Between two trials of a search; train() makes a new one.
     if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
         return
     trainer.model_wrapped = model
