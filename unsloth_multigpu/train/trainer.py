@@ -32,7 +32,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import attached
-from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
+from unsloth_multigpu.train.buffer import EqualBuffers
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
@@ -158,11 +158,12 @@ class DDPTrainer:
         self.manager.check_same(facts | facts_of_evaluation(self.trainer))
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
-            if self.manager.identity.world_size > 1 and self.config.meets_every_step:
-                if self.manager.identity.rank == 0:
-                    _warn_of_rank_arithmetic(getattr(sys.modules["__main__"], "__file__", None))
-                statistics = RunningStatistics(self.trainer, self.manager, self.steps)
-                self.parts += [statistics, MicroBatchStatistics(statistics)]
+            if (
+                self.manager.identity.world_size > 1
+                and self.config.meets_every_step
+                and self.manager.identity.rank == 0
+            ):
+                _warn_of_rank_arithmetic(getattr(sys.modules["__main__"], "__file__", None))
         self._say_whose_completions()
         loop = Loop(self.trainer, [*self.parts, *of_tool])
         on_agreed(loop)
