@@ -276,29 +276,6 @@ class Folder(Kind):
         return value
 
 
-class Speeds(Kind):
-    """A number above 0 for each rank."""
-
-    def parse(self, shown: str, text: str) -> Any:
-        """Numbers with commas between them."""
-        try:
-            return tuple(float(part) for part in text.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"{shown}={brief(text)}; expected numbers with commas between them.", hint=f"Set {shown}=1,0.5, say."
-            ) from None
-
-    def take(self, name: str, value: Any) -> Any:
-        """A tuple, of a list as well."""
-        speeds = tuple(value) if isinstance(value, list) else value
-        if not isinstance(speeds, tuple) or not speeds or not all(is_number(s) and 0 < s < math.inf for s in speeds):
-            raise ConfigError(
-                f"{name}={brief(value)}; expected a tuple with a number above 0 for each rank.",
-                hint=f"Set {name}=(1.0, 0.5), say, or leave it out.",
-            )
-        return tuple(float(s) for s in speeds)
-
-
 class Nodes(Kind):
     """How many nodes: a number, or "MIN:MAX" for nodes that come and go."""
 

@@ -7,7 +7,6 @@ nothing would follow it; see `options`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -18,11 +17,9 @@ from unsloth_multigpu.row import (
     Endpoint,
     Folder,
     Nodes,
-    Number,
     Older,
     Scope,
     Seconds,
-    Speeds,
     Switch,
     Text,
     option,
@@ -203,33 +200,6 @@ class OptionTable:
         section=DEALING,
         commands=_RUN_AND_VERIFY,
     )
-    micro_batch_overhead_tokens: float | None = option(
-        None,
-        Number("tokens of at least 0"),
-        "What a micro-batch costs beside its rows, whatever is in it, as the time of that many tokens.",
-        *_OF_A_PLAN,
-        otherwise="measured in the first steps",
-        section=DEALING,
-        commands=(),
-    )
-    micro_batch_floor_tokens: float | None = option(
-        None,
-        Number("tokens of at least 0"),
-        "What a micro-batch costs at least: with fewer tokens it takes as long as with that many.",
-        *_OF_A_PLAN,
-        otherwise="measured in the first steps",
-        section=DEALING,
-        commands=(),
-    )
-    rank_speeds: tuple[float, ...] | None = option(
-        None,
-        Speeds(),
-        "How fast each rank computes, relative to the others: (1.0, 0.5); as a variable 1,0.5.",
-        *_OF_A_PLAN,
-        otherwise="measured while it trains",
-        section=DEALING,
-        commands=(),
-    )
     max_restarts: int = option(
         0,
         Count(0),
@@ -407,9 +377,6 @@ class SeldomOptions(TypedDict, total=False):
     grad_compression: str | None
     gradient_aggregation: str | None
     max_tokens_per_micro_batch: int | None
-    micro_batch_overhead_tokens: float | None
-    micro_batch_floor_tokens: float | None
-    rank_speeds: Sequence[float] | None
     max_restarts: int | None
     timeout_s: float | None
     hang_timeout_s: float | None

@@ -1012,10 +1012,10 @@ def test_planner_goes_on_with_what_was_measured() -> None:
     again._go_on_from(state)
     assert again.balance == before.balance
     assert again.num_steps == 40
-    # Speeds belong to their ranks; what an option gives stays.
-    again = balancer(3, micro_batch_overhead_tokens=5.0)
+    # Speeds belong to their ranks.
+    again = balancer(3)
     again._go_on_from(state)
     assert again.balance is not None
-    assert (again.balance.cost.overhead_tokens, again.balance.cost.floor_tokens) == (5.0, 3.5)
+    assert (again.balance.cost.overhead_tokens, again.balance.cost.floor_tokens) == (7.25, 3.5)
     assert again.balance.speeds == (1.0, 1.0, 1.0)
     assert not Balancer(again._trainer, again._manager).state_dict()

@@ -44,7 +44,6 @@ def record(**values: Any) -> dict[str, Any]:
         "drawn": list(STEPS.values()),
         "sizes": [2, 2],
         "cost": {**dataclasses.asdict(CostModel()), "possible": ()},
-        "is_cost_given": False,
         "is_cpu": False,
         "is_length_known": True,
         "is_planned": True,

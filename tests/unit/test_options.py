@@ -46,9 +46,6 @@ ASKING: dict[str, dict[str, Any]] = {
     "grad_compression": {"grad_compression": "bf16"},
     "gradient_aggregation": {"gradient_aggregation": "sum"},
     "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 64},
-    "micro_batch_overhead_tokens": {"micro_batch_overhead_tokens": 64},
-    "micro_batch_floor_tokens": {"micro_batch_floor_tokens": 64},
-    "rank_speeds": {"rank_speeds": [1, 0.5]},
     "max_restarts": {"max_restarts": 1},
     "on_nan": {"on_nan": "skip"},
     "check_first_step": {"check_first_step": "every"},
@@ -117,7 +114,7 @@ def test_line_has_the_options_of_the_table_in_its_order() -> None:
     named = [(row.older and row.older.argument) or name for name, row in others.items()]
     assert list(SeldomOptions.__annotations__) == named
     # What is taken in a second type as well.
-    wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]", "rank_speeds": "Sequence[float]"}
+    wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]"}
     wider["nnodes"] = "str | int"
     types = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(MultiGPUConfig)}
     annotations = {p.name: p.annotation for p in everyday}

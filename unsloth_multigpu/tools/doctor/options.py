@@ -35,7 +35,7 @@ the line, reads a YAML file with the names of the arguments:
 num_gpus: 2
 sync: diloco:every_steps=8
 max_restarts: 3
-rank_speeds: [1.0, 0.5]
+hang_timeout_s: 300
 ```
 
 Values are written as in variables, so `off` is the word; `null` or nothing means "not given". What a project always

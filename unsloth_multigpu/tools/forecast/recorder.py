@@ -178,7 +178,6 @@ class Recorder(FirstSteps):
             "drawn": (self._drawn(balancer.lengths, sizes) if is_known else []) or list(full.values()),
             "sizes": sizes,
             "cost": {**dataclasses.asdict(cost), "possible": ()},
-            "is_cost_given": None not in (config.micro_batch_overhead_tokens, config.micro_batch_floor_tokens),
             "num_steps": self._num_steps,
             "epochs": None if epochs is None else dataclasses.asdict(epochs),
             "is_planned": is_known,
