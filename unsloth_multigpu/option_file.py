@@ -114,11 +114,9 @@ def _text(file: Path) -> str:
 
 
 def _row(where: str, name: str, value: Any, options: Mapping[str, Row]) -> Row:
-    known = {known: known for known, row in options.items() if not row.older}
+    known = {known: known for known in options}
     if name in known:
         return options[name]
-    if name in options and (older := options[name].older):
-        raise ConfigError(f"{where}: {name} is the older plugin's.", hint=f"Use {older.replacement}.")
     hint = did_you_mean(name, known) or f"Options: {', '.join(known)}."
     raise ConfigError(f"{where}: {name}={brief(value)} names no option.", hint=hint)
 

@@ -31,7 +31,6 @@ class Scope(Enum):
     """
 
     RANKS = "several ranks", "refused with `enable_ddp=False`"
-    SERIAL = "serial path", "refused without `enable_ddp=False`"
     DDP = "DDP", 'refused with another `sync` than `"ddp"`'
     PLANNER = (
         "planner",
@@ -310,19 +309,6 @@ class Endpoint(Kind):
 
 
 @dataclass(frozen=True)
-class Older:
-    """That an option is one of the older plugin's, which is taken with a warning.
-
-    Args:
-        replacement: What to use.
-        argument: The keyword that the older plugin had; None = the option's own name.
-    """
-
-    replacement: str
-    argument: str | None = None
-
-
-@dataclass(frozen=True)
 class Row:
     """One option.
 
@@ -336,7 +322,6 @@ class Row:
         asking: Values that ask something of those; None = all but the default.
         commands: Commands that have it, of "run", "verify" and "chaos".
         is_of_node: Each node may set it for itself: it does not change the training.
-        older: It is the older plugin's.
     """
 
     kind: Kind
@@ -348,7 +333,6 @@ class Row:
     asking: tuple[Any, ...] | None = None
     commands: tuple[str, ...] = ("run",)
     is_of_node: bool = False
-    older: Older | None = None
 
     def asks(self, value: Any) -> bool:
         """True for a value that this package has to follow."""

@@ -10,14 +10,13 @@ import os
 from dataclasses import dataclass
 from typing import TypedDict
 
-from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.row import (
     Choice,
     Count,
     Endpoint,
     Folder,
     Nodes,
-    Older,
     Scope,
     Seconds,
     Switch,
@@ -34,8 +33,17 @@ FAILING = "When something fails"
 SHOWN = "What is shown"
 PLACE = "Processes and devices"
 NODES = "Several nodes"
-OLDER = "Older plugin"
-SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, SHOWN, PLACE, NODES, OLDER)
+SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, SHOWN, PLACE, NODES)
+
+# Arguments of the older plugin that are no options -> what to use.
+FORMER = {
+    "ddp_backend": "TrainingArguments(ddp_backend=...)",
+    "find_unused_parameters": "TrainingArguments(ddp_find_unused_parameters=...)",
+    "enable_gradient_checkpointing": "TrainingArguments(gradient_checkpointing=...)",
+    "enable_memory_optimization": "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "gradient_aggregation": "enable_ddp=False alone, whose shards weigh what they weigh on one device",
+    "debug": 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")',
+}
 
 _WHICH_GPUS = "Leave it out for all GPUs, or give their number; CUDA_VISIBLE_DEVICES chooses which."
 _RUN_AND_VERIFY = ("run", "verify")
@@ -180,16 +188,6 @@ class OptionTable:
         section=GRADIENTS,
         commands=_RUN_AND_VERIFY,
     )
-    gradient_aggregation: str | None = option(
-        None,
-        Choice(("mean", "sum", "weighted")),
-        'With enable_ddp=False, how the gradients of shards are put together: "weighted", "mean" or "sum". "mean" is '
-        "also taken with DDP, which averages the gradients of ranks.",
-        Scope.SERIAL,
-        asking=("sum", "weighted"),
-        otherwise="weighted",
-        section=GRADIENTS,
-    )
     max_tokens_per_micro_batch: int | None = option(
         None,
         Count(1, none_means="what equal numbers of rows could reach"),
@@ -316,54 +314,6 @@ class OptionTable:
         section=NODES,
         is_of_node=True,
     )
-    ddp_backend: str | None = option(
-        None,
-        Choice((*(kind.backend for kind in KINDS.values()), CPU_BACKEND)),
-        "Backend of the process group.",
-        otherwise="by device",
-        section=OLDER,
-        commands=(),
-        older=Older("TrainingArguments(ddp_backend=...)"),
-    )
-    find_unused_parameters: bool | None = option(
-        None,
-        Switch(),
-        "Given to DDP.",
-        Scope.RANKS,
-        Scope.DDP,
-        otherwise="by model",
-        section=OLDER,
-        commands=(),
-        older=Older("TrainingArguments(ddp_find_unused_parameters=...)"),
-    )
-    gradient_checkpointing: bool | None = option(
-        None,
-        Switch(),
-        "Given to TrainingArguments.",
-        otherwise="the script's",
-        section=OLDER,
-        commands=(),
-        older=Older("TrainingArguments(gradient_checkpointing=...)", argument="enable_gradient_checkpointing"),
-    )
-    memory_optimization: bool = option(
-        False,
-        Switch(),
-        "Lets CUDA's allocator use expandable segments.",
-        section=OLDER,
-        commands=(),
-        older=Older(
-            "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", argument="enable_memory_optimization"
-        ),
-    )
-    debug: bool = option(
-        False,
-        Switch(),
-        "This package logs at DEBUG level.",
-        section=OLDER,
-        commands=(),
-        is_of_node=True,
-        older=Older('logging.getLogger("unsloth_multigpu").setLevel("DEBUG")'),
-    )
 
 
 class SeldomOptions(TypedDict, total=False):
@@ -375,7 +325,6 @@ class SeldomOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
     shard_offload: bool | None
     grad_compression: str | None
-    gradient_aggregation: str | None
     max_tokens_per_micro_batch: int | None
     max_restarts: int | None
     timeout_s: float | None
@@ -392,9 +341,3 @@ class SeldomOptions(TypedDict, total=False):
     rdzv_endpoint: str | None
     rdzv_id: str | None
     node_rank: int | None
-    # The older plugin's.
-    ddp_backend: str | None
-    find_unused_parameters: bool | None
-    enable_gradient_checkpointing: bool | None
-    enable_memory_optimization: bool | None
-    debug: bool | None

@@ -131,7 +131,7 @@ HANDED_ON = (
     {"balance": "tokens", "max_tokens_per_micro_batch": 900},
     {"shard": "on", "shard_offload": True},
     {"sync": "diloco:every_steps=8,outer_learning_rate=0.5,outer_momentum=0"},
-    {"enable_ddp": False, "num_gpus": 2, "gradient_aggregation": "sum"},
+    {"enable_ddp": False, "num_gpus": 2},
 )
 
 

@@ -100,7 +100,6 @@ def test_every_option_is_read_from_pyproject(folder: Path) -> None:
         ("\nbalance: none_of\n", ", line 2: balance='none_of'; expected 'auto' or", "Set balance to one"),
         ("num_gpus: 2\nnum_gpus: 3", ", line 2: num_gpus is given twice.", "Leave one"),
         ("sync: {diloco: 8}", ", line 1: sync has options of its own; expected one value.", "diloco:every_steps=8"),
-        ("debug: true", ", line 1: debug is the older plugin's.", "Use logging."),
         ("- num_gpus", " has no options in it.", "`name: value`"),
         ("num_gpus: [", " is no YAML: ", "`name: value`"),
     ],

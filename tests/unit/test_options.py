@@ -27,7 +27,7 @@ from unsloth_multigpu.strategy import (
     Strategy,
     read_strategy,
 )
-from unsloth_multigpu.table import EVERYDAY, OLDER, SECTIONS, SeldomOptions
+from unsloth_multigpu.table import EVERYDAY, SECTIONS, SeldomOptions
 from unsloth_multigpu.tools.doctor.options import options_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,6 @@ ASKING: dict[str, dict[str, Any]] = {
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},
     "grad_compression": {"grad_compression": "bf16"},
-    "gradient_aggregation": {"gradient_aggregation": "sum"},
     "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 64},
     "max_restarts": {"max_restarts": 1},
     "on_nan": {"on_nan": "skip"},
@@ -55,12 +54,10 @@ ASKING: dict[str, dict[str, Any]] = {
     "rdzv_endpoint": {"rdzv_endpoint": "host:1"},
     "rdzv_id": {"rdzv_id": "job"},
     "node_rank": {"node_rank": 1},
-    "find_unused_parameters": {"find_unused_parameters": True},
 }
 # Where nothing follows what was asked of a scope.
 OUT_OF_SCOPE: dict[Scope, list[dict[str, Any]]] = {
     Scope.RANKS: [{"enable_ddp": False}],
-    Scope.SERIAL: [{}],
     Scope.DDP: [{"sync": "allreduce"}, {"sync": "local_sgd"}],
     Scope.PLANNER: [{"global_batch": "scale"}, {"batch_size_per_gpu": 2}, {"sync": "diloco"}],
     Scope.NODES: [{}],
@@ -84,7 +81,6 @@ def test_row_is_whole(name: str) -> None:
     row = TABLE[name]
     assert incomplete(name, row) == []
     assert row.section in SECTIONS
-    assert (row.section == OLDER) == (row.older is not None)
     assert set(row.commands) <= {"run", "verify", "chaos"}
     assert "run" in row.commands or not row.commands  # What a tool hands on, a run has.
 
@@ -111,8 +107,7 @@ def test_line_has_the_options_of_the_table_in_its_order() -> None:
     assert {p.default for p in everyday} == {None}
     assert (replay.name, replay.default, seldom.kind) == ("replay", False, inspect.Parameter.VAR_KEYWORD)
     others = {name: row for name, row in TABLE.items() if name not in signature}
-    named = [(row.older and row.older.argument) or name for name, row in others.items()]
-    assert list(SeldomOptions.__annotations__) == named
+    assert list(SeldomOptions.__annotations__) == list(others)
     # What is taken in a second type as well.
     wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]"}
     wider["nnodes"] = "str | int"
@@ -151,7 +146,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[MultiGPUConfig]:
     return configs
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> None:
     values: dict[str, dict[str, Any]] = {
         **ASKING,
@@ -160,17 +154,12 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "forecast": {"forecast": False},
         "seed_per_rank": {"seed_per_rank": False},
         "log_dir": {"log_dir": Path("mine")},
-        "gradient_aggregation": {"gradient_aggregation": "mean"},
         "timeout_s": {"timeout_s": 60},
         "hang_timeout_s": {"hang_timeout_s": 60},
         "grace_s": {"grace_s": 60},
         "rdzv_endpoint": ASKING["nnodes"],
         "rdzv_id": ASKING["nnodes"],
         "node_rank": {**ASKING["nnodes"], "node_rank": 1},
-        "ddp_backend": {"ddp_backend": "gloo"},
-        "gradient_checkpointing": {"enable_gradient_checkpointing": True},
-        "memory_optimization": {"enable_memory_optimization": True},
-        "debug": {"debug": True},
         "verify_every": {"verify_every": 7},
         "log_metrics": {"log_metrics": False},
         "panel": {"panel": False},
@@ -212,7 +201,7 @@ def test_option_is_refused_where_nothing_follows_it(scope: Scope, name: str) -> 
 def test_default_asks_for_nothing() -> None:
     for config in (
         MultiGPUConfig(),
-        MultiGPUConfig(balance="off", on_nan="off", gradient_aggregation="mean"),
+        MultiGPUConfig(balance="off", on_nan="off"),
     ):
         assert [config.asked(scope) for scope in Scope] == [[]] * len(Scope)
 

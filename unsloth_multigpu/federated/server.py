@@ -186,7 +186,7 @@ class FederatedServer:
         from unsloth_multigpu.federated.training import train
 
         self._trained = None
-        console = Console(debug=False, is_notebook="ipykernel" in sys.modules)
+        console = Console(is_notebook="ipykernel" in sys.modules)
         try:
             grid = self._open_grid(num_clients)
             with grid.identity():

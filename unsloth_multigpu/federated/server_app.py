@@ -43,7 +43,7 @@ def make_server_app(plan: ServerPlan) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         options, least = run_options(context.run_config)
-        console = Console(debug=False)
+        console = Console()
         try:
             _train(grid, options, least)
         finally:

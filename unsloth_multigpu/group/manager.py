@@ -111,7 +111,7 @@ class DDPManager:
             self.meet()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
-            backend = self.config.ddp_backend or backend_of(device_type)
+            backend = backend_of(device_type)
             if self.config.shard_offload and device_type != "cpu":
                 # Parts are gathered from the host's memory to be saved.
                 backend = f"cpu:{CPU_BACKEND},{device_type}:{backend}"

@@ -379,10 +379,6 @@ def _adjusted_arguments(
             get_manager().open_group()
         if config.batch_size_per_gpu is not None:
             self.per_device_train_batch_size = config.batch_size_per_gpu
-        if config.ddp_backend is not None:
-            self.ddp_backend = config.ddp_backend
-        if config.gradient_checkpointing is not None:
-            self.gradient_checkpointing = config.gradient_checkpointing
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
         if config.shard == "on" and world_size > 1:

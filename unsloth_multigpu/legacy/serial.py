@@ -51,14 +51,12 @@ class Shard:
     Args:
         inputs: As the micro-batch's, with these rows alone.
         device: Of the replica that computes it.
-        factor: What its loss is multiplied by, so that the gradients of all shards add up as asked.
-        share: The same for "weighted": so the losses add up to the micro-batch's own.
+        factor: What its loss is multiplied by, so that losses and gradients of all shards add up to the micro-batch's.
     """
 
     inputs: Any
     device: torch.device
     factor: float = 1.0
-    share: float = 1.0
 
 
 class SerialTrainer(Part):
@@ -66,7 +64,7 @@ class SerialTrainer(Part):
 
     Each micro-batch is cut into shards of rows. Their gradients are copied to the CPU, added up there and copied back
     into the model's `.grad`; the model itself is replica 0, and is sent to the others before every optimizer step.
-    With "weighted" that is the gradient of one device, to rounding. Dropout masks are other ones than there, and
+    That is the gradient of one device, to rounding. Dropout masks are other ones than there, and
     batch normalisation sees a shard at a time.
 
     Args:
@@ -85,7 +83,6 @@ class SerialTrainer(Part):
     def __init__(self, trainer: TrainerLike, config: MultiGPUConfig) -> None:
         self.trainer = trainer
         self.config = config
-        self.aggregation = config.gradient_aggregation or "weighted"
         self.moved_bytes = 0
         self.num_steps = 0
         self.report: RunReport | None = None
@@ -113,11 +110,10 @@ class SerialTrainer(Part):
             return original_train()
         _refuse_what_cannot_work(trainer, self._devices)
         logger.info(
-            "legacy serial path (enable_ddp=False): %d replicas compute one after the other on %s, "
-            "gradient_aggregation=%s; one device alone is faster",
+            "legacy serial path (enable_ddp=False): %d replicas compute one after the other on %s; one device alone is "
+            "faster",
             len(self._devices),
             ", ".join(map(str, self._devices)),
-            self.aggregation,
         )
         start = time.monotonic()
         with Loop(trainer, [self]).steering():
@@ -178,7 +174,7 @@ class SerialTrainer(Part):
             gradients = take_gradients(replica)
             check_gradients(gradients, [p for p in parameters if p.grad is not None])
             total = [self._added(*pair) for pair in zip(total, gradients, strict=True)]
-            losses.append(loss.to(self.trainer.args.device) * (shard.share / shard.factor))
+            losses.append(loss.to(self.trainer.args.device))
         for parameter, before, added in zip(parameters, earlier, total, strict=True):
             parameter.grad = before if added is None else self._put_back(parameter, before, added)
         return torch.stack(losses).sum()
@@ -238,13 +234,7 @@ class SerialTrainer(Part):
         pieces, weights = [p for p, weight in weighed if weight], [weight for _, weight in weighed if weight]
         if not pieces:
             return [Shard(inputs, self._devices[0])]
-        if self.aggregation == "mean" and len(set(weights)) > 1:
-            self._tell(
-                "gradient_aggregation=mean: shards count the same whatever is in them, so this is not the gradient of "
-                'one device; that of "weighted" is'
-            )
-        factors, shares = (shard_factors(weights, name, scale) for name in (self.aggregation, "weighted"))
-        return [Shard(*facts) for facts in zip(pieces, self._devices, factors, shares, strict=False)]
+        return [Shard(*facts) for facts in zip(pieces, self._devices, shard_factors(weights, scale), strict=False)]
 
     def _find_reduction(self, inputs: Any) -> LossReduction:
         """Of the loss: declared, or that by which the losses of two parts make up the one of a micro-batch."""

@@ -247,7 +247,7 @@ class Notebook:
         self._generation += 1
         order = {
             "generation": self._generation,
-            "backend": config.ddp_backend or backend_of(local_device(self._identity, config).type),
+            "backend": backend_of(local_device(self._identity, config).type),
             "timeout_s": config.timeout_s,
             "pids": self.kernel.pids,
             **self.program.order(),

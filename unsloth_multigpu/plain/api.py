@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unsloth_multigpu.plain.loader import DistributedLoader
 
 
-def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool | None = None) -> nn.Module:
+def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
     """Makes a model train on all ranks, and moves it to this rank's device.
 
     In a rank it becomes a DistributedDataParallel, which gives all ranks rank 0's weights and averages their gradients;
@@ -35,8 +35,7 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool | Non
 
     Args:
         model: A module with a parameter that requires a gradient.
-        find_unused_parameters: Given to DDP: True if a step may leave a parameter without a gradient [the option of
-            that name of `enable_multi_gpu`, else False].
+        find_unused_parameters: Given to DDP: True if a step may leave a parameter without a gradient.
 
     Raises:
         SetupError: The model cannot be moved, or has nothing to train; an option of `enable_multi_gpu` that only a
@@ -44,7 +43,7 @@ def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool | Non
     """
     from unsloth_multigpu.plain.wrap import wrap_model
 
-    wrapped = wrap_model(model, _manager(), find_unused_parameters)
+    wrapped = wrap_model(model, _manager(), find_unused_parameters=find_unused_parameters)
     if (session := plugin.active_session()) is not None:
         session.program.note_wrapper(wrapped)
     return wrapped

@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 _QUANTISED_FLAGS = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
 
 
-def wrap_model(model: nn.Module, manager: DDPManager, find_unused_parameters: bool | None = None) -> nn.Module:
+def wrap_model(model: nn.Module, manager: DDPManager, *, find_unused_parameters: bool = False) -> nn.Module:
     """See `unsloth_multigpu.wrap_model_multi_gpu`. Collective in ranks."""
     if any(isinstance(m, DistributedDataParallel) for m in _chain(model)):
         return model
@@ -97,7 +97,7 @@ def _place(model: nn.Module, device: torch.device, *, can_stay: bool) -> None:
 
 
 def _with_ddp(
-    model: nn.Module, manager: DDPManager, device: torch.device, find_unused_parameters: bool | None
+    model: nn.Module, manager: DDPManager, device: torch.device, find_unused_parameters: bool
 ) -> DistributedDataParallel:
     if not any(p.requires_grad for p in model.parameters()):
         raise SetupError(
@@ -105,8 +105,6 @@ def _with_ddp(
             hint="Set requires_grad before wrapping, or leave a model that is only used as it is.",
         )
     manager.open_group()
-    if find_unused_parameters is None:
-        find_unused_parameters = bool(manager.config.find_unused_parameters)
     return DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device.index],

@@ -270,9 +270,7 @@ def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) 
     """
     # Gradients are views of the buckets, not copies: one set of gradients less in memory, the same numbers.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
-    if config.find_unused_parameters is not None:
-        settings["find_unused_parameters"] = config.find_unused_parameters
-    elif args.ddp_find_unused_parameters is None and uses_every_parameter(model):
+    if args.ddp_find_unused_parameters is None and uses_every_parameter(model):
         settings["find_unused_parameters"] = False
     return settings
 
