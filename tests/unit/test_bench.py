@@ -790,9 +790,8 @@ def test_epochs_are_told_apart() -> None:
 
 
 def test_strategies_know_how_their_ranks_meet() -> None:
-    alone = ["parameter_server_async", "local_sgd", "diloco"]
+    alone = ["local_sgd", "diloco"]
     assert [name for name, arm in STRATEGIES.items() if not arm.meets_every_step] == alone
-    assert [name for name, arm in STRATEGIES.items() if arm.is_asynchronous] == alone[:1]
     # A loss in the log is a meeting of all ranks.
     meetings = {name: learning_arguments(arm, 2, 8)["logging_strategy"] for name, arm in STRATEGIES.items()}
     assert [name for name, strategy in meetings.items() if strategy == "epoch"] == alone
@@ -825,7 +824,7 @@ def learned_runs() -> dict[str, list[list[RankRecord]]]:
     return {
         "one_process": [run(1, 4.0, (0.1, 0.2), norms, [0])] * 2,
         "ddp": [run(2, s, (0.1, 0.2), late, [80, 80]) for s in (2.0, 3.0)],
-        "parameter_server_async": [run(2, 1.0, (0.1, a), (), [None, 40]) for a in (0.3, 0.5)],
+        "local_sgd": [run(2, 1.0, (0.1, a), (), [None, 40]) for a in (0.3, 0.5)],
     }
 
 
@@ -836,15 +835,15 @@ def test_strategies_are_summarized() -> None:
     results = {r.name: r for r in summarize_strategies(runs, options)}
     # Norms are compared in the first epoch alone, where there are any; its last step differs by a factor of 9.
     assert arms["ddp"].norm_difference == pytest.approx(1e-3)
-    assert arms["parameter_server_async"].norm_difference is None
+    assert arms["local_sgd"].norm_difference is None
     assert all(arm.has_same_samples for arm in arms.values())
     # Both epochs, warm-up included, of the slower rank.
     assert results["ddp"].epoch_s == Spread(pytest.approx(5.5), pytest.approx(4.4), pytest.approx(6.6))
     assert results["ddp"].times_ddp == Spread(1.0, 1.0, 1.0)
     assert results["one_process"].times_ddp.low == pytest.approx(2.2 / 4.0 / 2)
-    assert [r.num_updates for r in results.values()] == [4, 4, 8]
+    assert [r.num_updates for r in results.values()] == [4, 4, 4]
     assert [r.sent_bytes_per_step for r in results.values()] == [0.0, 20.0, None]
-    assert results["parameter_server_async"].accuracies == (Spread(0.1, 0.1, 0.1), Spread(0.4, 0.3, 0.5))
+    assert results["local_sgd"].accuracies == (Spread(0.1, 0.1, 0.1), Spread(0.4, 0.3, 0.5))
     assert results["ddp"].test_losses[1].median == 4.8
     speed, epochs = strategy_tables(list(results.values()), arms)
     assert [len(row) for row in (*speed.rows, *epochs.rows)] == [len(speed.columns)] * 3 + [len(epochs.columns)] * 3

@@ -331,7 +331,6 @@ def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, An
         ({}, True),
         ({"sync": "allreduce"}, True),
         ({"sync": "parameter_server"}, True),
-        ({"sync": "parameter_server:max_staleness_steps=0"}, False),
         ({"sync": "local_sgd"}, False),
         ({"sync": "diloco"}, False),
     ],
@@ -409,7 +408,6 @@ def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() ->
     ("name", "hint"),
     [
         ("sync_every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
-        ("staleness_steps", "Did you mean sync=ump.ParameterServer(max_staleness_steps=...)? `unsloth-multigpu"),
         ("every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
         ("sync_bucket_mb", "Did you mean sync=ump.AllReduce(bucket_mb=...)? `unsloth-multigpu"),
         ("outer_momentum", "Did you mean sync=ump.DiLoCo(outer_momentum=...)? `unsloth-multigpu"),

@@ -16,7 +16,6 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.forecast import forecast_time
 from unsloth_multigpu.step.link import PCIE, Network
-from unsloth_multigpu.strategy import ParameterServer
 from unsloth_multigpu.tools.forecast.measured import check, read_measured
 from unsloth_multigpu.tools.forecast.page import show, table_rows
 from unsloth_multigpu.tools.forecast.recorder import Clock, _refuse_what_is_not_known, _rows_of
@@ -152,7 +151,6 @@ def test_forecast_is_coloured_on_a_terminal_only(stream: io.StringIO, monkeypatc
         ({"args": SimpleNamespace(steps_per_generation=2)}, {}, "makes its samples while it trains"),
         ({"is_deepspeed_enabled": True}, {}, "FSDP or DeepSpeed"),
         ({"is_fsdp_enabled": True}, {}, "FSDP or DeepSpeed"),
-        ({}, {"sync": ParameterServer(max_staleness_steps=2)}, "do not step together"),
     ],
 )
 def test_what_nothing_is_known_of_is_refused(trainer: Any, config: Any, match: str) -> None:

@@ -255,7 +255,7 @@ def test_readme_has_the_everyday_options_and_the_link(page: str) -> None:
         (AllReduce(), "allreduce"),
         (AllReduce(bucket_mb=0), "allreduce:bucket_mb=0"),
         (AllReduce(bucket_mb=2.5), "allreduce:bucket_mb=2.5"),
-        (ParameterServer(max_staleness_steps=0), "parameter_server:max_staleness_steps=0"),
+        (ParameterServer(bucket_mb=4), "parameter_server:bucket_mb=4"),
         (LocalSGD(every_steps=8), "local_sgd:every_steps=8"),
         (DiLoCo(16, 0.1, 0), "diloco:outer_learning_rate=0.1,outer_momentum=0"),
     ],
@@ -290,16 +290,6 @@ def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
         ("allreduce:bucket_mb=-1", "bucket_mb=-1.0; expected a number of at least 0", "Leave bucket_mb out"),
         ("diloco:outer_momentum=nan", "outer_momentum=nan; expected a number of at least 0", "out"),
         ("diloco:outer_momentum=1", "outer_momentum=1.0 grows without a limit", "Leave outer_momentum out"),
-        (
-            "parameter_server:max_staleness_steps=-1",
-            "max_staleness_steps=-1; expected",
-            "max_staleness_steps out for ranks that",
-        ),
-        (
-            "parameter_server:bucket_mb=4,max_staleness_steps=1",
-            "bucket_mb=4 has no meaning with max_staleness_steps",
-            "Leave one of them out.",
-        ),
     ],
 )
 def test_wrong_text_of_a_strategy_is_named_with_a_hint(text: str, message: str, hint: str) -> None:
@@ -320,8 +310,6 @@ def test_wrong_text_of_a_strategy_is_named_with_a_hint(text: str, message: str, 
         (lambda: LocalSGD(every_steps=0), "every_steps=0; expected a whole number of at least 1"),
         (lambda: LocalSGD(every_steps=2.5), "every_steps=2.5; expected a whole number of at least 1"),
         (lambda: DiLoCo(outer_learning_rate=float("inf")), "outer_learning_rate=inf; expected a number"),
-        (lambda: ParameterServer(max_staleness_steps=True), "max_staleness_steps=True; expected a whole number"),
-        (lambda: ParameterServer(bucket_mb=1, max_staleness_steps=1), "bucket_mb=1 has no meaning with max_stal"),
     ],
 )
 def test_strategy_refuses_a_value_where_it_is_made(make: Any, message: str) -> None:
@@ -333,7 +321,6 @@ def test_strategies_say_what_ranks_do() -> None:
     every = {"allreduce": (True, True), "ddp": (True, True), "parameter_server": (True, False)}
     for name, cls in STRATEGIES.items():
         assert (cls().meets_every_step, cls().has_one_gradient) == every.get(name, (False, False))
-    assert not ParameterServer(max_staleness_steps=0).meets_every_step
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

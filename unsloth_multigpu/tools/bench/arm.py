@@ -12,7 +12,6 @@ from typing import Any
 from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
-from unsloth_multigpu.strategy import ParameterServer
 from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
@@ -76,12 +75,6 @@ class Arm:
     def meets_every_step(self) -> bool:
         """True if all ranks make each optimizer step together; each step then has one gradient."""
         return self._config.meets_every_step
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True if each rank's gradient is an optimizer step of its own."""
-        sync = self._config.sync
-        return isinstance(sync, ParameterServer) and not sync.meets_every_step
 
     @property
     def _config(self) -> MultiGPUConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD
 from unsloth_multigpu.tools.bench.arm import ARMS, ONE_GPU, REFERENCE, Arm
 
 DDP = "ddp"
@@ -34,12 +34,6 @@ STRATEGIES: Mapping[str, Arm] = {
         _strategy("allreduce_each", "all-reduce per parameter, after backward", sync=AllReduce(bucket_mb=0)),
         _strategy("allreduce", "all-reduce in buckets, after backward", sync="allreduce"),
         _strategy("parameter_server", "rank 0 steps, the others get its weights", sync="parameter_server"),
-        _strategy(
-            "parameter_server_async",
-            "rank 0 steps for each gradient that arrives",
-            note="each rank's gradient is an update of its own; a rank may be 2 steps ahead",
-            sync=ParameterServer(max_staleness_steps=2),
-        ),
         _strategy(
             "local_sgd",
             "ranks step alone, weights are averaged",

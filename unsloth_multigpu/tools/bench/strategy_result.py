@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unsloth_multigpu.tools.bench.arm import REFERENCE, Arm
 from unsloth_multigpu.tools.bench.option import LEARNING_RATE, BenchOptions
 from unsloth_multigpu.tools.bench.result import ArmResult, EpochRecord, RankRecord, Runs, Spread, measure_run, ratios
-from unsloth_multigpu.tools.bench.strategy_arm import DDP, STRATEGIES
+from unsloth_multigpu.tools.bench.strategy_arm import DDP
 from unsloth_multigpu.tools.bench.table import Table, memory_text, norm_text, spread_text
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def summarize_strategies(runs: Runs, options: BenchOptions) -> list[StrategyResu
             test_losses=_spreads([[epoch.test_loss for epoch in _epochs(ranks)] for ranks in rounds]),
             accuracies=_spreads([[epoch.accuracy for epoch in _epochs(ranks)] for ranks in rounds]),
             sent_bytes_per_step=_sent_bytes_per_step(rounds),
-            num_updates=len(rounds[0][0].steps) * (len(rounds[0]) if STRATEGIES[name].is_asynchronous else 1),
+            num_updates=len(rounds[0][0].steps),
         )
         for name, rounds in runs.items()
     ]

@@ -211,11 +211,6 @@ def _refuse_what_is_not_known(trainer: TrainerLike, request: MeasureRequest, ask
             f"{name} makes its samples while it trains: how long they will be is not known.",
             hint="Time some steps on one GPU and on two.",
         )
-    if isinstance(asked.sync, ParameterServer) and asked.sync.max_staleness_steps is not None:
-        raise SetupError(
-            "Ranks of a parameter server with max_staleness_steps do not step together: there is no step to forecast.",
-            hint='Forecast it with sync="ddp", or with sync="parameter_server".',
-        )
 
 
 def _facts_of(trainer: TrainerLike, config: MultiGPUConfig) -> dict[str, Any]:
