@@ -244,14 +244,6 @@ class DDPManager:
             if wire.data_ptr() != plain.data_ptr():
                 plain.copy_(wire)
 
-    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of tensors of equal shapes, on the device of `tensor`. Collective."""
-        if self.identity.world_size == 1:
-            return tensor
-        wire = tensor.to(_wire_device(), copy=True)
-        self._finish(dist.all_reduce(wire, async_op=True))
-        return wire.to(tensor.device)
-
     def broadcast_random_state(self) -> None:
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""
         if self.identity.world_size > 1:
