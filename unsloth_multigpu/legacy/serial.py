@@ -5,9 +5,7 @@ It is slower than one device, and is kept so that it can be compared against. Th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,11 +31,8 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
-from unsloth_multigpu.step.bound import rounding_bound
-from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, find_reduction, has_router_loss, seen_alone
-from unsloth_multigpu.step.snapshot import kept_training_state
-from unsloth_multigpu.step.still import Still
-from unsloth_multigpu.step.weighing import SUM, candidates, obstacle, weight_of
+from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, find_reduction, has_router_loss
+from unsloth_multigpu.step.weighing import weight_of
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -69,7 +64,7 @@ class SerialTrainer(Part):
 
     Args:
         trainer: A `transformers.Trainer` or subclass. Its loss is a mean over rows or tokens, or a sum divided by the
-            step's tokens; one that a script wrote and that takes no count is believed to be a mean over rows.
+            step's tokens; of one that a script wrote, `loss_reduction` says it.
         config: The run's options.
 
     Attributes:
@@ -228,7 +223,7 @@ class SerialTrainer(Part):
             self._tell("a micro-batch of one row cannot be cut: the model computes it alone")
             return [Shard(inputs, self._devices[0])]
         pieces = cut_rows(inputs, min(rows, len(self._devices)))
-        self._reduction = scale = self._reduction or self._find_reduction(inputs)
+        self._reduction = scale = self._reduction or self._find_reduction()
         weighed = [(piece, self._weight(scale, piece)) for piece in pieces]
         # A shard without a label adds nothing, and its mean would be no number.
         pieces, weights = [p for p, weight in weighed if weight], [weight for _, weight in weighed if weight]
@@ -236,45 +231,16 @@ class SerialTrainer(Part):
             return [Shard(inputs, self._devices[0])]
         return [Shard(*facts) for facts in zip(pieces, self._devices, shard_factors(weights, scale), strict=False)]
 
-    def _find_reduction(self, inputs: Any) -> LossReduction:
-        """Of the loss: declared, or that by which the losses of two parts make up the one of a micro-batch."""
-        trainer = self.trainer
-        reduction = find_reduction(trainer, self._loss, self.config.loss_reduction)
-        if reduction.kind == WHOLE:
-            raise SetupError("loss_reduction='whole': a micro-batch cannot be cut into shards.", hint=HINT)
-        if reduction.kind != AUTO:
-            return reduction
-        batches = [trainer._prepare_inputs(part) for part in (dict(inputs), *cut_rows(inputs, 2))]
-        still = Still()
-        try:
-            # In the middle of a step, where hooks on the model must not take it for a part of the step.
-            with kept_training_state(trainer), torch.no_grad(), still, seen_alone(trainer, self._loss):
-                whole, *losses = (self._value(batch) for batch in batches)
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            what = f"a part of it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
-            raise SetupError(f"The loss of a micro-batch cannot be cut into shards: {what}.", hint=HINT) from error
-        off = math.inf
-        for name in candidates(batches[0], len(still.class_weights)):
-            if any(obstacle(part, name) for part in batches[1:]):
-                continue
-            way = dataclasses.replace(reduction, weighing=name, class_weights=still.class_weights)
-            weights = [way.weight(part) for part in batches[1:]]
-            total = 1.0 if name == SUM else sum(weights)
-            made = sum(w / total * loss for w, loss in zip(weights, losses, strict=True) if w) if total else math.inf
-            here = abs(made - whole) / max(abs(whole), 1e-6)
-            if here <= max(rounding_bound(trainer), 1e-4):
-                return way
-            off = min(off, here)
-        what = f"The loss of a micro-batch cannot be cut into shards: no weighing makes it up ({off:.2g} off)"
-        if self.config.inexact == "raise":
-            raise SetupError(f"{what}.", hint=HINT)
-        self._tell(f"{what}. This is not quite the training of one device")
+    def _find_reduction(self) -> LossReduction:
+        """Of the loss, as its class declares it or the user says it."""
+        reduction = find_reduction(self.trainer, self._loss, self.config.loss_reduction)
+        if reduction.kind in (AUTO, WHOLE):
+            raise SetupError(
+                f"loss_reduction={reduction.kind!r}: a micro-batch cannot be cut into shards, because it is not known "
+                "how their losses make up its own.",
+                hint=f"Set loss_reduction='row_mean' or 'token_mean' where it is one. {HINT}",
+            )
         return reduction
-
-    def _value(self, inputs: Any) -> float:
-        with self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
-            loss = self._loss(self.trainer.model, inputs)
-        return float(loss[0] if isinstance(loss, tuple) else loss)
 
     def _weight(self, reduction: LossReduction, piece: Mapping[str, Any]) -> float:
         """Labelled tokens of a shard, or what else its mean is taken over."""
