@@ -67,13 +67,11 @@ class Console:
     While it is open records go no further: libraries put handlers of their own on the root logger.
     """
 
-    def __init__(self, *, debug: bool, is_notebook: bool = False) -> None:
+    def __init__(self, *, is_notebook: bool = False) -> None:
         self._package = logging.getLogger("unsloth_multigpu")
         self._before = (self._package.level, self._package.propagate)
         self._handler: logging.Handler | None = None
-        if debug:
-            self._package.setLevel(logging.DEBUG)
-        elif self._package.level == logging.NOTSET:
+        if self._package.level == logging.NOTSET:
             self._package.setLevel(logging.INFO)
         if not self._package.handlers and all(map(_is_of_unsloth, logging.getLogger().handlers)):
             self._handler = _NotebookHandler() if is_notebook else logging.StreamHandler()

@@ -38,12 +38,11 @@ def read_yaml(file: Path, options: Mapping[str, Row]) -> dict[str, Any]:
             be used. File and line are named.
     """
     values: dict[str, Any] = {}
-    for line, name, given in _pairs(file):
+    for line, name, text in _pairs(file):
         where = f"{file}, line {line}"
-        row = _row(where, name, given, options)
+        row = _row(where, name, text, options)
         if name in values:
             raise ConfigError(f"{where}: {name} is given twice.", hint="Leave one of them out.")
-        text = ",".join(given) if isinstance(given, list) else given
         values[name] = None if text.strip().lower() in ("", "none", "null", "~") else _taken(where, row, name, text)
     return {name: value for name, value in values.items() if value is not None}
 
@@ -72,13 +71,12 @@ def read_pyproject(file: Path, options: Mapping[str, Row]) -> dict[str, Any]:
         raise ConfigError(f"{where} is {brief(table)}; expected a table.", hint="Write one option in a line below it.")
     values = {}
     for name, value in table.items():
-        row = _row(where, name, value, options)
-        values[name] = _checked(where, row, name, tuple(value) if isinstance(value, list) else value)
+        values[name] = _checked(where, _row(where, name, value, options), name, value)
     return values
 
 
-def _pairs(file: Path) -> Iterator[tuple[int, str, Any]]:
-    """Line, name and value of each pair: a text, or a list of texts."""
+def _pairs(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Line, name and text of each pair."""
     try:
         import yaml
     except ImportError as missing:
@@ -95,15 +93,12 @@ def _pairs(file: Path) -> Iterator[tuple[int, str, Any]]:
         raise ConfigError(f"{file} has no options in it.", hint="Write `name: value`, one in a line.")
     for key, node in root.value:
         line, name = key.start_mark.line + 1, str(key.value)
-        if isinstance(node, yaml.SequenceNode) and all(isinstance(part, yaml.ScalarNode) for part in node.value):
-            yield line, name, [part.value for part in node.value]
-        elif isinstance(node, yaml.ScalarNode):
-            yield line, name, node.value
-        else:
+        if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(
-                f"{file}, line {line}: {name} has options of its own; expected one value.",
+                f"{file}, line {line}: {name} has several values; expected one.",
                 hint="Options of a strategy stand behind a colon: `sync: diloco:every_steps=8`.",
             )
+        yield line, name, node.value
 
 
 def _text(file: Path) -> str:
@@ -114,11 +109,9 @@ def _text(file: Path) -> str:
 
 
 def _row(where: str, name: str, value: Any, options: Mapping[str, Row]) -> Row:
-    known = {known: known for known, row in options.items() if not row.older}
+    known = {known: known for known in options}
     if name in known:
         return options[name]
-    if name in options and (older := options[name].older):
-        raise ConfigError(f"{where}: {name} is the older plugin's.", hint=f"Use {older.replacement}.")
     hint = did_you_mean(name, known) or f"Options: {', '.join(known)}."
     raise ConfigError(f"{where}: {name}={brief(value)} names no option.", hint=hint)
 

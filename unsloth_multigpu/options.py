@@ -6,18 +6,16 @@ What the options are is in `table`; here is what comes from it.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unsloth_multigpu.accelerator import CPU_BACKEND, kind_of
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.option_file import find_pyproject, read_pyproject, read_yaml
 from unsloth_multigpu.row import CommandOption, Nodes, Scope, brief, did_you_mean, rows, take_values
 from unsloth_multigpu.strategy import DDP, STRATEGIES, Strategy
-from unsloth_multigpu.table import SECTIONS, OptionTable
+from unsloth_multigpu.table import FORMER, SECTIONS, OptionTable
 
 ENV_PREFIX = "UNSLOTH_MULTIGPU_"
 # Variables that the launcher hands to its ranks; they are no options.
@@ -163,31 +161,24 @@ def variable(name: str) -> str:
 
 
 def from_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns keywords of `enable_multi_gpu` into options. The older plugin's get a DeprecationWarning each.
+    """Keywords of `enable_multi_gpu` as options.
 
     Raises:
-        ConfigError: A keyword that neither version knows.
+        ConfigError: A keyword that is no option.
     """
     options = rows(MultiGPUConfig)
-    older = {row.older.argument or name: (name, row.older) for name, row in options.items() if row.older}
-    found: dict[str, Any] = {}
     for keyword, value in keywords.items():
-        if keyword in older:
-            name, replaced = older[keyword]
-            # The frames above are this function, enable_multi_gpu and the user's line.
-            warnings.warn(f"{keyword} is deprecated. Use {replaced.replacement}.", DeprecationWarning, stacklevel=3)
-            found[name] = value if value is None else options[name].kind.take(keyword, value)
-        elif keyword in options and not options[keyword].older:
-            found[keyword] = value
+        if keyword in options:
+            continue
+        if keyword in FORMER:
+            hint = f"Use {FORMER[keyword]}."
         else:
-            known = [name for name, row in options.items() if not row.older]
             carried = _carried(lambda cls, name: f"sync=ump.{cls.__name__}({name}=...)")
-            meant = did_you_mean(keyword, {**{name: name for name in (*known, *older)}, **carried})
-            rest = "`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(known)}."
-            raise ConfigError(
-                f"enable_multi_gpu() got {keyword}={brief(value)}, which it does not know.", hint=f"{meant}{rest}"
-            )
-    return found
+            meant = did_you_mean(keyword, {**{name: name for name in options}, **carried})
+            rest = "`unsloth-multigpu doctor --options` lists all." if meant else f"Options: {', '.join(options)}."
+            hint = f"{meant}{rest}"
+        raise ConfigError(f"enable_multi_gpu() got {keyword}={brief(value)}, which it does not know.", hint=hint)
+    return dict(keywords)
 
 
 def num_nodes(nnodes: str) -> tuple[int, int]:
@@ -250,21 +241,11 @@ def _check_together(config: MultiGPUConfig) -> None:
     _check_planner(config)
     _check_sync(config)
     _check_shard(config)
-    if config.enable_ddp and (given := config.asked(Scope.SERIAL)):
-        raise ConfigError(
-            f"{given[0]} is for enable_ddp=False; DDP averages the gradients of ranks.",
-            hint=f"Leave {given[0].partition('=')[0]} out.",
-        )
     if not config.enable_ddp and (given := config.asked(Scope.RANKS)):
         raise ConfigError(
             f"{given[0]} is for several ranks; enable_ddp=False is the legacy path, one process that cuts the script's "
             "batches.",
             hint="Leave one of them out.",
-        )
-    if kind_of(config.ddp_backend or CPU_BACKEND) is not None and config.device == "cpu":
-        raise ConfigError(
-            f'ddp_backend="{config.ddp_backend}" cannot run with device="cpu".',
-            hint='Use ddp_backend="gloo" or leave it out.',
         )
 
 
@@ -330,12 +311,9 @@ def _check_shard(config: MultiGPUConfig) -> None:
                 hint="Set shard='on' or shard='auto', or leave shard_offload out.",
             )
         return
-    for name, value in (
-        ("grad_compression", config.grad_compression),
-        ("find_unused_parameters", config.find_unused_parameters),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"{name}={value!r} is for DDP, and with shard={config.shard!r} FSDP2 exchanges the gradients.",
-                hint="Leave one of them out.",
-            )
+    if config.grad_compression is not None:
+        raise ConfigError(
+            f"grad_compression={config.grad_compression!r} is for DDP, and with shard={config.shard!r} FSDP2 exchanges "
+            "the gradients.",
+            hint="Leave one of them out.",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from unsloth_multigpu.errors import ConfigError, LaunchError, MultiGPUError
 from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
-from unsloth_multigpu.options import MultiGPUConfig, from_keywords, given_options
+from unsloth_multigpu.options import MultiGPUConfig, from_keywords
 from unsloth_multigpu.patching import PatchRegistry, PatchRow
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
@@ -110,8 +111,7 @@ def enable_multi_gpu(
         balance: How a step's samples are dealt: "auto", "tokens" or "off" ["auto"].
         resume: "auto" resumes from the last whole checkpoint of this training, "off" does what the script says ["off"].
         replay: In a notebook: where a model was loaded before, ranks above 0 run those cells too [False].
-        seldom: The other options, by name, and arguments of the older plugin, each with a DeprecationWarning that names
-            the replacement.
+        seldom: The other options, by name.
 
     Raises:
         ConfigError: A value that cannot be used, or a second call with other values.
@@ -132,18 +132,10 @@ def enable_multi_gpu(
         _refuse_replay()
         _enable({**everyday, **from_keywords(seldom)}, replay=replay)
     except MultiGPUError as error:
-        if _wants_all_frames(seldom.get("debug")):
+        if logging.getLogger("unsloth_multigpu").isEnabledFor(logging.DEBUG):
             raise
         # The user's line is what matters: without the frames below this call.
         raise error.with_traceback(None) from error.__cause__
-
-
-def _wants_all_frames(debug: Any) -> bool:
-    """Whether `debug` is asked for, although the options as a whole may be wrong."""
-    try:
-        return bool(given_options({"debug": debug}).get("debug"))
-    except ConfigError:
-        return False
 
 
 def _enable(given: dict[str, Any], *, replay: bool) -> None:
@@ -160,12 +152,10 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     if is_helper():
         _refuse_unsteered_training()
         return
-    if config.memory_optimization:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from unsloth_multigpu.notebook.start import find_shell
 
     shell = find_shell()
-    console = Console(debug=config.debug, is_notebook=shell is not None)
+    console = Console(is_notebook=shell is not None)
     try:
         _session = _open_here(config, context, tool, console, shell, replay=replay, given=given)
     except BaseException as error:

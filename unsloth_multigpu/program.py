@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from unsloth_multigpu.wire.process import only_here
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unsloth_multigpu.group.manager import DDPManager
-    from unsloth_multigpu.launch.question import FolderAnswers, StoreAnswers
     from unsloth_multigpu.session import Session
     from unsloth_multigpu.train.loop import Loop
 
@@ -53,7 +53,6 @@ class ScriptProgram:
 
     def __init__(self) -> None:
         self._num_begun = 0
-        self._answers: FolderAnswers | StoreAnswers | None = None
 
     def enter(self, session: Session) -> None:
         """Makes this process a rank, where a launcher has started it as one."""
@@ -67,7 +66,7 @@ class ScriptProgram:
         session.events, session.beat = enter_rank(identity, session.context, config.hang_timeout_s)
         _draw_alike(session)
         if identity.world_size > 1:
-            self._answers = _share_questions(session)
+            _share_questions(session)
         if identity.rank == 0 and identity.world_size > 1 and not session.tool.is_comparison:
             from unsloth_multigpu.group.lone import warn_of_lone_steps
 
@@ -89,24 +88,20 @@ class ScriptProgram:
         """Nothing to do: a training that fails ends the script."""
 
     def note_training(self, loop: Loop) -> None:
-        """What was typed for rank 0 alone, a secret perhaps, does not stay in a file while the ranks train."""
-        if self._answers is not None:
-            self._answers.forget()
+        """Nothing to note: the training cannot be cut and begun again."""
 
     def note_wrapper(self, model: nn.Module) -> None:
         """Nothing to note, as above."""
 
 
-def _share_questions(session: Session) -> FolderAnswers | StoreAnswers:
-    """What is asked on the terminal is asked once, on rank 0."""
-    from unsloth_multigpu.launch.question import FolderAnswers, StoreAnswers, questions_shared
+def _share_questions(session: Session) -> None:
+    """What is asked on the terminal is asked once, on rank 0, where this package has started all ranks here."""
+    from unsloth_multigpu.launch.question import questions_shared
 
     identity, context = session.identity, session.context
-    answers: FolderAnswers | StoreAnswers = StoreAnswers(session.manager)
     if context.run_dir is not None and identity.world_size == identity.local_world_size:
-        answers = FolderAnswers(context.run_dir, identity)
-    session.on_close.enter_context(questions_shared(identity, context.attempt, answers, session.beat))
-    return answers
+        run_dir = Path(context.run_dir)
+        session.on_close.enter_context(questions_shared(run_dir, identity, context.attempt, session.beat))
 
 
 def _draw_alike(session: Session) -> None:

@@ -31,7 +31,6 @@ class Scope(Enum):
     """
 
     RANKS = "several ranks", "refused with `enable_ddp=False`"
-    SERIAL = "serial path", "refused without `enable_ddp=False`"
     DDP = "DDP", 'refused with another `sync` than `"ddp"`'
     PLANNER = (
         "planner",
@@ -261,24 +260,6 @@ class Text(Kind):
         return value
 
 
-class PrometheusFile(Kind):
-    """The path of a file that Prometheus' textfile collector reads."""
-
-    def shown(self) -> str:
-        """FILE.prom."""
-        return "FILE.prom"
-
-    def take(self, name: str, value: Any) -> Any:
-        """The path."""
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(value, str) or not value.endswith(".prom"):
-            raise ConfigError(
-                f"{name}={brief(value)}; expected a file whose name ends with .prom: the collector reads no other.",
-                hint=f'Set {name}="run.prom", say.',
-            )
-        return value
-
-
 class Folder(Kind):
     """The name of a folder, or a path."""
 
@@ -292,29 +273,6 @@ class Folder(Kind):
         if not isinstance(value, str) or not value:
             raise ConfigError(f"{name}={brief(value)}; expected a folder name.", hint=f'Set {name}="logs".')
         return value
-
-
-class Speeds(Kind):
-    """A number above 0 for each rank."""
-
-    def parse(self, shown: str, text: str) -> Any:
-        """Numbers with commas between them."""
-        try:
-            return tuple(float(part) for part in text.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"{shown}={brief(text)}; expected numbers with commas between them.", hint=f"Set {shown}=1,0.5, say."
-            ) from None
-
-    def take(self, name: str, value: Any) -> Any:
-        """A tuple, of a list as well."""
-        speeds = tuple(value) if isinstance(value, list) else value
-        if not isinstance(speeds, tuple) or not speeds or not all(is_number(s) and 0 < s < math.inf for s in speeds):
-            raise ConfigError(
-                f"{name}={brief(value)}; expected a tuple with a number above 0 for each rank.",
-                hint=f"Set {name}=(1.0, 0.5), say, or leave it out.",
-            )
-        return tuple(float(s) for s in speeds)
 
 
 class Nodes(Kind):
@@ -351,19 +309,6 @@ class Endpoint(Kind):
 
 
 @dataclass(frozen=True)
-class Older:
-    """That an option is one of the older plugin's, which is taken with a warning.
-
-    Args:
-        replacement: What to use.
-        argument: The keyword that the older plugin had; None = the option's own name.
-    """
-
-    replacement: str
-    argument: str | None = None
-
-
-@dataclass(frozen=True)
 class Row:
     """One option.
 
@@ -377,7 +322,6 @@ class Row:
         asking: Values that ask something of those; None = all but the default.
         commands: Commands that have it, of "run", "verify" and "chaos".
         is_of_node: Each node may set it for itself: it does not change the training.
-        older: It is the older plugin's.
     """
 
     kind: Kind
@@ -389,7 +333,6 @@ class Row:
     asking: tuple[Any, ...] | None = None
     commands: tuple[str, ...] = ("run",)
     is_of_node: bool = False
-    older: Older | None = None
 
     def asks(self, value: Any) -> bool:
         """True for a value that this package has to follow."""

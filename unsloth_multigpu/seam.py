@@ -118,9 +118,6 @@ SEAMS: dict[str, InstanceSeam] = {
         ),
         _of_trainer("store_flos", "Tells the watchdog that the last step is done."),
         _of_trainer("save_model", "`chaos` fails here.", "output_dir"),
-        _of_trainer("_report_to_hp_search", "All ranks prune a trial when rank 0 does.", "trial", "step", "metrics"),
-        _of_trainer("call_model_init", "The model of a trial is the same on all ranks.", "trial"),
-        _of_trainer("_hp_search_setup", "A trial's arguments are there before its training is steered.", "trial"),
         _of_trainer("_generate_and_score_completions", _WAITS, optional=True),
         _of_trainer("generate_on_policy_outputs", _WAITS, optional=True),
         _of_trainer("compute_ref_log_probs", _PASSES, optional=True),
@@ -165,7 +162,6 @@ SEAMS: dict[str, InstanceSeam] = {
             optional=True,
         ),
         InstanceSeam("callback_handler", "on_train_begin", "Callbacks see the loader of one process."),
-        InstanceSeam("callback_handler", "on_train_end", "Ranks that prune a trial leave it together."),
         InstanceSeam(
             "callback_handler",
             "on_evaluate",

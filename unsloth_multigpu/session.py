@@ -111,12 +111,9 @@ class Session:
 
     def run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Replaces `Trainer.train`; `original_train` reads `arguments` when it is called."""
-        from unsloth_multigpu.train.search import trial_set_up
-
         self.num_running += 1
         try:
-            with trial_set_up(trainer, arguments.get("trial")):
-                result = self._run_training(trainer, original_train, arguments)
+            result = self._run_training(trainer, original_train, arguments)
             self.has_failed = False
             self._tell_made_up_for()
             return result
@@ -159,6 +156,8 @@ class Session:
 
     def _run_training(self, trainer: TrainerLike, original_train: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         self.registry.verify()
+        if self.identity.world_size == 1 and arguments.get("trial") is not None:
+            return self._run_trial(original_train)
         train_index = self.program.begin_training()
         if not self.config.enable_ddp:
             return self._run_serial(trainer, original_train)
@@ -200,6 +199,19 @@ class Session:
         self.program.end_training()
         self.tool.end_training()
         return result
+
+    def _run_trial(self, original_train: Callable[[], Any]) -> Any:
+        """Trains a trial of `hyperparameter_search`, which makes its arguments and its accelerator inside `train()`.
+
+        Raises:
+            SetupError: An option was given that only a steered training follows.
+        """
+        if asked := self.config.asked(Scope.TRAINER):
+            raise SetupError(
+                f"{asked[0]} steers a training, and the trials of hyperparameter_search are not steered.",
+                hint="Leave it out in a search.",
+            )
+        return original_train()
 
     def _meet_after_failure(self, train_index: int) -> None:
         """The script has caught an error of the last training. Another rank may still be in that one, where it would
@@ -300,14 +312,6 @@ def open_session(
             f"shard='auto' is decided by the process that starts the ranks, and {identity.launcher} has started them.",
             hint="Set shard='on' or shard='off'; `unsloth-multigpu plan` says which fits.",
         )
-    if config.metrics_file is not None and context is not None and context.run_dir is None:
-        what = f"metrics_file={config.metrics_file!r} is written by the process that starts the ranks"
-        if identity.world_size > 1:
-            raise SetupError(
-                f"{what}, and {identity.launcher} has started them.",
-                hint="Start the script by python, or leave it out.",
-            )
-        logger.warning("%s; this process has none", what)
     if config.shard == "on" and identity.world_size == 1:
         logger.warning("shard='on': one process has no other rank to share the model with, and holds all of it")
     session.program.enter(session)

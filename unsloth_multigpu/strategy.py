@@ -83,37 +83,12 @@ class ParameterServer(Strategy):
 
     Args:
         bucket_mb: MiB of a message; 0 = a message for each tensor.
-        max_staleness_steps: Makes it asynchronous: how many steps a rank may be ahead of the slowest one. Each rank's
-            gradient is then an update of its own. None = ranks step together.
     """
 
     name = "parameter_server"
-    exchanges = (
-        "Gradients to rank 0, whose optimizer alone steps; its weights back. The gradients are those of one GPU unless "
-        "max_staleness_steps is given."
-    )
+    exchanges = "Gradients to rank 0, whose optimizer alone steps; weights back. The gradients are those of one GPU."
 
     bucket_mb: float = option(25.0, Number(), "MiB of a message; 0 = a message for each tensor.")
-    max_staleness_steps: int | None = option(
-        None,
-        Count(0, none_means="ranks that step together"),
-        "Makes it asynchronous: how many steps a rank may be ahead of the slowest one. Each rank's gradient is then an "
-        "update of its own: N times as many, on weights that are out of date by a bounded number of steps.",
-        otherwise="ranks step together",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_staleness_steps is not None and self.bucket_mb != rows(self)["bucket_mb"].default:
-            raise ConfigError(
-                f"bucket_mb={self.bucket_mb:g} has no meaning with max_staleness_steps, whose ranks send one message.",
-                hint="Leave one of them out.",
-            )
-
-    @property
-    def meets_every_step(self) -> bool:
-        """False where it is asynchronous."""
-        return self.max_staleness_steps is None
 
 
 @dataclass(frozen=True)

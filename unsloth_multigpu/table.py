@@ -7,23 +7,18 @@ nothing would follow it; see `options`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from unsloth_multigpu.accelerator import CPU_BACKEND, KINDS
+from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.row import (
     Choice,
     Count,
     Endpoint,
     Folder,
     Nodes,
-    Number,
-    Older,
-    PrometheusFile,
     Scope,
     Seconds,
-    Speeds,
     Switch,
     Text,
     option,
@@ -38,8 +33,17 @@ FAILING = "When something fails"
 SHOWN = "What is shown"
 PLACE = "Processes and devices"
 NODES = "Several nodes"
-OLDER = "Older plugin"
-SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, SHOWN, PLACE, NODES, OLDER)
+SECTIONS = (EVERYDAY, GRADIENTS, DEALING, FAILING, SHOWN, PLACE, NODES)
+
+# Arguments of the older plugin that are no options -> what to use.
+FORMER = {
+    "ddp_backend": "TrainingArguments(ddp_backend=...)",
+    "find_unused_parameters": "TrainingArguments(ddp_find_unused_parameters=...)",
+    "enable_gradient_checkpointing": "TrainingArguments(gradient_checkpointing=...)",
+    "enable_memory_optimization": "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "gradient_aggregation": "enable_ddp=False alone, whose shards weigh what they weigh on one device",
+    "debug": 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")',
+}
 
 _WHICH_GPUS = "Leave it out for all GPUs, or give their number; CUDA_VISIBLE_DEVICES chooses which."
 _RUN_AND_VERIFY = ("run", "verify")
@@ -184,16 +188,6 @@ class OptionTable:
         section=GRADIENTS,
         commands=_RUN_AND_VERIFY,
     )
-    gradient_aggregation: str | None = option(
-        None,
-        Choice(("mean", "sum", "weighted")),
-        'With enable_ddp=False, how the gradients of shards are put together: "weighted", "mean" or "sum". "mean" is '
-        "also taken with DDP, which averages the gradients of ranks.",
-        Scope.SERIAL,
-        asking=("sum", "weighted"),
-        otherwise="weighted",
-        section=GRADIENTS,
-    )
     max_tokens_per_micro_batch: int | None = option(
         None,
         Count(1, none_means="what equal numbers of rows could reach"),
@@ -203,33 +197,6 @@ class OptionTable:
         otherwise="what equal numbers of rows reach",
         section=DEALING,
         commands=_RUN_AND_VERIFY,
-    )
-    micro_batch_overhead_tokens: float | None = option(
-        None,
-        Number("tokens of at least 0"),
-        "What a micro-batch costs beside its rows, whatever is in it, as the time of that many tokens.",
-        *_OF_A_PLAN,
-        otherwise="measured in the first steps",
-        section=DEALING,
-        commands=(),
-    )
-    micro_batch_floor_tokens: float | None = option(
-        None,
-        Number("tokens of at least 0"),
-        "What a micro-batch costs at least: with fewer tokens it takes as long as with that many.",
-        *_OF_A_PLAN,
-        otherwise="measured in the first steps",
-        section=DEALING,
-        commands=(),
-    )
-    rank_speeds: tuple[float, ...] | None = option(
-        None,
-        Speeds(),
-        "How fast each rank computes, relative to the others: (1.0, 0.5); as a variable 1,0.5.",
-        *_OF_A_PLAN,
-        otherwise="measured while it trains",
-        section=DEALING,
-        commands=(),
     )
     max_restarts: int = option(
         0,
@@ -313,15 +280,6 @@ class OptionTable:
         "every tenth of these lines, trackers have them all.",
         section=SHOWN,
     )
-    metrics_file: str | None = option(
-        None,
-        PrometheusFile(),
-        "A file NAME.prom for the textfile collector of Prometheus, written every second while the ranks run: steps, "
-        "tokens, waiting, memory of each rank of this machine. Under torchrun, which starts the ranks itself, it is "
-        "refused; one process without a supervisor writes none, after a warning.",
-        section=SHOWN,
-        is_of_node=True,
-    )
     panel: bool = option(
         True,
         Switch(),
@@ -356,54 +314,6 @@ class OptionTable:
         section=NODES,
         is_of_node=True,
     )
-    ddp_backend: str | None = option(
-        None,
-        Choice((*(kind.backend for kind in KINDS.values()), CPU_BACKEND)),
-        "Backend of the process group.",
-        otherwise="by device",
-        section=OLDER,
-        commands=(),
-        older=Older("TrainingArguments(ddp_backend=...)"),
-    )
-    find_unused_parameters: bool | None = option(
-        None,
-        Switch(),
-        "Given to DDP.",
-        Scope.RANKS,
-        Scope.DDP,
-        otherwise="by model",
-        section=OLDER,
-        commands=(),
-        older=Older("TrainingArguments(ddp_find_unused_parameters=...)"),
-    )
-    gradient_checkpointing: bool | None = option(
-        None,
-        Switch(),
-        "Given to TrainingArguments.",
-        otherwise="the script's",
-        section=OLDER,
-        commands=(),
-        older=Older("TrainingArguments(gradient_checkpointing=...)", argument="enable_gradient_checkpointing"),
-    )
-    memory_optimization: bool = option(
-        False,
-        Switch(),
-        "Lets CUDA's allocator use expandable segments.",
-        section=OLDER,
-        commands=(),
-        older=Older(
-            "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", argument="enable_memory_optimization"
-        ),
-    )
-    debug: bool = option(
-        False,
-        Switch(),
-        "This package logs at DEBUG level.",
-        section=OLDER,
-        commands=(),
-        is_of_node=True,
-        older=Older('logging.getLogger("unsloth_multigpu").setLevel("DEBUG")'),
-    )
 
 
 class SeldomOptions(TypedDict, total=False):
@@ -415,11 +325,7 @@ class SeldomOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
     shard_offload: bool | None
     grad_compression: str | None
-    gradient_aggregation: str | None
     max_tokens_per_micro_batch: int | None
-    micro_batch_overhead_tokens: float | None
-    micro_batch_floor_tokens: float | None
-    rank_speeds: Sequence[float] | None
     max_restarts: int | None
     timeout_s: float | None
     hang_timeout_s: float | None
@@ -430,15 +336,8 @@ class SeldomOptions(TypedDict, total=False):
     inexact: str | None
     verify_every: int | None
     log_metrics: bool | None
-    metrics_file: str | None
     panel: bool | None
     nnodes: str | int | None
     rdzv_endpoint: str | None
     rdzv_id: str | None
     node_rank: int | None
-    # The older plugin's.
-    ddp_backend: str | None
-    find_unused_parameters: bool | None
-    enable_gradient_checkpointing: bool | None
-    enable_memory_optimization: bool | None
-    debug: bool | None

@@ -18,7 +18,6 @@ class ArgumentsLike(Protocol):
     auto_find_batch_size: bool
     average_tokens_across_devices: bool
     batch_eval_metrics: bool
-    ddp_backend: str | None
     ddp_find_unused_parameters: bool | None
     ddp_timeout: int
     device: Any  # torch.device
@@ -101,8 +100,6 @@ class CallbackHandlerLike(Protocol):
     ) -> Any: ...
 
     def on_train_begin(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
-
-    def on_train_end(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
 
     def on_save(self, args: ArgumentsLike, state: StateLike, control: ControlLike) -> Any: ...
 
@@ -225,19 +222,12 @@ class TrainerLike(Protocol):
 
     def save_model(self, output_dir: str | None = None) -> None: ...
 
-    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None: ...
-
-    def call_model_init(self, trial: Any = None) -> Any: ...
-
-    def _hp_search_setup(self, trial: Any) -> None: ...
-
 
 class OptionalTrainer(TrainerLike, Protocol):
     """Members that only some trainers or versions have. Cast to it where one has been found."""
 
     _buffered_inputs: Any  # GRPO, RLOO
     _step: int  # GRPO, RLOO
-    hp_space: Callable[[Any], Any]  # in a search
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import chart
-from gradient_result import DDP, Figures, figures_of, half_epoch, is_asynchronous, mean_at
+from gradient_result import DDP, Figures, figures_of, half_epoch, mean_at
 from gradient_verdict import OfTasks, proofs, span, verdict
 
 HEADER = """# How gradients meet: the strategies, and mistakes put back one at a time
@@ -28,8 +28,6 @@ torch {torch}, {total_s:.0f} s. The columns of the tables, means over the seeds:
 - *ranks apart*: the largest |w_rank - w_0| / |w_0| at the end; *from DDP*: the same for rank 0 and DDP's weights;
 - *replica proof*: what `unsloth_multigpu/group/replicas.py` says after every step of the first epoch and, where it has
   found nothing, at the end of each later one.
-
-The figures of asynchronous variants change a little from run to run. All others are the same each time.
 """
 
 
@@ -115,7 +113,7 @@ def _row(cells: list[str]) -> str:
 def draw(task: dict[str, Any], path: Path) -> None:
     """Loss and accuracy by epoch: strategies, mistakes by which replicas drift apart, mistakes that keep them equal."""
     figures = figures_of(task)
-    right = [f for f in figures.values() if f.kind in ("reference", "strategy") or is_asynchronous(f)]
+    right = [f for f in figures.values() if f.kind in ("reference", "strategy")]
     groups = {
         "The strategies": right,
         "Mistakes: replicas drift apart": [figures[DDP], *(f for f in figures.values() if f.is_bug)],

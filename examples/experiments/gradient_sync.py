@@ -5,7 +5,7 @@
 
 Four CPU ranks train the same model on the same samples in several ways, one after the other: DDP, the product's own
 strategies, and these with a mistake. The page, its pictures and its figures go to docs/experiments. Every sentence of
-the verdict is chosen by the figures. Ends with an error where a synchronous strategy is not DDP, or where the replica
+the verdict is chosen by the figures. Ends with an error where a strategy is not DDP, or where the replica
 proof misses a mistake that lets the ranks' weights drift apart.
 """
 

@@ -58,13 +58,9 @@ def train(
     model = task.make_model()
     optimizer = task.make_optimizer(model.parameters(), task.learning_rate * variant.learning_rate_factor)
     sync = variant.make(model, optimizer)
-    try:
-        sync.begin()
-        run = loop(task, variant, sync, num_epochs, seed, manager)
-        sync.end()
-    except BaseException:
-        sync.abort()
-        raise
+    sync.begin()
+    run = loop(task, variant, sync, num_epochs, seed, manager)
+    sync.end()
     return run, flatten(list(model.parameters()))
 
 
@@ -104,8 +100,6 @@ def loop(
         "num_updates": [int(row[0]) for row in manager.gather_floats([updates.num_updates])],
         "gradient_norm": manager.gather_floats([updates.first_norm])[0][0],
         "gradient_cosine": cosine,
-        # Asynchronous only: updates of others between reading the weights and the own update, at most.
-        "max_missed_updates": getattr(sync, "max_missed_updates", 0),
         "proof": proof.verdict,
     }
 

@@ -12,14 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unsloth_multigpu.group.bucket import flatten, unflatten_into
 from unsloth_multigpu.strategies.allreduce import AllReduceSync
-from unsloth_multigpu.strategies.asynchronous import AsyncParameterServerSync
 from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
 from unsloth_multigpu.strategies.sync import GradientSync
 
 NUM_RANKS = 4
 ROWS_PER_RANK = 16
-MAX_STALENESS_STEPS = 4
-TIMEOUT_S = 120.0
 # Small, so that these small models fill several.
 BUCKET_MB = 0.05
 SKIP_EVERY_STEPS = 8
@@ -134,10 +131,6 @@ class Variant:
         return (self.make.__doc__ or "").removeprefix("MISTAKE: ").partition("\n")[0]
 
 
-def _asynchronous(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradientSync:
-    return AsyncParameterServerSync(model, optimizer, max_staleness_steps=MAX_STALENESS_STEPS, timeout_s=TIMEOUT_S)
-
-
 def _no_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradientSync:
     """MISTAKE: every rank trains by itself after a common start; the gradients never meet."""
     return GradientSync(model, optimizer)  # The contract's base class sends the first weights, and nothing else.
@@ -161,8 +154,7 @@ VARIANTS = {
         Variant(
             "allreduce", "all-reduce in buckets", "strategy", lambda m, o: AllReduceSync(m, o, bucket_mb=BUCKET_MB)
         ),
-        Variant("parameter_server", "parameter server, synchronous", "strategy", ParameterServerSync),
-        Variant("parameter_server_async", "parameter server, asynchronous", "strategy", _asynchronous),
+        Variant("parameter_server", "parameter server", "strategy", ParameterServerSync),
         Variant("no_broadcast", "no broadcast, own seeds", "mistake", NoBroadcast, is_bug=True, has_own_seeds=True),
         Variant("no_exchange", "no all-reduce at all", "mistake", _no_exchange, is_bug=True),
         Variant("skipped_updates", "unequal numbers of updates", "mistake", SkippedUpdates, is_bug=True),
@@ -177,13 +169,6 @@ VARIANTS = {
             workers=tuple(range(1, NUM_RANKS)),
         ),
         Variant("ddp_times_4", "DDP, learning rate x 4", "control", TorchDDP, learning_rate_factor=NUM_RANKS),
-        Variant(
-            "async_over_4",
-            "asynchronous, learning rate / 4",
-            "control",
-            _asynchronous,
-            learning_rate_factor=1 / NUM_RANKS,
-        ),
         Variant(
             "step_per_worker_over_4",
             "once per worker, learning rate / 4",

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gradient_result import DDP, NEAR, SAME, VERIFY_BOUND, Figures, half_epoch, is_asynchronous, mean_at
+from gradient_result import DDP, NEAR, SAME, VERIFY_BOUND, Figures, half_epoch, mean_at
 
 OfTasks = dict[str, dict[str, Figures]]
 # The variant with a learning rate that makes up for its more numerous updates.
-SLOWED = {"parameter_server_async": "async_over_4", "step_per_worker": "step_per_worker_over_4"}
+SLOWED = {"step_per_worker": "step_per_worker_over_4"}
 ACCURACY_LOST = 0.1
 
 
 def verdict(results: dict[str, Any], of_tasks: OfTasks) -> Iterator[str]:
     """Items of a Markdown list."""
     yield from _strategies(of_tasks)
-    yield _asynchronous(of_tasks)
     yield _one_process(results, of_tasks)
     yield from _caught(of_tasks)
     yield from _other_weights(of_tasks)
@@ -30,7 +29,7 @@ def verdict(results: dict[str, Any], of_tasks: OfTasks) -> Iterator[str]:
 
 
 def _strategies(of_tasks: OfTasks) -> Iterator[str]:
-    found = [f for f in _all(of_tasks) if f.kind == "strategy" and not is_asynchronous(f)]
+    found = [f for f in _all(of_tasks) if f.kind == "strategy"]
     right = [f for f in found if f.distance_from_ddp <= SAME]
     if right:
         worst = max(f.distance_from_ddp for f in right)
@@ -42,14 +41,6 @@ def _strategies(of_tasks: OfTasks) -> Iterator[str]:
     for f in found:
         if f not in right:
             yield f"- **{f.label} does not end where DDP ends**: the weights differ by {f.distance_from_ddp:.0e}."
-
-
-def _asynchronous(of_tasks: OfTasks) -> str:
-    found = [figures["parameter_server_async"] for figures in of_tasks.values()]
-    return (
-        f"- {found[0].label}, makes {span([f.update_ratio for f in found])} as many updates as DDP; a gradient misses "
-        f"up to {max(f.max_missed_updates for f in found)} updates that others make while it is computed."
-    )
 
 
 def _one_process(results: dict[str, Any], of_tasks: OfTasks) -> str:
@@ -153,7 +144,7 @@ def _hardly_learns(results: dict[str, Any], of_tasks: OfTasks) -> Iterator[str]:
 
 def _learns_best(of_tasks: OfTasks) -> Iterator[str]:
     same = all(figures["parameter_server"].pace == "as DDP" for figures in of_tasks.values())
-    server = "The synchronous one learns as DDP does" if same else "HERE THE SYNCHRONOUS ONE DOES NOT LEARN AS DDP DOES"
+    server = "It learns as DDP does" if same else "HERE IT DOES NOT LEARN AS DDP DOES"
     ahead: dict[str, list[str]] = {}
     unexplained = []
     for task, figures in of_tasks.items():

@@ -1,7 +1,6 @@
 """What goes wrong inside a step, or between the ranks: what the user reads, and what the weights are then."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -94,12 +93,6 @@ def test_hook_that_is_not_linear_is_told_or_refused(trainings):
     assert [facts["num_steps"] for facts in seen(folder, "clamped")[0]] == [NUM_STEPS] * 2
     said = [line for line in run.err.splitlines() if what in line and "a hook on model.embed_tokens.weight" in line]
     assert any("warning: first step: " in line for line in said)
-
-
-def test_script_that_multiplies_by_the_number_of_ranks_is_told_once(trainings):
-    _, run = trainings
-    told = re.findall(r"messages.py:\d+ multiplies or divides by the number of ranks: (.+?)\. Batches", run.err)
-    assert told == ["50 * num_ranks"]
 
 
 def test_sampler_that_divides_the_rows_is_refused(trainings):

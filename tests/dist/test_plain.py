@@ -1,4 +1,4 @@
-"""A plain loop in two ranks of torchrun trains as one process does, although nobody called enable_multi_gpu."""
+"""A plain loop in two ranks of torchrun trains as one process does."""
 
 import json
 from pathlib import Path

@@ -44,24 +44,12 @@ def test_weights_that_are_not_sent_are_seen(results):
     assert unsent[1] != pytest.approx(one[1], rel=1e-3)
 
 
-def test_mean_of_ragged_shards_is_another_gradient_and_sum_a_multiple_of_it(results):
-    weighted, mean, total = (r["grad_norm"][0] for r in (results["full"]["legacy"], results["mean"], results["sum"]))
-    assert mean != pytest.approx(weighted, rel=1e-3)
-    assert total == pytest.approx(2 * mean, rel=1e-5)
-
-
-def test_loss_is_reported_as_one_device_does_whatever_is_aggregated(results):
-    expected = results["full"]["one"]["loss"][0]
-    assert [results[name]["loss"][0] for name in ("mean", "sum")] == pytest.approx([expected] * 2, rel=1e-5)
-
-
-def test_log_says_legacy_and_that_a_mean_is_not_exact(results):
+def test_log_says_legacy(results):
     lines = [line for line in results["log"] if "serial" in line]
     assert all(line.startswith("legacy serial path") for line in lines)
     assert sum("MB to and from the replicas" in line for line in lines) > 0
     assert not any("sent=" in line for line in lines)
-    assert "2 replicas compute one after the other on cpu, cpu, gradient_aggregation=weighted" in lines[0]
-    assert sum("so this is not the gradient of one device" in line for line in lines) == 1
+    assert "2 replicas compute one after the other on cpu, cpu; one device alone is faster" in lines[0]
     assert sum("CPU, one after the other" in line for line in results["log"]) > 0
 
 
@@ -118,12 +106,8 @@ def test_factors_put_gradients_together(scale):
     num_items = 12
     seen = gradients * torch.tensor(weights) / num_items if scale is TOKENS else gradients
     share = 9 / num_items if scale is TOKENS else 1.0
-    weighted, mean, total = (
-        float((seen * torch.tensor(shard_factors(weights, name, scale))).sum()) for name in ("weighted", "mean", "sum")
-    )
-    assert weighted == pytest.approx(share * (6 * 3 - 2 + 5) / 9)
-    assert mean == pytest.approx(share * (3 - 1 + 5) / 3)
-    assert total == pytest.approx(3 * mean)
+    total = float((seen * torch.tensor(shard_factors(weights, scale))).sum())
+    assert total == pytest.approx(share * (6 * 3 - 2 + 5) / 9)
 
 
 def test_cpu_has_as_many_replicas_as_asked_for():

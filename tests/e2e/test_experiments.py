@@ -131,8 +131,6 @@ def test_gradient_sync_tells_mistakes_from_strategies(tmp_path: Path, monkeypatc
     for name in ("one_process", "allreduce_each", "allreduce", "parameter_server"):
         assert runs[name]["distance_from_ddp"] < 1e-5
     assert runs["parameter_server"]["num_updates"] == [22, 0, 0, 0]
-    assert runs["parameter_server_async"]["num_updates"] == [88, 0, 0, 0]
-    assert runs["async_over_4"]["distance_from_ddp"] < 0.01  # The same learning rate in all, in pieces.
     caught = {name: run["proof"].partition(":")[0] for name, run in runs.items() if "caught" in run["proof"]}
     after_1, after_8 = "caught after step 1", "caught after step 8"
     assert caught == {"no_broadcast": after_1, "no_exchange": after_1, "skipped_updates": after_8}

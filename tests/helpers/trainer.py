@@ -30,9 +30,6 @@ class FakeCallbackHandler:
     def on_train_begin(self, args, state, control):
         self.call_event("on_train_begin", args, state, control)
 
-    def on_train_end(self, args, state, control):
-        self.call_event("on_train_end", args, state, control)
-
     def on_save(self, args, state, control):
         self.call_event("on_save", args, state, control)
 

@@ -92,14 +92,6 @@ ump.enable_multi_gpu({arguments})
             ],
         ),
         (
-            'gradient_aggregation="sum"',
-            {},
-            [
-                "unsloth_multigpu.errors.ConfigError: gradient_aggregation='sum' is for enable_ddp=False; DDP averages",
-                "Hint: Leave gradient_aggregation out.",
-            ],
-        ),
-        (
             'sync="diloco:outer_momentum=1"',
             {},
             [

@@ -153,11 +153,6 @@ def test_limit_below_the_longest_sample_is_an_error() -> None:
     assert all(len(p.positions) * max(len(TOKENS[i]) for i in p.positions) <= 40 for p in plan[0])
 
 
-def test_speeds_are_one_for_each_rank() -> None:
-    with pytest.raises(ConfigError, match=r"rank_speeds=\(1.0, 0.5\) has 2 numbers, but the number of ranks is 1"):
-        balancer(rank_speeds=(1.0, 0.5)).prepare(loader(), TOKEN_SUM)
-
-
 @pytest.mark.parametrize(
     ("kind", "is_causal", "has_encoder", "part"),
     [("sdpa", True, False, 0.5), ("eager", True, False, 1.0), ("sdpa", False, False, 1.0), ("sdpa", True, True, 1.0)],
@@ -234,13 +229,6 @@ def test_first_steps_of_a_process_and_pieces_of_unknown_work_are_not_measured(nu
         num_laps.append(len(ours._laps))
         ours.end_step()
     assert num_laps == [0, 0, 1]
-
-
-def test_what_is_given_is_not_measured() -> None:
-    ours = prepared(loader(), micro_batch_overhead_tokens=3.0, micro_batch_floor_tokens=5.0, rank_speeds=(1.0,))
-    measured_steps(ours, 64)
-    assert ours.balance is not None
-    assert (ours.balance.cost.overhead_tokens, ours.balance.cost.floor_tokens) == (3.0, 5.0)
 
 
 def test_deterministic_algorithms_leave_the_plan_alone() -> None:

@@ -631,9 +631,8 @@ def test_epochs_are_told_apart() -> None:
 
 
 def test_strategies_know_how_their_ranks_meet() -> None:
-    alone = ["parameter_server_async", "local_sgd", "diloco"]
+    alone = ["local_sgd", "diloco"]
     assert [name for name, arm in STRATEGIES.items() if not arm.meets_every_step] == alone
-    assert [name for name, arm in STRATEGIES.items() if arm.is_asynchronous] == alone[:1]
     # A loss in the log is a meeting of all ranks.
     meetings = {
         name: worker.learning_arguments(arm, learning())["logging_strategy"] for name, arm in STRATEGIES.items()
@@ -668,7 +667,7 @@ def learned_runs() -> dict[str, list[list[RankRecord]]]:
     return {
         "one_process": [run(1, 4.0, (0.1, 0.2), norms, [0])] * 2,
         "ddp": [run(2, s, (0.1, 0.2), late, [80, 80]) for s in (2.0, 3.0)],
-        "parameter_server_async": [run(2, 1.0, (0.1, a), (), [None, 40]) for a in (0.3, 0.5)],
+        "local_sgd": [run(2, 1.0, (0.1, a), (), [None, 40]) for a in (0.3, 0.5)],
     }
 
 
@@ -677,16 +676,16 @@ def test_strategies_are_summarized() -> None:
     results = {r.name: r for r in summarize(runs, learning(steps=2, warmup=1))}
     # Norms are compared in the first epoch alone, where there are any; its last step differs by a factor of 9.
     assert results["ddp"].norm_difference == pytest.approx(1e-3)
-    assert results["parameter_server_async"].norm_difference is None
+    assert results["local_sgd"].norm_difference is None
     assert all(result.has_same_samples for result in results.values())
     assert results["ddp"].times["ddp"] == Spread(1.0, 1.0, 1.0)
     assert results["one_process"].times["ddp"].low == pytest.approx(2.2 / 4.0 / 2)
     learned = {name: result.learned for name, result in results.items()}
     # Both epochs, warm-up included, of the slower rank.
     assert learned["ddp"].epoch_s == Spread(pytest.approx(5.5), pytest.approx(4.4), pytest.approx(6.6))
-    assert [it.num_updates for it in learned.values()] == [4, 4, 8]
+    assert [it.num_updates for it in learned.values()] == [4, 4, 4]
     assert [it.sent_bytes_per_step for it in learned.values()] == [0.0, 20.0, None]
-    accuracies = [epoch["accuracy"] for epoch in learned["parameter_server_async"].epochs]
+    accuracies = [epoch["accuracy"] for epoch in learned["local_sgd"].epochs]
     assert accuracies == [Spread(0.1, 0.1, 0.1), Spread(0.4, 0.3, 0.5)]
     assert learned["ddp"].epochs[1]["test_loss"].median == 4.8
     speed, epochs = result_tables(list(results.values()))

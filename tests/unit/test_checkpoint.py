@@ -525,19 +525,19 @@ def resume_of(trainer: Any = None, **options: Any) -> tuple[Any, Rank]:
 
 
 @pytest.mark.parametrize(
-    ("attempts", "trial", "step"),
-    # A node that has just joined counts from 0; the first attempt looks for nothing; trials are not told apart.
-    [([[1], [1]], None, 2), ([[0], [1]], None, 2), ([[0], [0]], None, None), ([[1], [1]], "trial", None)],
+    ("attempts", "step"),
+    # A node that has just joined counts from 0; the first attempt looks for nothing.
+    [([[1], [1]], 2), ([[0], [1]], 2), ([[0], [0]], None)],
 )
 def test_restart_goes_on_from_what_the_run_itself_has_saved(
-    tmp_path: Path, attempts: list[list[int]], trial: str | None, step: int | None
+    tmp_path: Path, attempts: list[list[int]], step: int | None
 ) -> None:
     make(tmp_path, 2)
     make(tmp_path, 3, run_id="other")
     ours, rank = resume_of()
     ours.context = RunContext(run_id="run", attempt=attempts[0][0])
     rank.attempts = attempts
-    arguments: dict[str, Any] = {"trial": trial}
+    arguments: dict[str, Any] = {}
     ours.choose(str(tmp_path), arguments, FACTS)
     found = None if step is None else str(tmp_path / f"checkpoint-{step}")
     assert arguments.get("resume_from_checkpoint") == found
@@ -1012,10 +1012,10 @@ def test_planner_goes_on_with_what_was_measured() -> None:
     again._go_on_from(state)
     assert again.balance == before.balance
     assert again.num_steps == 40
-    # Speeds belong to their ranks; what an option gives stays.
-    again = balancer(3, micro_batch_overhead_tokens=5.0)
+    # Speeds belong to their ranks.
+    again = balancer(3)
     again._go_on_from(state)
     assert again.balance is not None
-    assert (again.balance.cost.overhead_tokens, again.balance.cost.floor_tokens) == (5.0, 3.5)
+    assert (again.balance.cost.overhead_tokens, again.balance.cost.floor_tokens) == (7.25, 3.5)
     assert again.balance.speeds == (1.0, 1.0, 1.0)
     assert not Balancer(again._trainer, again._manager).state_dict()

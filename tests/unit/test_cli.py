@@ -116,7 +116,6 @@ HANDED_ON = (
         "grad_compression": "bf16",
         "verify_every": 7,
         "log_metrics": False,
-        "metrics_file": "run.prom",
         "hang_timeout_s": 60.0,
         "resume": "auto",
         "grace_s": 20.0,
@@ -132,7 +131,7 @@ HANDED_ON = (
     {"balance": "tokens", "max_tokens_per_micro_batch": 900},
     {"shard": "on", "shard_offload": True},
     {"sync": "diloco:every_steps=8,outer_learning_rate=0.5,outer_momentum=0"},
-    {"enable_ddp": False, "num_gpus": 2, "gradient_aggregation": "sum"},
+    {"enable_ddp": False, "num_gpus": 2},
 )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from unsloth_multigpu.errors import ConfigError
@@ -19,6 +17,7 @@ from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig, from_keywords
 from unsloth_multigpu.row import rows
 from unsloth_multigpu.strategy import DDP, AllReduce, DiLoCo
+from unsloth_multigpu.table import FORMER
 
 DEFAULTS = {
     "num_gpus": None,
@@ -35,11 +34,7 @@ DEFAULTS = {
     "log_dir": "logs",
     "shard_offload": False,
     "grad_compression": None,
-    "gradient_aggregation": None,
     "max_tokens_per_micro_batch": None,
-    "micro_batch_overhead_tokens": None,
-    "micro_batch_floor_tokens": None,
-    "rank_speeds": None,
     "max_restarts": 0,
     "timeout_s": 1800.0,
     "hang_timeout_s": 120.0,
@@ -50,17 +45,11 @@ DEFAULTS = {
     "inexact": "warn",
     "verify_every": 100,
     "log_metrics": True,
-    "metrics_file": None,
     "panel": True,
     "nnodes": "1",
     "rdzv_endpoint": None,
     "rdzv_id": None,
     "node_rank": None,
-    "ddp_backend": None,
-    "find_unused_parameters": None,
-    "gradient_checkpointing": None,
-    "memory_optimization": False,
-    "debug": False,
 }
 # Option -> (text of its variable, value).
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
@@ -78,11 +67,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "log_dir": ("/var/tmp/logs", "/var/tmp/logs"),
     "shard_offload": ("1", True),
     "grad_compression": ("fp16", "fp16"),
-    "gradient_aggregation": ("mean", "mean"),
     "max_tokens_per_micro_batch": ("4096", 4096),
-    "micro_batch_overhead_tokens": ("64", 64.0),
-    "micro_batch_floor_tokens": ("0", 0.0),
-    "rank_speeds": ("1, 0.5", (1.0, 0.5)),
     "max_restarts": ("2", 2),
     "timeout_s": ("2.5", 2.5),
     "hang_timeout_s": ("0", 0.0),
@@ -93,17 +78,11 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "inexact": ("raise", "raise"),
     "verify_every": ("0", 0),
     "log_metrics": ("off", False),
-    "metrics_file": ("run.prom", "run.prom"),
     "panel": ("0", False),
     "nnodes": ("2:4", "2:4"),
     "rdzv_endpoint": ("node0:29400", "node0:29400"),
     "rdzv_id": ("job7", "job7"),
     "node_rank": ("1", 1),
-    "ddp_backend": ("gloo", "gloo"),
-    "find_unused_parameters": ("true", True),
-    "gradient_checkpointing": ("off", False),
-    "memory_optimization": ("on", True),
-    "debug": ("TRUE", True),
 }
 
 
@@ -157,7 +136,7 @@ def test_environment_is_that_of_the_process_unless_one_is_given(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("text", ["", "  ", "none", "None"])
-@pytest.mark.parametrize("option", ["num_gpus", "timeout_s", "global_batch", "debug"])
+@pytest.mark.parametrize("option", ["num_gpus", "timeout_s", "global_batch", "panel"])
 def test_empty_variable_leaves_the_default(option: str, text: str) -> None:
     assert getattr(MultiGPUConfig.resolve({}, {variable(option): text}), option) == DEFAULTS[option]
 
@@ -206,10 +185,6 @@ WHOLE = "expected a whole number of at least"
         ("max_restarts", False, f"max_restarts=False; {WHOLE} 0", "max_restarts out."),
         ("enable_ddp", 1, "enable_ddp=1; expected True or False", "enable_ddp=True"),
         ("seed_per_rank", "yes", "seed_per_rank='yes'; expected True or False", "seed_per_rank=True"),
-        ("memory_optimization", 1, "memory_optimization=1; expected True or False", "memory_optimization=True"),
-        ("debug", 0, "debug=0; expected True or False", "debug=True"),
-        ("find_unused_parameters", 0, "find_unused_parameters=0; expected True or", "find_unused_parameters=True"),
-        ("gradient_checkpointing", "unsloth", "gradient_checkpointing='unsloth'; expected", "gradient_checkpointing="),
         ("global_batch", "all", "global_batch='all'; expected 'keep' or 'scale'", "Set global_batch to one of them"),
         ("global_batch", 16, "global_batch=16; expected 'keep' or 'scale'", "Set global_batch to one of them"),
         (
@@ -221,14 +196,6 @@ WHOLE = "expected a whole number of at least"
         ("sync", 3, "sync=3; expected 'ddp' or 'allreduce' or", "Set sync to one of them"),
         ("sync", AllReduce, "sync=<class", "Set sync to one of them"),
         ("sync", "dilco", "sync='dilco'; expected 'ddp'", "Did you mean diloco? Set sync to"),
-        ("gradient_aggregation", "sum", "gradient_aggregation='sum' is for enable_ddp=False; DDP averages", "out"),
-        ("gradient_aggregation", "weighted", "gradient_aggregation='weighted' is for enable_ddp=False", "out"),
-        (
-            "gradient_aggregation",
-            "max",
-            "gradient_aggregation='max'; expected 'mean' or 'sum' or 'weighted'",
-            "to one of them",
-        ),
         (
             "balance",
             True,
@@ -241,11 +208,6 @@ WHOLE = "expected a whole number of at least"
             f"max_tokens_per_micro_batch=0; {WHOLE} 1, or None",
             "micro_batch out for what",
         ),
-        ("micro_batch_overhead_tokens", -1, "micro_batch_overhead_tokens=-1; expected tokens of at least 0", "out"),
-        ("micro_batch_floor_tokens", float("inf"), "micro_batch_floor_tokens=inf; expected tokens", "floor_tokens out"),
-        ("rank_speeds", (1.0, 0.0), "rank_speeds=(1.0, 0.0); expected a tuple with a number above 0", "(1.0, 0.5)"),
-        ("rank_speeds", (), "rank_speeds=(); expected a tuple with a number above 0", "(1.0, 0.5)"),
-        ("rank_speeds", 0.5, "rank_speeds=0.5; expected a tuple", "(1.0, 0.5)"),
         (
             "grad_compression",
             "int8",
@@ -279,12 +241,6 @@ WHOLE = "expected a whole number of at least"
             "Set device to one of them",
         ),
         ("device", ["cpu"], "device=['cpu']; expected", "Set device to one of them"),
-        (
-            "ddp_backend",
-            "mpi",
-            "ddp_backend='mpi'; expected 'nccl' or 'xccl' or 'hccl' or 'gloo'",
-            "Set ddp_backend to one of them",
-        ),
         ("timeout_s", 0, "timeout_s=0; expected seconds above 0", "Leave timeout_s out."),
         ("timeout_s", -1.5, "timeout_s=-1.5; expected seconds above 0", "Leave timeout_s out."),
         ("timeout_s", float("nan"), "timeout_s=nan; expected seconds above 0", "Leave timeout_s out."),
@@ -300,18 +256,11 @@ WHOLE = "expected a whole number of at least"
         ("shard", False, "shard=False; expected 'off' or 'auto' or 'on'", "Did you mean 'off'?"),
         ("num_gpus", 2**63 - 1, "num_gpus=9223372036854775807; expected at most 1e+09", "Leave it out"),
         ("batch_size_per_gpu", 10**23, f"batch_size_per_gpu={10**23}; expected at most 1e+09", "out for the script's"),
-        ("micro_batch_overhead_tokens", 1e20, "micro_batch_overhead_tokens=1e+20; expected at most 1e+09", "out."),
         (
             "sync",
             f"diloco:every_steps={10**30}",
             f"sync='diloco:every_steps={10**30}'; every_steps=1",
             "every_steps out",
-        ),
-        (
-            "ddp_backend",
-            np.array([1, 2]),
-            "ddp_backend=array([1, 2]); expected 'nccl' or",
-            "Set ddp_backend to one of them",
         ),
         ("num_gpus", list(range(1000)), "num_gpus=[0, 1, 2, 3, 4, 5, ...]; expected a whole number", "Leave it out"),
         ("log_dir", "", "log_dir=''; expected a folder name", 'log_dir="logs"'),
@@ -341,7 +290,6 @@ def test_limit_that_nothing_would_hold_is_an_error() -> None:
             "grad_compression='bf16' is for DDP, and with shard",
             "one of them",
         ),
-        ({"shard": "on", "find_unused_parameters": True}, "find_unused_parameters=True is for DDP, and", "one of them"),
         ({"shard_offload": True}, "shard_offload=True moves what a rank holds of a sharded model", "shard='on' or"),
         ({"shard": "on", "sync": "diloco"}, "shard='on' has no meaning for sync='diloco", "sync='ddp'"),
         ({"shard": "on", "enable_ddp": False}, "shard='on' is for several ranks", "one of them"),
@@ -377,31 +325,18 @@ def test_option_that_another_makes_meaningless_is_an_error(options: dict[str, An
     assert_says(error, message, hint)
 
 
-@pytest.mark.parametrize("aggregation", [None, "mean", "sum", "weighted"])
-def test_legacy_path_takes_every_aggregation(aggregation: str | None) -> None:
-    config = MultiGPUConfig(enable_ddp=False, num_gpus=2, gradient_aggregation=aggregation)
-    assert (config.enable_ddp, config.gradient_aggregation) == (False, aggregation)
-
-
 @pytest.mark.parametrize(
     ("options", "meets"),
     [
         ({}, True),
         ({"sync": "allreduce"}, True),
         ({"sync": "parameter_server"}, True),
-        ({"sync": "parameter_server:max_staleness_steps=0"}, False),
         ({"sync": "local_sgd"}, False),
         ({"sync": "diloco"}, False),
     ],
 )
 def test_ranks_meet_in_every_step_of_synchronous_strategies(options: dict[str, Any], meets: bool) -> None:
     assert MultiGPUConfig(**options).meets_every_step is meets
-
-
-def test_backend_that_the_device_lacks_is_an_error() -> None:
-    with pytest.raises(ConfigError) as error:
-        MultiGPUConfig(device="cpu", ddp_backend="nccl")
-    assert_says(error, 'ddp_backend="nccl" cannot run with device="cpu"', 'ddp_backend="gloo"')
 
 
 @pytest.mark.parametrize(
@@ -422,10 +357,7 @@ def test_backend_that_the_device_lacks_is_an_error() -> None:
         ("TIMEOUT_S", "-inf", "UNSLOTH_MULTIGPU_TIMEOUT_S=-inf; expected seconds above 0", "_TIMEOUT_S out."),
         ("TIMEOUT_S", "0", "UNSLOTH_MULTIGPU_TIMEOUT_S=0.0; expected seconds above 0", "_TIMEOUT_S out."),
         ("SEED_PER_RANK", "maybe", "UNSLOTH_MULTIGPU_SEED_PER_RANK='maybe'; expected a truth", "SEED_PER_RANK=1 or"),
-        ("DEBUG", "2", "UNSLOTH_MULTIGPU_DEBUG='2'; expected a truth value", "UNSLOTH_MULTIGPU_DEBUG=0"),
-        ("GRADIENT_AGGREGATION", "max", "UNSLOTH_MULTIGPU_GRADIENT_AGGREGATION='max'; expected", "to one of them"),
         ("GLOBAL_BATCH", "16", "UNSLOTH_MULTIGPU_GLOBAL_BATCH='16'; expected 'keep' or", "_GLOBAL_BATCH to one"),
-        ("RANK_SPEEDS", "1;2", "UNSLOTH_MULTIGPU_RANK_SPEEDS='1;2'; expected numbers with commas", "RANK_SPEEDS=1,0.5"),
         ("DEVICE", "gpu", "UNSLOTH_MULTIGPU_DEVICE='gpu'; expected 'auto' or 'cpu'", "_DEVICE to one"),
         ("GPUS", "2", "UNSLOTH_MULTIGPU_GPUS='2' names no option", "UNSLOTH_MULTIGPU_NUM_GPUS"),
         ("GPUS", "", "UNSLOTH_MULTIGPU_GPUS='' names no option", "Else unset it"),
@@ -453,47 +385,12 @@ def test_wrong_variable_is_an_error_even_where_an_argument_stands_over_it() -> N
 # Arguments of the older plugin.
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "translated", "replacement"),
-    [
-        ("ddp_backend", "gloo", {"ddp_backend": "gloo"}, "TrainingArguments(ddp_backend=...)"),
-        (
-            "enable_memory_optimization",
-            True,
-            {"memory_optimization": True},
-            "the variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        ),
-        (
-            "enable_gradient_checkpointing",
-            False,
-            {"gradient_checkpointing": False},
-            "TrainingArguments(gradient_checkpointing=...)",
-        ),
-        (
-            "find_unused_parameters",
-            False,
-            {"find_unused_parameters": False},
-            "TrainingArguments(ddp_find_unused_parameters=...)",
-        ),
-        ("debug", True, {"debug": True}, 'logging.getLogger("unsloth_multigpu").setLevel("DEBUG")'),
-    ],
-)
-def test_legacy_argument_is_translated_and_names_its_replacement(
-    name: str, value: object, translated: dict[str, Any], replacement: str
-) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert from_keywords({name: value}) == translated
-    assert [(w.category, str(w.message)) for w in caught] == [
-        (DeprecationWarning, f"{name} is deprecated. Use {replacement}.")
-    ]
-    MultiGPUConfig.resolve(translated, {})
-
-
-def test_legacy_arguments_warn_one_by_one() -> None:
-    with pytest.warns(DeprecationWarning, match="is deprecated") as caught:
-        assert from_keywords({"debug": True, "ddp_backend": "nccl"}) == {"debug": True, "ddp_backend": "nccl"}
-    assert len(caught) == 2
+@pytest.mark.parametrize("name", FORMER)
+def test_argument_of_the_older_plugin_is_unknown_and_its_replacement_is_named(name: str) -> None:
+    assert name not in rows(MultiGPUConfig)
+    with pytest.raises(ConfigError) as error:
+        from_keywords({"num_gpus": 2, name: True})
+    assert_says(error, f"enable_multi_gpu() got {name}=True, which it does not know", f"Use {FORMER[name]}.")
 
 
 def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() -> None:
@@ -504,41 +401,22 @@ def test_unknown_argument_is_named_with_the_one_that_is_like_it_or_with_all() ->
         from_keywords({"xyzzy": 2})
     assert error.value.hint.startswith("Options: ")
     named = error.value.hint.removeprefix("Options: ").rstrip(".").split(", ")
-    assert named == [name for name, row in rows(MultiGPUConfig).items() if row.older is None]
+    assert named == list(rows(MultiGPUConfig))
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
         ("sync_every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
-        ("staleness_steps", "Did you mean sync=ump.ParameterServer(max_staleness_steps=...)? `unsloth-multigpu"),
         ("every_steps", "Did you mean sync=ump.LocalSGD(every_steps=...)? `unsloth-multigpu"),
         ("sync_bucket_mb", "Did you mean sync=ump.AllReduce(bucket_mb=...)? `unsloth-multigpu"),
         ("outer_momentum", "Did you mean sync=ump.DiLoCo(outer_momentum=...)? `unsloth-multigpu"),
-        ("memory_optimization", "Did you mean enable_memory_optimization? `unsloth-multigpu"),
     ],
 )
 def test_keyword_that_stands_elsewhere_is_named_there(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         from_keywords({name: 8})
     assert error.value.hint.startswith(hint)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("ddp_backend", "mpi"),
-        ("enable_memory_optimization", 1),
-        ("enable_gradient_checkpointing", "unsloth"),
-        ("find_unused_parameters", 0),
-        ("debug", 0),
-    ],
-)
-def test_wrong_legacy_argument_is_named_as_it_was_given(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as error:
-        MultiGPUConfig.resolve(from_keywords({name: value}), {})
-    assert_says(error, f"{name}={value!r}", name)
 
 
 @pytest.mark.parametrize("enable_ddp", [True, False])
@@ -555,9 +433,7 @@ def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
     manager: Any = SimpleNamespace(meet=lambda: None)
     patches = trainer_patches(config, 2, "cuda", print, lambda: manager)
     (patch,) = (p for p in patches if p.target.endswith("__post_init__"))
-    args = SimpleNamespace(
-        per_device_train_batch_size=8, ddp_backend=None, gradient_checkpointing=False, ddp_timeout=1800, use_cpu=False
-    )
+    args = SimpleNamespace(per_device_train_batch_size=8, ddp_timeout=1800, use_cpu=False)
     patch.wrap(lambda self: None)(args)
     return args
 
@@ -565,8 +441,6 @@ def training_arguments(config: MultiGPUConfig) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("option", "value", "name"),
     [
-        ("ddp_backend", "gloo", "ddp_backend"),
-        ("gradient_checkpointing", True, "gradient_checkpointing"),
         ("batch_size_per_gpu", 3, "per_device_train_batch_size"),
         ("timeout_s", 90.0, "ddp_timeout"),
     ],
@@ -592,18 +466,19 @@ def unconfigured_logging() -> Iterator[logging.Logger]:
         package.setLevel(level)
 
 
-@pytest.mark.parametrize(("debug", "level"), [(True, logging.DEBUG), (False, logging.INFO)])
-def test_debug_is_the_level_of_the_console(debug: bool, level: int) -> None:
+@pytest.mark.parametrize(("asked", "level"), [(logging.DEBUG, logging.DEBUG), (logging.NOTSET, logging.INFO)])
+def test_level_that_a_script_has_set_stays(asked: int, level: int) -> None:
     with unconfigured_logging() as package:
-        console = Console(debug=debug)
+        package.setLevel(asked)
+        console = Console()
         assert (package.level, len(package.handlers), package.propagate) == (level, 1, False)
         console.close()
-        assert (package.level, package.handlers, package.propagate) == (logging.NOTSET, [], True)
+        assert (package.level, package.handlers, package.propagate) == (asked, [], True)
 
 
 def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     with unconfigured_logging() as package:
-        console = Console(debug=False, is_notebook=True)
+        console = Console(is_notebook=True)
         package.info("a fact")
         package.warning("a warning")
         console.close()
@@ -614,7 +489,7 @@ def test_console_of_a_notebook_keeps_stderr_for_warnings(capsys: pytest.CaptureF
 def test_console_is_not_left_to_what_unsloth_has_configured(capsys: pytest.CaptureFixture[str]) -> None:
     with unconfigured_logging() as package:
         logging.basicConfig(level=logging.WARNING, format="[%(name)s|%(levelname)s]%(message)s")  # As its import does.
-        console = Console(debug=False)
+        console = Console()
         package.info("a fact")
         package.warning("a warning")
         console.close()
@@ -624,7 +499,7 @@ def test_console_is_not_left_to_what_unsloth_has_configured(capsys: pytest.Captu
 def test_console_is_left_to_an_application_that_has_its_own() -> None:
     with unconfigured_logging() as package:
         logging.root.addHandler(logging.NullHandler())
-        console = Console(debug=False)
+        console = Console()
         assert (package.handlers, package.propagate) == ([], True)
         console.close()
         assert package.level == logging.NOTSET

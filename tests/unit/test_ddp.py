@@ -219,20 +219,16 @@ def test_dense_language_models_are_sure(name: str, changes: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("option", "argument", "sure", "told"),
+    ("argument", "sure", "told"),
     [
-        (None, None, True, False),
-        (None, None, False, "untouched"),
+        (None, True, False),
+        (None, False, "untouched"),
         # What the script says in TrainingArguments stands.
-        (None, True, True, "untouched"),
-        # The older plugin's argument wins over all.
-        (True, None, True, True),
-        (False, None, False, False),
-        (False, True, True, False),
+        (True, True, "untouched"),
     ],
 )
-def test_ddp_is_told_once_the_model_is_known(option: bool | None, argument: bool | None, sure: bool, told: Any) -> None:
-    handler = told_by(MultiGPUConfig(find_unused_parameters=option), tiny(llama() if sure else None), argument)
+def test_ddp_is_told_once_the_model_is_known(argument: bool | None, sure: bool, told: Any) -> None:
+    handler = told_by(MultiGPUConfig(), tiny(llama() if sure else None), argument)
     assert handler.find_unused_parameters == told
     assert handler.gradient_as_bucket_view is True
 
@@ -297,8 +293,6 @@ def test_ddp_is_told_also_where_its_settings_are_made_late(over: Any, is_transfo
     over("nccl")
     told = told_by(MultiGPUConfig(grad_compression="fp16"), tiny(llama()), is_transformers_4=is_transformers_4)
     assert (str(told.comm_hook), told.gradient_as_bucket_view, told.find_unused_parameters) == ("fp16", True, False)
-    told = told_by(MultiGPUConfig(find_unused_parameters=True), tiny(llama()), is_transformers_4=is_transformers_4)
-    assert told.find_unused_parameters is True
 
 
 def test_second_training_finds_the_settings_of_the_script(over: Any) -> None:

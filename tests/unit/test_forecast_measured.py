@@ -16,7 +16,6 @@ from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.step.cost import CostModel
 from unsloth_multigpu.step.forecast import forecast_time
 from unsloth_multigpu.step.link import PCIE, Network
-from unsloth_multigpu.strategy import ParameterServer
 from unsloth_multigpu.tools.forecast.measured import Check, check, read_measured
 from unsloth_multigpu.tools.forecast.recorder import Clock, _refuse_what_is_not_known, _rows_of
 from unsloth_multigpu.tools.forecast.text import facts, show, table_rows
@@ -44,7 +43,6 @@ def record(**values: Any) -> dict[str, Any]:
         "drawn": list(STEPS.values()),
         "sizes": [2, 2],
         "cost": {**dataclasses.asdict(CostModel()), "possible": ()},
-        "is_cost_given": False,
         "is_cpu": False,
         "is_length_known": True,
         "is_planned": True,
@@ -168,7 +166,6 @@ def test_forecast_is_coloured_on_a_terminal_only(stream: io.StringIO, monkeypatc
         ({"args": SimpleNamespace(steps_per_generation=2)}, {}, "makes its samples while it trains"),
         ({"is_deepspeed_enabled": True}, {}, "FSDP or DeepSpeed"),
         ({"is_fsdp_enabled": True}, {}, "FSDP or DeepSpeed"),
-        ({}, {"sync": ParameterServer(max_staleness_steps=2)}, "do not step together"),
     ],
 )
 def test_what_nothing_is_known_of_is_refused(trainer: Any, config: Any, match: str) -> None:

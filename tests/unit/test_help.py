@@ -16,7 +16,7 @@ import pytest
 
 from unsloth_multigpu.cli import main
 from unsloth_multigpu.errors import SetupError
-from unsloth_multigpu.table import OLDER, SECTIONS
+from unsloth_multigpu.table import SECTIONS
 
 FROZEN = Path(__file__).parent / "help.txt"
 COMMANDS = ("", "run", "top", "verify", "plan", "forecast", "doctor", "bench", "chaos")
@@ -75,7 +75,7 @@ def test_options_have_their_values_and_their_sections() -> None:
     assert "--shard {off,auto,on}" in text
     run = text.partition("$ unsloth-multigpu run --help")[2].partition("\n$ ")[0]
     headings = [line.removesuffix(":") for line in run.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["options", *(section for section in SECTIONS if section != OLDER)]
+    assert headings == ["options", *SECTIONS]
 
 
 @pytest.mark.parametrize(

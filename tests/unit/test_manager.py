@@ -65,7 +65,7 @@ def test_rank_that_does_not_come_to_the_group_is_named(store: dist.HashStore) ->
 def test_rank_whose_training_has_failed_waits_until_the_others_have_left_it(store: dist.HashStore) -> None:
     config = MultiGPUConfig(timeout_s=0.05)
     first, second = (
-        Session(config, dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), Console(debug=False), index=0)
+        Session(config, dataclasses.replace(ONE_OF_TWO, rank=rank, local_rank=rank), Console(), index=0)
         for rank in range(2)
     )
     second.has_failed = True  # And its script has caught the error.

@@ -56,7 +56,7 @@ def test_a_training_that_was_cut_off_is_the_same_when_its_cell_runs_again(worker
 def test_trainings_are_known_while_the_session_is_open(worker: WorkerProgram) -> None:
     assert (worker.session, worker.trainings) == (None, None)
     assert worker.order() == {"heals": False, "num_trainings": 0}
-    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(debug=False), RunContext())
+    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(), RunContext())
     assert worker.session is session
     worker.begin_training()
     assert worker.order() == {"heals": False, "num_trainings": 1}
@@ -66,7 +66,7 @@ def test_trainings_are_known_while_the_session_is_open(worker: WorkerProgram) ->
 
 
 def test_closing_a_workers_session_waits_for_rank_0(worker: WorkerProgram, receiver: Receiver) -> None:
-    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(debug=False), RunContext())
+    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(), RunContext())
     receiver.note_left(1)
     with pytest.raises(LeftAloneError, match=r"rank 0 has left the cell without disable_multi_gpu\(\)"):
         session.close()
@@ -78,7 +78,7 @@ def test_a_session_that_could_not_be_opened_is_none(worker: WorkerProgram) -> No
         raise SetupError("no card", hint="Look.")
 
     with pytest.raises(SetupError):
-        worker.open_session(fail, MultiGPUConfig(), RANK_1, Console(debug=False), RunContext())
+        worker.open_session(fail, MultiGPUConfig(), RANK_1, Console(), RunContext())
     assert worker.session is None
 
 

@@ -358,7 +358,7 @@ def test_wait_for_rank_0_ends_when_it_has_left_the_cell(one_store: None) -> None
 
 def test_session_reads_nothing_of_an_earlier_one_in_the_same_process(one_store: None) -> None:
     identity = RankIdentity(1, 1, 2, 2, "torchrun")  # A notebook's groups have a store each.
-    first, second = (Session(MultiGPUConfig(device="cpu"), identity, Console(debug=False)) for _ in "12")
+    first, second = (Session(MultiGPUConfig(device="cpu"), identity, Console()) for _ in "12")
     try:
         first.manager().publish("saves/0", "of the first")
         assert not second.manager().is_published("saves/0")

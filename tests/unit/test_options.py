@@ -27,7 +27,7 @@ from unsloth_multigpu.strategy import (
     Strategy,
     read_strategy,
 )
-from unsloth_multigpu.table import EVERYDAY, OLDER, SECTIONS, SeldomOptions
+from unsloth_multigpu.table import EVERYDAY, SECTIONS, SeldomOptions
 from unsloth_multigpu.tools.doctor.options import options_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -44,11 +44,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "balance": {"balance": "tokens"},
     "resume": {"resume": "auto"},
     "grad_compression": {"grad_compression": "bf16"},
-    "gradient_aggregation": {"gradient_aggregation": "sum"},
     "max_tokens_per_micro_batch": {"max_tokens_per_micro_batch": 64},
-    "micro_batch_overhead_tokens": {"micro_batch_overhead_tokens": 64},
-    "micro_batch_floor_tokens": {"micro_batch_floor_tokens": 64},
-    "rank_speeds": {"rank_speeds": [1, 0.5]},
     "max_restarts": {"max_restarts": 1},
     "on_nan": {"on_nan": "skip"},
     "check_first_step": {"check_first_step": "every"},
@@ -58,12 +54,10 @@ ASKING: dict[str, dict[str, Any]] = {
     "rdzv_endpoint": {"rdzv_endpoint": "host:1"},
     "rdzv_id": {"rdzv_id": "job"},
     "node_rank": {"node_rank": 1},
-    "find_unused_parameters": {"find_unused_parameters": True},
 }
 # Where nothing follows what was asked of a scope.
 OUT_OF_SCOPE: dict[Scope, list[dict[str, Any]]] = {
     Scope.RANKS: [{"enable_ddp": False}],
-    Scope.SERIAL: [{}],
     Scope.DDP: [{"sync": "allreduce"}, {"sync": "local_sgd"}],
     Scope.PLANNER: [{"global_batch": "scale"}, {"batch_size_per_gpu": 2}, {"sync": "diloco"}],
     Scope.NODES: [{}],
@@ -87,7 +81,6 @@ def test_row_is_whole(name: str) -> None:
     row = TABLE[name]
     assert incomplete(name, row) == []
     assert row.section in SECTIONS
-    assert (row.section == OLDER) == (row.older is not None)
     assert set(row.commands) <= {"run", "verify", "chaos"}
     assert "run" in row.commands or not row.commands  # What a tool hands on, a run has.
 
@@ -114,10 +107,9 @@ def test_line_has_the_options_of_the_table_in_its_order() -> None:
     assert {p.default for p in everyday} == {None}
     assert (replay.name, replay.default, seldom.kind) == ("replay", False, inspect.Parameter.VAR_KEYWORD)
     others = {name: row for name, row in TABLE.items() if name not in signature}
-    named = [(row.older and row.older.argument) or name for name, row in others.items()]
-    assert list(SeldomOptions.__annotations__) == named
+    assert list(SeldomOptions.__annotations__) == list(others)
     # What is taken in a second type as well.
-    wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]", "rank_speeds": "Sequence[float]"}
+    wider = {"sync": "str | Strategy", "log_dir": "str | os.PathLike[str]"}
     wider["nnodes"] = "str | int"
     types = {field.name: field.type.removesuffix(" | None") for field in dataclasses.fields(MultiGPUConfig)}
     annotations = {p.name: p.annotation for p in everyday}
@@ -154,7 +146,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[MultiGPUConfig]:
     return configs
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> None:
     values: dict[str, dict[str, Any]] = {
         **ASKING,
@@ -163,20 +154,14 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "forecast": {"forecast": False},
         "seed_per_rank": {"seed_per_rank": False},
         "log_dir": {"log_dir": Path("mine")},
-        "gradient_aggregation": {"gradient_aggregation": "mean"},
         "timeout_s": {"timeout_s": 60},
         "hang_timeout_s": {"hang_timeout_s": 60},
         "grace_s": {"grace_s": 60},
         "rdzv_endpoint": ASKING["nnodes"],
         "rdzv_id": ASKING["nnodes"],
         "node_rank": {**ASKING["nnodes"], "node_rank": 1},
-        "ddp_backend": {"ddp_backend": "gloo"},
-        "gradient_checkpointing": {"enable_gradient_checkpointing": True},
-        "memory_optimization": {"enable_memory_optimization": True},
-        "debug": {"debug": True},
         "verify_every": {"verify_every": 7},
         "log_metrics": {"log_metrics": False},
-        "metrics_file": {"metrics_file": "run.prom"},
         "panel": {"panel": False},
     }
     assert values.keys() == TABLE.keys()
@@ -216,7 +201,7 @@ def test_option_is_refused_where_nothing_follows_it(scope: Scope, name: str) -> 
 def test_default_asks_for_nothing() -> None:
     for config in (
         MultiGPUConfig(),
-        MultiGPUConfig(balance="off", on_nan="off", gradient_aggregation="mean"),
+        MultiGPUConfig(balance="off", on_nan="off"),
     ):
         assert [config.asked(scope) for scope in Scope] == [[]] * len(Scope)
 
@@ -270,7 +255,7 @@ def test_readme_has_the_everyday_options_and_the_link(page: str) -> None:
         (AllReduce(), "allreduce"),
         (AllReduce(bucket_mb=0), "allreduce:bucket_mb=0"),
         (AllReduce(bucket_mb=2.5), "allreduce:bucket_mb=2.5"),
-        (ParameterServer(max_staleness_steps=0), "parameter_server:max_staleness_steps=0"),
+        (ParameterServer(bucket_mb=4), "parameter_server:bucket_mb=4"),
         (LocalSGD(every_steps=8), "local_sgd:every_steps=8"),
         (DiLoCo(16, 0.1, 0), "diloco:outer_learning_rate=0.1,outer_momentum=0"),
     ],
@@ -305,16 +290,6 @@ def test_text_of_a_strategy_is_read_back(strategy: Strategy, text: str) -> None:
         ("allreduce:bucket_mb=-1", "bucket_mb=-1.0; expected a number of at least 0", "Leave bucket_mb out"),
         ("diloco:outer_momentum=nan", "outer_momentum=nan; expected a number of at least 0", "out"),
         ("diloco:outer_momentum=1", "outer_momentum=1.0 grows without a limit", "Leave outer_momentum out"),
-        (
-            "parameter_server:max_staleness_steps=-1",
-            "max_staleness_steps=-1; expected",
-            "max_staleness_steps out for ranks that",
-        ),
-        (
-            "parameter_server:bucket_mb=4,max_staleness_steps=1",
-            "bucket_mb=4 has no meaning with max_staleness_steps",
-            "Leave one of them out.",
-        ),
     ],
 )
 def test_wrong_text_of_a_strategy_is_named_with_a_hint(text: str, message: str, hint: str) -> None:
@@ -335,8 +310,6 @@ def test_wrong_text_of_a_strategy_is_named_with_a_hint(text: str, message: str, 
         (lambda: LocalSGD(every_steps=0), "every_steps=0; expected a whole number of at least 1"),
         (lambda: LocalSGD(every_steps=2.5), "every_steps=2.5; expected a whole number of at least 1"),
         (lambda: DiLoCo(outer_learning_rate=float("inf")), "outer_learning_rate=inf; expected a number"),
-        (lambda: ParameterServer(max_staleness_steps=True), "max_staleness_steps=True; expected a whole number"),
-        (lambda: ParameterServer(bucket_mb=1, max_staleness_steps=1), "bucket_mb=1 has no meaning with max_stal"),
     ],
 )
 def test_strategy_refuses_a_value_where_it_is_made(make: Any, message: str) -> None:
@@ -348,7 +321,6 @@ def test_strategies_say_what_ranks_do() -> None:
     every = {"allreduce": (True, True), "ddp": (True, True), "parameter_server": (True, False)}
     for name, cls in STRATEGIES.items():
         assert (cls().meets_every_step, cls().has_one_gradient) == every.get(name, (False, False))
-    assert not ParameterServer(max_staleness_steps=0).meets_every_step
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -24,12 +24,9 @@ from rich.console import Console
 from tests.helpers.run import wait_until
 from unsloth_multigpu import overview
 from unsloth_multigpu.cli.main import main
-from unsloth_multigpu.errors import ConfigError, LaunchError, SetupError
-from unsloth_multigpu.launch import metrics_file
-from unsloth_multigpu.launch.metrics_file import MetricsFile, escaped
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.notebook import panel
 from unsloth_multigpu.notebook.panel import Panel
-from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.overview import Gpu, Overview, columns_of, headline, last_line
 from unsloth_multigpu.step.comparison import Comparison
 from unsloth_multigpu.step.sketch import Difference
@@ -350,42 +347,6 @@ def test_command_is_shown_as_it_was_typed() -> None:
     assert (job_of(own), shown_command(own)) == ("train.py", "python 'my dir/train.py' --lr 1")
     assert job_of([sys.executable, "-m", "package.train", "--lr"]) == "package.train"
     assert job_of([sys.executable]) == "python"
-
-
-def test_metrics_file_is_read_by_prometheus(run: Run) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
-    pages(run, TEN_STEPS, dataclasses.replace(TEN_STEPS, num_tokens=None, num_padding_tokens=None))
-    job = 'a "b"\\c\nd'
-    families = {
-        f.name: f
-        for f in parser.text_string_to_metric_families(
-            metrics_file.render(read_beats(run.folder), job, is_running=True)
-        )
-    }
-    tokens = families["unsloth_multigpu_tokens"]
-    assert (tokens.type, [(s.labels, s.value) for s in tokens.samples]) == (
-        "counter",
-        [({"job": job, "rank": "0"}, 900)],
-    )
-    steps = families["unsloth_multigpu_step"].samples
-    assert [(s.labels["rank"], s.value) for s in steps] == [("0", 10), ("1", 10)]
-    doing = [s.labels for s in families["unsloth_multigpu_phase"].samples if s.value]
-    assert [d["phase"] for d in doing] == ["compute", "compute"]
-    assert escaped(job) == 'a \\"b\\"\\\\c\\nd'
-
-
-def test_metrics_file_is_whole_at_any_time_and_says_the_end(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "run.prom"
-    pages(run, TEN_STEPS)
-    with MetricsFile(str(path), Path(run.folder), "train.py"):
-        assert 'unsloth_multigpu_running{job="train.py"} 1\n' in path.read_text()
-    assert 'unsloth_multigpu_running{job="train.py"} 0\n' in path.read_text()
-    assert 'unsloth_multigpu_tokens_total{job="train.py",rank="0"} 900\n' in path.read_text()
-    assert [p.name for p in tmp_path.glob("*run.prom*")] == ["run.prom"]
-    with pytest.raises(LaunchError, match=r"metrics_file='.*none/run.prom' cannot be written: No such file"):
-        MetricsFile(str(tmp_path / "none" / "run.prom"), Path(run.folder), "train.py")
-    with pytest.raises(ConfigError, match=r"a file whose name ends with \.prom"):
-        MultiGPUConfig.resolve({"metrics_file": "run.txt"})
 
 
 def test_console_shows_the_numbers_in_every_tenth_line() -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,27 +202,6 @@ def test_rank_of_another_launcher_with_another_number_is_an_error(monkeypatch: p
     with pytest.raises(SetupError, match=r"num_gpus=4, but torchrun started 2 rank\(s\) here") as error:
         ump.enable_multi_gpu(num_gpus=4)
     assert "Hint: Leave num_gpus out, or start 4 ranks." in str(error.value)
-
-
-def test_legacy_argument_blames_the_line_of_the_user() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ump.enable_multi_gpu(num_gpus=1, debug=True)
-    assert [(w.category, w.filename) for w in caught] == [(DeprecationWarning, __file__)]
-    assert logging.getLogger("unsloth_multigpu").level == logging.DEBUG
-
-
-def test_legacy_memory_optimization_sets_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    with pytest.warns(DeprecationWarning, match="enable_memory_optimization"):
-        ump.enable_multi_gpu(num_gpus=1, enable_memory_optimization=True)
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    ump.disable_multi_gpu()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    with pytest.warns(DeprecationWarning, match="enable_memory_optimization"):
-        ump.enable_multi_gpu(num_gpus=1, enable_memory_optimization=True)
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
 def test_library_newer_than_tested_is_told_once(

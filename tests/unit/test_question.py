@@ -10,31 +10,14 @@ from typing import Any
 
 import pytest
 
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.launch import question
-from unsloth_multigpu.launch.question import FolderAnswers, StoreAnswers, questions_shared
+from unsloth_multigpu.launch.question import questions_shared
 from unsloth_multigpu.wire.beat import BeatPage, Phase
 from unsloth_multigpu.wire.identity import RankIdentity
 
 
 def identity(rank: int) -> RankIdentity:
     return RankIdentity(rank, rank, 2, 2, "unsloth_multigpu")
-
-
-class Manager:
-    """What `StoreAnswers` uses of a `DDPManager`."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def publish(self, key: str, value: str = "") -> None:
-        self.values[key] = value
-
-    def is_published(self, key: str) -> bool:
-        return key in self.values
-
-    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
-        return self.values[key]
 
 
 @pytest.fixture
@@ -57,8 +40,7 @@ def on_both(tmp_path: Path, program: Callable[[int], Any]) -> list[Any]:
     """Runs the program as rank 0, then as rank 1."""
     results = []
     for rank in range(2):
-        answers = FolderAnswers(str(tmp_path), identity(rank))
-        with questions_shared(identity(rank), 0, answers, BeatPage(None, rank)):
+        with questions_shared(tmp_path, identity(rank), 0, BeatPage(None, rank)):
             results.append(program(rank))
     return results
 
@@ -75,8 +57,7 @@ def test_answers_reach_the_other_rank_in_the_order_of_questions(tmp_path: Path, 
     assert typed == []
     # What rank 1 has read is gone.
     assert [path.read_text() for path in tmp_path.iterdir()] == ['{"answer": "alone"}']
-    FolderAnswers(str(tmp_path), identity(1)).forget()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
 
 
 @pytest.mark.parametrize(("raised", "seen"), [(KeyboardInterrupt(), KeyboardInterrupt), (OSError("x"), RuntimeError)])
@@ -92,19 +73,6 @@ def test_error_at_the_prompt_reaches_the_other_rank(
     on_both(tmp_path, program)
 
 
-def test_question_of_another_rank_alone_ends_once_rank_0_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(question, "_TRAINING_LIMIT_S", 0.05)
-    BeatPage(tmp_path, 0).mark(Phase.COMPUTE)
-    answers = FolderAnswers(str(tmp_path), identity(1))
-    with (
-        questions_shared(identity(1), 0, answers, BeatPage(None, 1)),
-        pytest.raises(EOFError, match="is not called on rank 0, which is in train"),
-    ):
-        input("? ")
-
-
 def test_end_of_the_input_is_one_on_all_ranks(tmp_path: Path, typed: list[Any]) -> None:
     typed.append(EOFError("EOF when reading a line"))
 
@@ -116,39 +84,25 @@ def test_end_of_the_input_is_one_on_all_ranks(tmp_path: Path, typed: list[Any]) 
     assert on_both(tmp_path, program) == ["EOF when reading a line"] * 2
 
 
-def test_rank_that_waits_says_that_it_is_in_the_script(tmp_path: Path, typed: list[Any]) -> None:
+def test_rank_that_waits_says_that_it_is_in_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beat, seen = BeatPage(None, 1), []
     beat.mark(Phase.UPDATE)
-    answers, rank_0 = FolderAnswers(str(tmp_path), identity(1)), FolderAnswers(str(tmp_path), identity(0))
 
-    def get(key: str) -> str | None:
-        if not seen:
-            assert original(key) is None
-            seen.append(beat.phase)
-            rank_0.put(key, '{"answer": "late"}')
-            return None
-        return original(key)
+    def wait(condition: Callable[[], bool], _: float) -> bool:
+        assert not condition()
+        seen.append(beat.phase)
+        monkeypatch.setattr(builtins, "input", lambda _: "late")
+        with questions_shared(tmp_path, identity(0), 0, BeatPage(None, 0)):
+            ask()
+        return condition()
 
-    original, answers.get = answers.get, get  # type: ignore[method-assign]
-    with questions_shared(identity(1), 0, answers, beat):
-        assert input("? ") == "late"
+    def ask() -> str:
+        return input("? ")
+
+    monkeypatch.setattr(question, "wait_until", wait)
+    with questions_shared(tmp_path, identity(1), 0, beat):
+        assert ask() == "late"
     assert (seen, beat.phase) == ([Phase.SCRIPT], Phase.UPDATE)
-
-
-def test_secret_does_not_travel(typed: list[Any]) -> None:
-    typed += ["name", "s3cret"]
-    manager, keys = Manager(), []
-    for rank in range(2):
-        with questions_shared(identity(rank), 0, StoreAnswers(lambda: manager), BeatPage(None, rank)):
-            for _ in range(1):
-                keys.append(input("? "))
-            if rank == 0:
-                assert getpass.getpass() == "s3cret"
-            else:
-                with pytest.raises(SetupError, match="rank 1: what is typed on rank 0 would go over the network"):
-                    getpass.getpass()
-    assert keys == ["name", "name"]
-    assert "s3cret" not in str(manager.values)
 
 
 def test_functions_come_back(tmp_path: Path) -> None:
@@ -161,9 +115,8 @@ def test_question_that_rank_0_never_asks_ends_by_an_error(
     tmp_path: Path, typed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(question, "_ANSWER_LIMIT_S", 0.05)
-    answers = FolderAnswers(str(tmp_path), identity(1))
     with (
-        questions_shared(identity(1), 0, answers, BeatPage(None, 1)),
-        pytest.raises(TimeoutError, match=r"what is typed on rank 0 at .*test_question\.py:"),
+        questions_shared(tmp_path, identity(1), 0, BeatPage(None, 1)),
+        pytest.raises(TimeoutError, match=r"rank 1 waited a day for what input\(\) at .*test_question\.py:\d+ is told"),
     ):
         input("? ")

@@ -274,9 +274,6 @@ def test_trainer_of_trl_in_one_process_keeps_its_batches_unless_samples_are_to_b
 OF_THE_PLANNER = {
     "balance": "tokens",
     "max_tokens_per_micro_batch": 64,
-    "micro_batch_overhead_tokens": 64.0,
-    "micro_batch_floor_tokens": 64.0,
-    "rank_speeds": (1.0, 0.5),
 }
 
 

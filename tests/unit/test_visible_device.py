@@ -36,7 +36,7 @@ def sees(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
-        opened = session.Session(MultiGPUConfig(), SECOND_OF_TWO, Console(debug=False, is_notebook=False))
+        opened = session.Session(MultiGPUConfig(), SECOND_OF_TWO, Console(is_notebook=False))
         return session._patches(opened)
 
     return claim

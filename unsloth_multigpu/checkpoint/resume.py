@@ -85,7 +85,7 @@ class Resume(Part):
         trainer = self._trainer
         # A name that contains the time or a random number differs between ranks.
         trainer.args.output_dir = self._manager.gather_texts(trainer.args.output_dir)[0]
-        run_dir = trainer._get_output_dir(self._arguments.get("trial"))
+        run_dir = trainer._get_output_dir(None)
         self._find_writers(Path(run_dir))
         self.facts = training_facts(trainer, self._manager, self._steps.num_accumulated, self._training)
         self.choose(run_dir, self._arguments, self.facts)
@@ -144,15 +144,13 @@ class Resume(Part):
         config, world_size = self._manager.config, self._manager.identity.world_size
         any_training = Wanted(world_size, grows_with_ranks=not config.keeps_global_batch)
         this_training = dataclasses.replace(any_training, facts=facts)
-        # A new process cannot tell the trials of a hyperparameter search apart.
-        may_look = arguments.get("trial") is None
         run_id, step = self.context.run_id, None
         self._manager.check_same({"resume_from_checkpoint": str(asked), "run": run_id})
         # A node that has just joined counts from 0 again.
         attempts = self._manager.gather_int64([self.context.attempt])
-        if may_look and run_id and any(attempt for (attempt,) in attempts):
+        if run_id and any(attempt for (attempt,) in attempts):
             step = self._newest(folder, dataclasses.replace(this_training, run_id=run_id))
-        if step is None and config.resume == "auto" and may_look:
+        if step is None and config.resume == "auto":
             # Looked for before the script's own choice: the same command names the same checkpoint after any progress.
             step = self._newest(folder, this_training)
             if step is None and asked is None:

@@ -170,7 +170,7 @@ def _run(given: Mapping[str, Any], program: Sequence[str]) -> NoReturn:
     # By environment, so that a bare enable_multi_gpu() in the script asks for the same.
     os.environ.update({variable(name): str(value) for name, value in given.items() if value is not None})
     command = [sys.executable, "-m", RANK_MODULE, *program]
-    Console(debug=config.debug)
+    Console()
     is_started = read_identity(os.environ) is not None  # By torchrun or srun: this process is one of the ranks.
     if not is_started:
         config = config_on_cluster(config, given, is_notebook=False)

@@ -177,7 +177,7 @@ class FederatedServer:
         from unsloth_multigpu.federated.training import train
 
         self._trained = None
-        console = Console(debug=False, is_notebook="ipykernel" in sys.modules)
+        console = Console(is_notebook="ipykernel" in sys.modules)
         try:
             if self._grid is None:
                 self._grid = self._make_grid(num_clients)

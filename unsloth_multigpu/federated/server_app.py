@@ -45,7 +45,7 @@ def make_server_app(plan: ServerPlan) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         options, least = run_options(context.run_config)
-        with closing(Console(debug=False)):
+        with closing(Console()):
             found = wait_for_nodes(grid, least or nodes_needed(plan.new_strategy()), options.round_timeout_s)
             result, trained, _ = train(plan, grid, least or found, options)
             if options.output_dir is not None:

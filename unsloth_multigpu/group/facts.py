@@ -31,12 +31,10 @@ def facts_of_run(trainer: TrainerLike, config: MultiGPUConfig, num_accumulated: 
     names = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs", "seed")
     facts: dict[str, Any] = {name: getattr(args, name) for name in names}
     facts["gradient_accumulation_steps"] = num_accumulated
-    # A trial of a search makes its model inside train(). The model that is there now is an earlier trial's, or None.
-    if trainer.model is not None and getattr(trainer, "hp_search_backend", None) is None:
-        shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
-        facts["trainable parameters"] = [len(shapes), digest_of(shapes)]
-        # DDP compares shapes only, and sends a bf16 weight into an fp16 one bit by bit.
-        facts["parameters by dtype"] = Counter(str(p.dtype).partition(".")[2] for p in trainer.model.parameters())
+    shapes = [(n, tuple(p.shape)) for n, p in trainer.model.named_parameters() if p.requires_grad]
+    facts["trainable parameters"] = [len(shapes), digest_of(shapes)]
+    # DDP compares shapes only, and sends a bf16 weight into an fp16 one bit by bit.
+    facts["parameters by dtype"] = Counter(str(p.dtype).partition(".")[2] for p in trainer.model.parameters())
     # Cards of different kinds let a script choose bf16 on one and fp16, with its scaled loss, on the other.
     facts["mixed_precision"] = trainer.accelerator.mixed_precision
     facts |= {f"option {name}": value for name, value in config.of_the_run().items()}

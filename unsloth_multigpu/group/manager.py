@@ -111,7 +111,7 @@ class DDPManager:
             self.meet()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
-            backend = self.config.ddp_backend or backend_of(device_type)
+            backend = backend_of(device_type)
             if self.config.shard_offload and device_type != "cpu":
                 # Parts are gathered from the host's memory to be saved.
                 backend = f"cpu:{CPU_BACKEND},{device_type}:{backend}"
@@ -243,14 +243,6 @@ class DDPManager:
             self._finish(dist.broadcast(wire.reshape(-1).view(torch.uint8), src=0, async_op=True))
             if wire.data_ptr() != plain.data_ptr():
                 plain.copy_(wire)
-
-    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of tensors of equal shapes, on the device of `tensor`. Collective."""
-        if self.identity.world_size == 1:
-            return tensor
-        wire = tensor.to(_wire_device(), copy=True)
-        self._finish(dist.all_reduce(wire, async_op=True))
-        return wire.to(tensor.device)
 
     def broadcast_random_state(self) -> None:
         """Gives every rank rank 0's random state of Python, NumPy and torch on CPU and device. Collective."""

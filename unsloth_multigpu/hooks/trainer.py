@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -81,9 +80,8 @@ def trainer_patches(
     search = Patch(
         target="transformers.trainer:Trainer.hyperparameter_search",
         supports=_SUPPORTS,
-        wrap=functools.partial(_one_search, get_manager),
-        reason="All ranks train each trial that rank 0 chooses, and have its result; transformers gives them none.",
-        needs=("backend",),
+        wrap=_refused_search,
+        reason="Of several ranks one would choose the trials, and the others wait for it without a limit.",
     )
     loader = Patch(
         target="transformers.trainer:Trainer.get_train_dataloader",
@@ -295,14 +293,13 @@ def _divided_for_loop(get_loaders: Callable[[], EvaluationLoaders], original: Ca
     return prediction_loop
 
 
-def _one_search(get_manager: Callable[[], DDPManager], original: Callable[..., Any]) -> Callable[..., Any]:
+def _refused_search(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def hyperparameter_search(self: TrainerLike, *args: Any, **kwargs: Any) -> Any:
-        from unsloth_multigpu.train.search import run_search
-
-        bound = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        search = functools.partial(original, self, *args, **kwargs)
-        return run_search(self, get_manager(), search, bound.get("backend"), bound.get("kwargs", {}))
+    def hyperparameter_search(*args: Any, **kwargs: Any) -> Any:
+        raise SetupError(
+            "hyperparameter_search on several ranks: its trials are chosen by one process.",
+            hint="Set num_gpus=1, or let a study of your own start one run of all ranks for each trial.",
+        )
 
     return hyperparameter_search
 
@@ -382,10 +379,6 @@ def _adjusted_arguments(
             get_manager().open_group()
         if config.batch_size_per_gpu is not None:
             self.per_device_train_batch_size = config.batch_size_per_gpu
-        if config.ddp_backend is not None:
-            self.ddp_backend = config.ddp_backend
-        if config.gradient_checkpointing is not None:
-            self.gradient_checkpointing = config.gradient_checkpointing
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
         if config.shard == "on" and world_size > 1:

@@ -28,7 +28,7 @@ def shown_error(
 ) -> traceback.TracebackException:
     """The error with the frames that lead to its cause, without those of this package between them.
 
-    All are kept where this package itself has failed, and with `debug=True`.
+    All are kept where this package itself has failed, and where its logger is at DEBUG level.
 
     Args:
         kind: Class of the error.

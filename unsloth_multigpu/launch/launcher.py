@@ -15,7 +15,6 @@ from typing import NoReturn
 from unsloth_multigpu.errors import LaunchError
 from unsloth_multigpu.launch.allocator import allocator_variables
 from unsloth_multigpu.launch.cause import INTERRUPTED, Cause
-from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.launch.nodes import shared_seed, socket_interfaces
 from unsloth_multigpu.launch.refusal import find_refusal
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop, handlers_kept
@@ -67,10 +66,7 @@ class DDPLauncher:
             stack.enter_context(handlers_kept())
             run_dir = stack.enter_context(private_dir())
             log_dir = stack.enter_context(exclusive_log_dir(Path(self.config.log_dir), self.num_ranks))
-            job = job_of(self.command)
-            write_run(run_dir, job, shown_command(self.command), self.num_ranks, log_dir)
-            if self.config.metrics_file is not None:
-                stack.enter_context(MetricsFile(self.config.metrics_file, run_dir, job))
+            write_run(run_dir, job_of(self.command), shown_command(self.command), self.num_ranks, log_dir)
             run_id = self.config.rdzv_id or uuid.uuid4().hex
             os.environ.update(rank_environment(self.config, self.num_ranks, run_dir, log_dir, run_id, os.environ))
             logger.debug("starting ranks=%d, ranks above 0 write to %s/rank_N.log", self.num_ranks, log_dir)

@@ -5,9 +5,7 @@ It is slower than one device, and is kept so that it can be compared against. Th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,11 +31,8 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.report import RankReport, RunReport
-from unsloth_multigpu.step.bound import rounding_bound
-from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, find_reduction, has_router_loss, seen_alone
-from unsloth_multigpu.step.snapshot import kept_training_state
-from unsloth_multigpu.step.still import Still
-from unsloth_multigpu.step.weighing import SUM, candidates, obstacle, weight_of
+from unsloth_multigpu.step.loss import AUTO, WHOLE, LossReduction, find_reduction, has_router_loss
+from unsloth_multigpu.step.weighing import weight_of
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 
@@ -51,14 +46,12 @@ class Shard:
     Args:
         inputs: As the micro-batch's, with these rows alone.
         device: Of the replica that computes it.
-        factor: What its loss is multiplied by, so that the gradients of all shards add up as asked.
-        share: The same for "weighted": so the losses add up to the micro-batch's own.
+        factor: What its loss is multiplied by, so that losses and gradients of all shards add up to the micro-batch's.
     """
 
     inputs: Any
     device: torch.device
     factor: float = 1.0
-    share: float = 1.0
 
 
 class SerialTrainer(Part):
@@ -66,12 +59,12 @@ class SerialTrainer(Part):
 
     Each micro-batch is cut into shards of rows. Their gradients are copied to the CPU, added up there and copied back
     into the model's `.grad`; the model itself is replica 0, and is sent to the others before every optimizer step.
-    With "weighted" that is the gradient of one device, to rounding. Dropout masks are other ones than there, and
+    That is the gradient of one device, to rounding. Dropout masks are other ones than there, and
     batch normalisation sees a shard at a time.
 
     Args:
         trainer: A `transformers.Trainer` or subclass. Its loss is a mean over rows or tokens, or a sum divided by the
-            step's tokens; one that a script wrote and that takes no count is believed to be a mean over rows.
+            step's tokens; of one that a script wrote, `loss_reduction` says it.
         config: The run's options.
 
     Attributes:
@@ -85,7 +78,6 @@ class SerialTrainer(Part):
     def __init__(self, trainer: TrainerLike, config: MultiGPUConfig) -> None:
         self.trainer = trainer
         self.config = config
-        self.aggregation = config.gradient_aggregation or "weighted"
         self.moved_bytes = 0
         self.num_steps = 0
         self.report: RunReport | None = None
@@ -113,11 +105,10 @@ class SerialTrainer(Part):
             return original_train()
         _refuse_what_cannot_work(trainer, self._devices)
         logger.info(
-            "legacy serial path (enable_ddp=False): %d replicas compute one after the other on %s, "
-            "gradient_aggregation=%s; one device alone is faster",
+            "legacy serial path (enable_ddp=False): %d replicas compute one after the other on %s; one device alone is "
+            "faster",
             len(self._devices),
             ", ".join(map(str, self._devices)),
-            self.aggregation,
         )
         start = time.monotonic()
         with Loop(trainer, [self]).steering():
@@ -178,7 +169,7 @@ class SerialTrainer(Part):
             gradients = take_gradients(replica)
             check_gradients(gradients, [p for p in parameters if p.grad is not None])
             total = [self._added(*pair) for pair in zip(total, gradients, strict=True)]
-            losses.append(loss.to(self.trainer.args.device) * (shard.share / shard.factor))
+            losses.append(loss.to(self.trainer.args.device))
         for parameter, before, added in zip(parameters, earlier, total, strict=True):
             parameter.grad = before if added is None else self._put_back(parameter, before, added)
         return torch.stack(losses).sum()
@@ -232,59 +223,24 @@ class SerialTrainer(Part):
             self._tell("a micro-batch of one row cannot be cut: the model computes it alone")
             return [Shard(inputs, self._devices[0])]
         pieces = cut_rows(inputs, min(rows, len(self._devices)))
-        self._reduction = scale = self._reduction or self._find_reduction(inputs)
+        self._reduction = scale = self._reduction or self._find_reduction()
         weighed = [(piece, self._weight(scale, piece)) for piece in pieces]
         # A shard without a label adds nothing, and its mean would be no number.
         pieces, weights = [p for p, weight in weighed if weight], [weight for _, weight in weighed if weight]
         if not pieces:
             return [Shard(inputs, self._devices[0])]
-        if self.aggregation == "mean" and len(set(weights)) > 1:
-            self._tell(
-                "gradient_aggregation=mean: shards count the same whatever is in them, so this is not the gradient of "
-                'one device; that of "weighted" is'
+        return [Shard(*facts) for facts in zip(pieces, self._devices, shard_factors(weights, scale), strict=False)]
+
+    def _find_reduction(self) -> LossReduction:
+        """Of the loss, as its class declares it or the user says it."""
+        reduction = find_reduction(self.trainer, self._loss, self.config.loss_reduction)
+        if reduction.kind in (AUTO, WHOLE):
+            raise SetupError(
+                f"loss_reduction={reduction.kind!r}: a micro-batch cannot be cut into shards, because it is not known "
+                "how their losses make up its own.",
+                hint=f"Set loss_reduction='row_mean' or 'token_mean' where it is one. {HINT}",
             )
-        factors, shares = (shard_factors(weights, name, scale) for name in (self.aggregation, "weighted"))
-        return [Shard(*facts) for facts in zip(pieces, self._devices, factors, shares, strict=False)]
-
-    def _find_reduction(self, inputs: Any) -> LossReduction:
-        """Of the loss: declared, or that by which the losses of two parts make up the one of a micro-batch."""
-        trainer = self.trainer
-        reduction = find_reduction(trainer, self._loss, self.config.loss_reduction)
-        if reduction.kind == WHOLE:
-            raise SetupError("loss_reduction='whole': a micro-batch cannot be cut into shards.", hint=HINT)
-        if reduction.kind != AUTO:
-            return reduction
-        batches = [trainer._prepare_inputs(part) for part in (dict(inputs), *cut_rows(inputs, 2))]
-        still = Still()
-        try:
-            # In the middle of a step, where hooks on the model must not take it for a part of the step.
-            with kept_training_state(trainer), torch.no_grad(), still, seen_alone(trainer, self._loss):
-                whole, *losses = (self._value(batch) for batch in batches)
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            what = f"a part of it cannot be computed by itself ({type(error).__name__}: {str(error)[:200]})"
-            raise SetupError(f"The loss of a micro-batch cannot be cut into shards: {what}.", hint=HINT) from error
-        off = math.inf
-        for name in candidates(batches[0], len(still.class_weights)):
-            if any(obstacle(part, name) for part in batches[1:]):
-                continue
-            way = dataclasses.replace(reduction, weighing=name, class_weights=still.class_weights)
-            weights = [way.weight(part) for part in batches[1:]]
-            total = 1.0 if name == SUM else sum(weights)
-            made = sum(w / total * loss for w, loss in zip(weights, losses, strict=True) if w) if total else math.inf
-            here = abs(made - whole) / max(abs(whole), 1e-6)
-            if here <= max(rounding_bound(trainer), 1e-4):
-                return way
-            off = min(off, here)
-        what = f"The loss of a micro-batch cannot be cut into shards: no weighing makes it up ({off:.2g} off)"
-        if self.config.inexact == "raise":
-            raise SetupError(f"{what}.", hint=HINT)
-        self._tell(f"{what}. This is not quite the training of one device")
         return reduction
-
-    def _value(self, inputs: Any) -> float:
-        with self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
-            loss = self._loss(self.trainer.model, inputs)
-        return float(loss[0] if isinstance(loss, tuple) else loss)
 
     def _weight(self, reduction: LossReduction, piece: Mapping[str, Any]) -> float:
         """Labelled tokens of a shard, or what else its mean is taken over."""

@@ -47,22 +47,12 @@ def cut_rows(inputs: Mapping[str, Any], num_shards: int) -> list[dict[str, Any]]
     return [{name: v if _length(v) is None else v[part] for name, v in inputs.items()} for part in parts]
 
 
-def shard_factors(weights: Sequence[float], aggregation: str, reduction: LossReduction) -> list[float]:
-    """What the losses of a micro-batch's shards are multiplied by before their gradients are added up.
+def shard_factors(weights: Sequence[float], reduction: LossReduction) -> list[float]:
+    """What the losses of a micro-batch's shards are multiplied by, so that losses and gradients add up to its own.
 
     Args:
         weights: Labelled tokens of each shard, or rows, all above 0.
-        aggregation: Of the gradients g of the shards' mean losses, where T is the sum of the weights w: "weighted" is
-            the sum of w/T g, which is the micro-batch's own; "mean" the plain mean; "sum" the plain sum.
         reduction: Of the loss.
     """
-    total, num_shards = sum(weights), len(weights)
-    of_means = {
-        "weighted": [w / total for w in weights],
-        "mean": [1 / num_shards] * num_shards,
-        "sum": [1.0] * num_shards,
-    }
-    if not reduction.is_token_normalised:
-        return of_means[aggregation]
-    # A shard's loss is its mean times its own part of the step's tokens already.
-    return [factor * total / w for factor, w in zip(of_means[aggregation], weights, strict=True)]
+    # Of a sum over tokens, a shard's loss is divided by those of the whole step already.
+    return [1.0 if reduction.is_token_normalised else weight / sum(weights) for weight in weights]

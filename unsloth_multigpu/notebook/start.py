@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu.accelerator import backend_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
-from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.logs import Console, get_logger
 from unsloth_multigpu.notebook.cell import bound_names, replay_sources, split_at
 from unsloth_multigpu.notebook.kernel import Kernel
@@ -146,9 +145,6 @@ class Notebook:
         # The ranks look at this page during a training. It never asks them to stop: Stop ends a cell instead.
         stack.callback(ControlPage(self.run_dir, num_ranks).close)
         run = write_run(self.run_dir, _JOB, _JOB, num_ranks, self.log_dir)
-        self._metrics = None if config.metrics_file is None else MetricsFile(config.metrics_file, self.run_dir, _JOB)
-        if self._metrics is not None:
-            stack.enter_context(self._metrics)
         values = self._variables_of_ranks(num_ranks)
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         variables = RankVariables(values, before)
@@ -251,7 +247,7 @@ class Notebook:
         self._generation += 1
         order = {
             "generation": self._generation,
-            "backend": config.ddp_backend or backend_of(local_device(self._identity, config).type),
+            "backend": backend_of(local_device(self._identity, config).type),
             "timeout_s": config.timeout_s,
             "pids": self.kernel.pids,
             **self.program.order(),
@@ -282,8 +278,6 @@ class Notebook:
         """The kernel ends: the workers must not outlive it."""
         for worker in self.kernel.workers:
             worker.kill()
-        if self._metrics is not None:
-            self._metrics.close()
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
     def _device_of(self, rank: int) -> str:

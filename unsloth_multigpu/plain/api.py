@@ -1,18 +1,17 @@
 """What the loop of a script without a Trainer calls: models, weights and data for the ranks that it runs in.
 
-It works in ranks that `enable_multi_gpu` started or joined, in those of another launcher or of a group that the script
-opened itself, and in one process.
+They work in ranks that `enable_multi_gpu` started or joined, and in one process.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unsloth_multigpu import plugin
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS, read_identity
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,19 +20,12 @@ if TYPE_CHECKING:
     from unsloth_multigpu.plain.loader import DistributedLoader
 
 
-def wrap_model_multi_gpu(
-    model: nn.Module, *, strategy: str = "auto", find_unused_parameters: bool | None = None
-) -> nn.Module:
-    """Makes a model train on every device that this script runs on, and moves it there.
+def wrap_model_multi_gpu(model: nn.Module, *, find_unused_parameters: bool = False) -> nn.Module:
+    """Makes a model train on all ranks, and moves it to this rank's device.
 
     In a rank it becomes a DistributedDataParallel, which gives all ranks rank 0's weights and averages their gradients;
-    all ranks must make the call, and the process group is opened if it is not open. In one process that sees several
-    GPUs it becomes a DataParallel, unless it is quantised, placed by a device map, compiled or Unsloth's. With one
-    device it stays the module that it is. A model that is wrapped already is returned as it is.
-
-    DataParallel is there for notebooks. In every forward pass it copies the weights to all GPUs, cuts the batch and
-    runs a thread for each part; they share one Python interpreter. Outputs and gradients meet on the first GPU, which
-    needs more memory than the others. `enable_multi_gpu()` is faster.
+    all ranks must make the call, and the process group is opened if it is not open. In one process the model stays the
+    module that it is. A model that is wrapped already is returned as it is.
 
     Build the optimizer after this call: a model that is moved may get new parameters. Layers that look at the whole
     batch, such as BatchNorm, see each rank's part.
@@ -43,19 +35,15 @@ def wrap_model_multi_gpu(
 
     Args:
         model: A module with a parameter that requires a gradient.
-        strategy: "auto", "ddp", "data_parallel" or "none" (this process alone: a teacher model, say). Anything but
-            "auto" is done or raises.
-        find_unused_parameters: Given to DDP: True if a step may leave a parameter without a gradient [the option of
-            that name of `enable_multi_gpu`, else False].
+        find_unused_parameters: Given to DDP: True if a step may leave a parameter without a gradient.
 
     Raises:
-        ConfigError: An unknown strategy, or a model that is wrapped in another way.
-        SetupError: The strategy is not possible here; the model cannot be moved, or has nothing to train; an option of
-            `enable_multi_gpu` that only a Trainer can follow.
+        SetupError: The model cannot be moved, or has nothing to train; an option of `enable_multi_gpu` that only a
+            Trainer can follow.
     """
     from unsloth_multigpu.plain.wrap import wrap_model
 
-    wrapped = wrap_model(model, _manager(), strategy, find_unused_parameters=find_unused_parameters)
+    wrapped = wrap_model(model, _manager(), find_unused_parameters=find_unused_parameters)
     if (session := plugin.active_session()) is not None:
         session.program.note_wrapper(wrapped)
     return wrapped
@@ -78,10 +66,7 @@ def save_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     from unsloth_multigpu.plain.state import save_state_dict as save
 
-    manager = _manager()
-    if plugin.active_session() is None:
-        manager.open_group()
-    save(model, path, manager)
+    save(model, path, _manager())
 
 
 def distributed_loader(
@@ -91,9 +76,7 @@ def distributed_loader(
     shuffle: bool = True,
     seed: int = 0,
     global_batch: str | None = None,
-    num_workers: int = 0,
     drop_last: bool = False,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
     **loader_options: Any,
 ) -> DistributedLoader:
     """A `torch.utils.data.DataLoader` of this rank's part of each step.
@@ -115,9 +98,8 @@ def distributed_loader(
         seed: Of that order.
         global_batch: "keep" = a step sees `batch_size` samples over all ranks, "scale" = each rank takes this many [the
             option of `enable_multi_gpu`, else "keep"; with `batch_size_per_gpu` each rank takes these].
-        num_workers: That of the one-process script. Each rank has as many, as long as there are cores for all.
         drop_last: Leave out the samples that do not fill a step.
-        loader_options: Given to the DataLoader.
+        loader_options: Given to each rank's DataLoader: `collate_fn`, `num_workers` and so on.
 
     Raises:
         ConfigError: A step or the data set has fewer samples than ranks, an argument that cannot be used, or "keep"
@@ -132,11 +114,9 @@ def distributed_loader(
         batch_size,
         manager.identity,
         global_batch=global_batch,
-        num_workers=num_workers,
         drop_last=drop_last,
         shuffle=shuffle,
         seed=seed,
-        collate_fn=collate_fn,
         **loader_options,
     )
 
@@ -154,9 +134,22 @@ def _step_of(config: MultiGPUConfig, global_batch: str | None, batch_size: int) 
 
 
 def _manager() -> DDPManager:
-    """The session's, else one for the place that this process has without it."""
+    """The session's, else that of a process which works alone.
+
+    Raises:
+        SetupError: This process is one of several ranks, and `enable_multi_gpu` was not called.
+    """
     if (session := plugin.active_session()) is not None:
         return session.manager()
-    from unsloth_multigpu.plain.wrap import current_identity, manager_of
+    import torch.distributed as dist
 
-    return manager_of(current_identity(os.environ), MultiGPUConfig.resolve({}))
+    from unsloth_multigpu.group.manager import DDPManager
+
+    is_in_group = dist.is_initialized() and dist.get_world_size() > 1
+    identity = read_identity(os.environ, starts_ranks=False)
+    if is_in_group or (identity is not None and identity.world_size > 1):
+        raise SetupError(
+            "This process is one of several ranks, and enable_multi_gpu() was not called.",
+            hint="Call it as the first line of the script: it joins the ranks that another launcher has started.",
+        )
+    return DDPManager(SINGLE_PROCESS, MultiGPUConfig.resolve({}))

@@ -5,8 +5,7 @@ Imported inside functions only.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,6 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.identity import RankIdentity
 
 logger = get_logger(__name__)
-
-# What the loader decides itself.
-_OWN_OPTIONS = ("sampler", "batch_sampler")
 
 
 @dataclass(frozen=True)
@@ -82,15 +78,13 @@ class DistributedLoader(DataLoader[Any]):
         *,
         shuffle: bool,
         seed: int,
-        num_workers: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
         **options: Any,
     ) -> None:
         self.plan = plan
         self.loss_weight = 1.0
         self._rank = rank
         sampler = _ShareSampler(plan, rank, shuffle=shuffle, seed=seed)
-        super().__init__(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate_fn, **options)
+        super().__init__(dataset, batch_sampler=sampler, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Workers are ahead of the batch that is yielded, so its weight is told here and not where it is drawn.
@@ -110,7 +104,6 @@ def distributed_loader(
     identity: RankIdentity,
     *,
     global_batch: str,
-    num_workers: int = 0,
     drop_last: bool = False,
     **options: Any,
 ) -> DistributedLoader:
@@ -120,34 +113,22 @@ def distributed_loader(
             f"{type(dataset).__name__} has no length: its samples cannot be dealt to ranks by their numbers.",
             hint="Give a data set with __len__ and __getitem__.",
         )
-    if own := [name for name in _OWN_OPTIONS if name in options]:
-        raise ConfigError(
-            f"distributed_loader() got {own[0]}, which it makes itself.",
-            hint="Use shuffle and seed, or torch's DataLoader.",
-        )
     if global_batch not in ("keep", "scale"):
         raise ConfigError(
             f"global_batch={global_batch!r}; expected 'keep' or 'scale'.", hint='Set global_batch="keep".'
         )
     world_size = identity.world_size
     step_samples = batch_size if global_batch == "keep" else batch_size * world_size
-    _check_enough(len(dataset), batch_size, step_samples, world_size, drop_last)
+    if step_samples < world_size or (len(dataset) < world_size and not drop_last):
+        raise ConfigError(
+            f"A step of {step_samples} and a data set of {len(dataset)} sample(s) cannot be shared by {world_size} "
+            "rank(s).",
+            hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
+        )
     plan = EpochPlan(len(dataset), step_samples, world_size, drop_last)
     if identity.rank == 0:
         _tell_uneven(plan)
-    workers = num_workers_per_rank(num_workers, identity.local_world_size, _num_cores())
-    if workers < num_workers:
-        logger.info("num_workers=%d of %d: ranks share %d cores", workers, num_workers, _num_cores())
-    return DistributedLoader(dataset, plan, identity.rank, num_workers=workers, **options)
-
-
-def num_workers_per_rank(num_workers: int, local_world_size: int, num_cores: int) -> int:
-    """Workers of one rank's loader. Pure.
-
-    A rank trains as fast as the one process did and needs as many workers, but together they may not outnumber the
-    cores. One process keeps what it asked for.
-    """
-    return num_workers if local_world_size == 1 else min(num_workers, max(1, num_cores // local_world_size))
+    return DistributedLoader(dataset, plan, identity.rank, **options)
 
 
 class _ShareSampler(Sampler[list[int]]):
@@ -175,37 +156,14 @@ class _ShareSampler(Sampler[list[int]]):
         return torch.randperm(self._plan.num_samples, generator=generator).tolist()
 
 
-def _check_enough(num_samples: int, batch_size: int, step_samples: int, world_size: int, drop_last: bool) -> None:
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ConfigError(
-            f"batch_size={batch_size!r}; expected a whole number of at least 1.", hint="Set batch_size=1."
-        )
-    if step_samples < world_size:
-        raise ConfigError(
-            f"A batch of {step_samples} sample(s) cannot be shared by {world_size} ranks.",
-            hint=f'Raise batch_size to {world_size} or more, or use global_batch="scale", or fewer GPUs.',
-        )
-    if num_samples < world_size and not drop_last:
-        raise ConfigError(
-            f"A data set of {num_samples} sample(s) cannot be shared by {world_size} ranks.",
-            hint="Give more samples, or use fewer GPUs.",
-        )
-
-
 def _tell_uneven(plan: EpochPlan) -> None:
-    steps = {plan.num_steps - 1, 0} if plan.num_steps else set()
-    for step in sorted(steps):
+    for step in sorted({plan.num_steps - 1, 0}) if plan.num_steps else ():
         sizes = [len(plan.share(step, rank)) for rank in range(plan.world_size)]
         if len(set(sizes)) > 1:
-            which = "the last step of an epoch is" if step else "a step is"
             logger.warning(
                 "%s %d = %s samples: multiply the loss with loader.loss_weight for the gradient of one process",
-                which,
+                "the last step of an epoch is" if step else "a step is",
                 sum(sizes),
                 " + ".join(map(str, sizes)),
             )
             return
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

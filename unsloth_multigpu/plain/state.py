@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ from torch import nn
 
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.group.manager import DDPManager
-from unsloth_multigpu.group.model import inner_name
+from unsloth_multigpu.plain.wrap import unwrap_model
 from unsloth_multigpu.words import listed
 
 _MOST_NAMED = 5
+# What torch.compile puts before the names of a module, in the midst of a model too.
+_COMPILED = "_orig_mod."
 
 
 def save_state_dict(model: nn.Module, path: str | os.PathLike[str], manager: DDPManager) -> None:
@@ -46,46 +47,47 @@ def load_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ConfigError: The file does not hold exactly the tensors of this model; the model is as it was.
-        OSError: It cannot be read.
+        OSError, pickle.UnpicklingError: It cannot be read.
     """
-    stored = _read(path)
-    own = model.state_dict()
-    names = {bare_name(model, name): name for name in own}
-    candidates = list(_peeled(list(stored)))
+    stored = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(stored, Mapping):
+        raise ConfigError(
+            f"{os.fspath(path)!r} holds a {type(stored).__name__}; expected tensors by name.",
+            hint="Save with save_state_dict(model, path).",
+        )
+    target = unwrap_model(model)
+    own = target.state_dict()
+    shapes = {name.replace(_COMPILED, ""): _shape(value) for name, value in own.items()}
     # The first that fits: a model may have a child that is really called "module".
-    peeled = next((c for c in candidates if set(c) == set(names)), None)
-    if peeled is None:
-        nearest = max(candidates, key=lambda c: len(set(c) & set(names)))
-        missing, unexpected = sorted(set(names) - set(nearest)), sorted(set(nearest) - set(names))
-        raise _other_model(path, [*_listed("missing", missing), *_listed("unexpected", unexpected)])
-    values = {names[new]: stored[old] for new, old in zip(peeled, stored, strict=True)}
-    # torch would copy what fits before it raises.
-    shapes = {n: (tuple(own[n].shape), tuple(v.shape)) for n, v in values.items() if isinstance(v, torch.Tensor)}
-    wrong = [f"{n} is {theirs} and here {ours}" for n, (ours, theirs) in shapes.items() if ours != theirs]
-    if wrong:
-        raise _other_model(path, _listed("shapes", wrong))
-    model.load_state_dict(values)
+    found = list(_peeled({name.replace(_COMPILED, ""): value for name, value in stored.items()}))
+    values = next((peeled for peeled in found if set(peeled) == set(shapes)), found[-1])
+    differ = sorted(
+        shapes.keys() ^ values.keys() | {n for n in shapes.keys() & values if shapes[n] != _shape(values[n])}
+    )
+    if differ:  # torch would copy what fits before it raises.
+        raise ConfigError(
+            f"{os.fspath(path)!r} holds the weights of another model. Other names or shapes have: "
+            f"{listed(differ, _MOST_NAMED)}.",
+            hint="Build the model as it was when it was saved. Nothing was loaded.",
+        )
+    target.load_state_dict({name: values[name.replace(_COMPILED, "")] for name in own})
 
 
-def bare_name(model: nn.Module, name: str) -> str:
-    """The name of an entry of `model.state_dict()` without the wrappers that it goes through.
+def _peeled(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The values by their names, then without one prefix of DDP after the other."""
+    yield values
+    while values and all(name.startswith("module.") for name in values):
+        values = {name.removeprefix("module."): value for name, value in values.items()}
+        yield values
 
-    By the type of each module on the way: one that is only called "module" stays.
-    """
-    kept = []
-    current: Any = model
-    for part in name.split("."):
-        # Below what is no module are names that a module has made up.
-        is_module = isinstance(current, nn.Module)
-        if not is_module or part != inner_name(current):
-            kept.append(part)
-        current = getattr(current, part, None) if is_module else None
-    return ".".join(kept)
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _write(model: nn.Module, path: Path) -> None:
     """Writes a file next to it and renames that: there is never half a file under the name."""
-    state = {bare_name(model, name): value for name, value in model.state_dict().items()}
+    state = {name.replace(_COMPILED, ""): value for name, value in unwrap_model(model).state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -98,44 +100,3 @@ def _write(model: nn.Module, path: Path) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
-
-
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ConfigError(
-            f"{os.fspath(path)!r} is no file of weights: {str(error).splitlines()[0] if str(error) else 'it is empty'}",
-            hint="Save with save_state_dict(model, path).",
-        ) from error
-    if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
-        raise ConfigError(
-            f"{os.fspath(path)!r} holds a {type(stored).__name__}; expected tensors by name.",
-            hint="Save with save_state_dict(model, path).",
-        )
-    return stored
-
-
-def _peeled(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The names as they are, then without one wrapper after the other."""
-    yield names
-    while names:
-        if all(name.startswith("module.") for name in names):
-            names = [name[len("module.") :] for name in names]
-        elif any("_orig_mod." in name for name in names):
-            # Parts of a model can be compiled; nothing but torch.compile uses this name.
-            names = [name.replace("_orig_mod.", "") for name in names]
-        else:
-            return
-        yield names
-
-
-def _listed(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{what}: {listed(names, _MOST_NAMED)}"] if names else []
-
-
-def _other_model(path: str | os.PathLike[str], facts: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        f"{os.fspath(path)!r} holds the weights of another model. {'; '.join(facts)}.",
-        hint="Build the model as it was when it was saved. Nothing was loaded.",
-    )

@@ -21,7 +21,6 @@ from unsloth_multigpu.step.cost import (
     fit_cost,
     is_settled,
     relative_speeds,
-    with_overhead,
     without_outliers,
 )
 from unsloth_multigpu.step.deal import Balance, Piece, balance_step
@@ -90,15 +89,8 @@ class Balancer:
 
         Raises:
             SetupError: balance="tokens" cannot be done; the message says why.
-            ConfigError: A row is longer than `max_tokens_per_micro_batch`, or `rank_speeds` are not one per rank.
+            ConfigError: A row is longer than `max_tokens_per_micro_batch`.
         """
-        world_size = self._manager.identity.world_size
-        speeds = self._config.rank_speeds or (1.0,) * world_size
-        if len(speeds) != world_size:
-            raise ConfigError(
-                f"rank_speeds={speeds!r} has {len(speeds)} numbers, but the number of ranks is {world_size}.",
-                hint="Give one number for each rank, or leave it out.",
-            )
         if self._config.balance == "off":
             return ""
         if not self._config.meets_every_step:
@@ -107,7 +99,8 @@ class Balancer:
         try:
             self._regroup = _may_regroup(reduction, self._trainer, is_demanded=is_demanded)
             self._lengths, cost = self._read(loader)
-            self.balance = Balance(cost, tuple(speeds), self._config.max_tokens_per_micro_batch)
+            speeds = (1.0,) * self._world_size
+            self.balance = Balance(cost, speeds, self._config.max_tokens_per_micro_batch)
             self._num_ahead = steps_ahead(loader)
             self._go_on_from(self.resumed)
         except SetupError as error:
@@ -145,7 +138,7 @@ class Balancer:
         }
 
     def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict()`, except what is given by an option. Speeds belong to a number of ranks."""
+        """Loads a `state_dict()`. Speeds belong to a number of ranks."""
         if not state or self.balance is None:
             return
         if len(state["speeds"]) == self._world_size:
@@ -162,9 +155,9 @@ class Balancer:
             floor_tokens=numbers["floor_tokens"],
             possible=tuple((overhead, floor) for overhead, floor in numbers["possible_costs"]),
         )
-        is_known = self._config.rank_speeds is None and len(numbers["speeds"]) == self._world_size
+        is_known = len(numbers["speeds"]) == self._world_size
         speeds = tuple(numbers["speeds"]) if is_known else balance.speeds
-        return dataclasses.replace(balance, cost=self._as_given(cost), speeds=speeds)
+        return dataclasses.replace(balance, cost=cost, speeds=speeds)
 
     def _read(self, loader: Any) -> tuple[list[int], CostModel]:
         if isinstance(loader.dataset, IterableDataset):
@@ -186,18 +179,7 @@ class Balancer:
 
     def _cost(self) -> CostModel:
         assumed = _ASSUMED.get(self._trainer.args.device.type, _ASSUMED_ON_DEVICE)
-        return self._as_given(dataclasses.replace(assumed, attention=attention_of(self._trainer.model)))
-
-    def _as_given(self, cost: CostModel) -> CostModel:
-        """These costs, except what an option gives."""
-        overhead, floor = self._config.micro_batch_overhead_tokens, self._config.micro_batch_floor_tokens
-        possible = {(o if overhead is None else overhead, f if floor is None else floor) for o, f in cost.possible}
-        return dataclasses.replace(
-            cost,
-            overhead_tokens=cost.overhead_tokens if overhead is None else overhead,
-            floor_tokens=cost.floor_tokens if floor is None else floor,
-            possible=tuple(sorted(possible)) if None in (overhead, floor) else (),
-        )
+        return dataclasses.replace(assumed, attention=attention_of(self._trainer.model))
 
     def _check_limit(self) -> None:
         limit, longest = self._config.max_tokens_per_micro_batch, max(self._lengths)
@@ -260,10 +242,7 @@ class Balancer:
             self._laps.append((piece.work, lap))
 
     def _measures(self) -> bool:
-        if self.balance is None or torch.are_deterministic_algorithms_enabled():
-            return False
-        given = (self._config.micro_batch_overhead_tokens, self._config.micro_batch_floor_tokens)
-        return self._config.rank_speeds is None or None in given
+        return self.balance is not None and not torch.are_deterministic_algorithms_enabled()
 
     def end_step(self) -> None:
         """Puts the measurements of all ranks together after some steps. Collective."""
@@ -282,15 +261,12 @@ class Balancer:
 
     def _learn(self, laps: Sequence[Sequence[tuple[float, float]]]) -> None:
         assert self.balance is not None
-        cost, speeds, config = self.balance.cost, self.balance.speeds, self._config
-        if not self._is_settled:
-            cost = self._fitted(cost, laps)
-        if config.rank_speeds is None:
-            is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
-            measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
-            # Count a rank as slow only after two slow measurements: it may lose its processor for a moment.
-            speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
-            self._last_speeds = measured
+        cost = self.balance.cost if self._is_settled else self._fitted(self.balance.cost, laps)
+        is_enough = min(len(rank) for rank in laps) >= _FEWEST_LAPS
+        measured = relative_speeds([_throughput(cost, rank) if is_enough else 0.0 for rank in laps])
+        # Count a rank as slow only after two slow measurements: it may lose its processor for a moment.
+        speeds = tuple(max(pair) for pair in zip(measured, self._last_speeds, strict=True))
+        self._last_speeds = measured
         before, self.balance = self.balance, dataclasses.replace(self.balance, cost=cost, speeds=speeds)
         self._earlier = [(until, balance) for until, balance in self._earlier if until > self.num_steps]
         if before != self.balance:
@@ -301,19 +277,17 @@ class Balancer:
             logger.debug("balance: %s", self.state())
 
     def _fitted(self, cost: CostModel, laps: Sequence[Sequence[tuple[float, float]]]) -> CostModel:
-        """Fits the costs to these laps and earlier ones, except what is given by an option."""
+        """Fits the costs to these laps and earlier ones."""
         self._kept_laps.extend(laps)
         # In tokens, in which ranks, and moments, of different speeds agree.
         rates = [_throughput(cost, rank) for rank in self._kept_laps]
         pooled = [(w, s * rate) for rank, rate in zip(self._kept_laps, rates, strict=True) for w, s in rank]
         found = fit_cost(cost, pooled)
-        if self._config.micro_batch_overhead_tokens is not None:
-            found = with_overhead(found, self._config.micro_batch_overhead_tokens)
         if self.num_steps >= _FIRST_EXCHANGES[-1] and is_settled(found, pooled):
             self._is_settled = True
             self._kept_laps.clear()
             found = dataclasses.replace(found, possible=())
-        return self._as_given(found)
+        return found
 
     def state(self) -> str:
         """What plans are made from, in words; equal on all ranks."""

@@ -181,20 +181,6 @@ def is_settled(model: CostModel, samples: Sequence[tuple[float, float]]) -> bool
     return is_seen and max(least) <= _WORK_SHOWS * min(least)
 
 
-def with_overhead(model: CostModel, overhead_tokens: float) -> CostModel:
-    """Returns the model with another overhead. The rest of what small micro-batches take becomes the floor."""
-
-    def floor(overhead: float, floor: float) -> float:
-        return max(floor, overhead + floor - overhead_tokens)
-
-    return replace(
-        model,
-        overhead_tokens=overhead_tokens,
-        floor_tokens=floor(model.overhead_tokens, model.floor_tokens),
-        possible=tuple(sorted({(overhead_tokens, floor(o, f)) for o, f in model.possible})),
-    )
-
-
 def _possible(samples: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Overheads and floors that explain the samples not clearly worse than the best do; the outermost of each floor."""
     points = [(work, seconds, seconds**-2) for work, seconds in samples if seconds > 0]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from unsloth_multigpu.errors import SetupError
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategies.allreduce import AllReduceSync
-from unsloth_multigpu.strategies.asynchronous import AsyncParameterServerSync
 from unsloth_multigpu.strategies.local import DiLoCoSync, LocalSGDSync
 from unsloth_multigpu.strategies.parameter_server import ParameterServerSync
 from unsloth_multigpu.strategies.sync import GradientSync
@@ -25,9 +23,6 @@ def make_sync(
         model: On this rank's device, without a wrapper.
         optimizer: torch's, not accelerate's wrapper.
         is_loss_scaled: A GradScaler scales the loss: mixed precision with fp16.
-
-    Raises:
-        SetupError: The strategy cannot work with a scaled loss.
     """
     asked = config.sync
     if isinstance(asked, AllReduce):
@@ -37,14 +32,4 @@ def make_sync(
     if isinstance(asked, LocalSGD):
         return LocalSGDSync(model, optimizer, asked.every_steps)
     assert isinstance(asked, ParameterServer)
-    if asked.max_staleness_steps is None:
-        return ParameterServerSync(model, optimizer, asked.bucket_mb, is_loss_scaled=is_loss_scaled)
-    # Each rank would have its own scale, and the server could not tell which scale a gradient has.
-    if is_loss_scaled:
-        raise SetupError(
-            f"max_staleness_steps={asked.max_staleness_steps} cannot work with fp16=True, whose gradients are scaled.",
-            hint="Use bf16=True, or leave max_staleness_steps out.",
-        )
-    return AsyncParameterServerSync(
-        model, optimizer, max_staleness_steps=asked.max_staleness_steps, timeout_s=config.timeout_s
-    )
+    return ParameterServerSync(model, optimizer, asked.bucket_mb, is_loss_scaled=is_loss_scaled)

@@ -49,17 +49,11 @@ class Exchange(GradientExchange):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Ends a strategy that is left over after an error."""
+        """Lets each rank count its own tokens, where ranks do not meet in every step."""
         if not self._config.meets_every_step:
             # Counting over all ranks would be a collective in every step.
             self._trainer.args.average_tokens_across_devices = False
-        try:
-            yield
-        except BaseException as error:
-            cause = None if self.sync is None else self.sync.abort()
-            if cause is not None and error.__cause__ is None:
-                raise error from cause
-            raise
+        yield
 
     def overrides(self) -> dict[str, Override]:
         return {

@@ -73,16 +73,8 @@ class GradientSync:
         """Makes weights and buffers of all ranks equal."""
 
     def end(self) -> None:
-        """Meets for the last time, and makes model and optimizer ordinary ones again."""
+        """Meets for the last time."""
         self.meet()
-
-    def abort(self) -> BaseException | None:
-        """Ends threads and hooks after an error, without other ranks. Not needed after `end`.
-
-        Returns:
-            The error of a thread of the strategy, which may be the cause of the one that ends the training.
-        """
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of rank 0 besides weights and optimizer: tensors, numbers, texts. After `meet`."""

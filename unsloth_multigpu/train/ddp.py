@@ -248,8 +248,6 @@ def rebuild_ddp(ddp: ReadableDDP, find_unused_parameters: bool) -> None:
 def forget_evaluation(trainer: TrainerLike) -> None:
     """Undoes how `evaluate()` or another `sync` prepared the model: accelerate does not prepare a model twice."""
     model, wrapped = trainer.model, trainer.model_wrapped
-    if model is None:
-        return  # Between two trials of a search; train() makes a new one.
     if isinstance(getattr(wrapped, "_orig_mod", wrapped), nn.parallel.DistributedDataParallel):
         return
     trainer.model_wrapped = model
@@ -272,9 +270,7 @@ def ddp_settings(model: nn.Module, config: MultiGPUConfig, args: ArgumentsLike) 
     """
     # Gradients are views of the buckets, not copies: one set of gradients less in memory, the same numbers.
     settings: dict[str, Any] = {"gradient_as_bucket_view": True}
-    if config.find_unused_parameters is not None:
-        settings["find_unused_parameters"] = config.find_unused_parameters
-    elif args.ddp_find_unused_parameters is None and uses_every_parameter(model):
+    if args.ddp_find_unused_parameters is None and uses_every_parameter(model):
         settings["find_unused_parameters"] = False
     return settings
 

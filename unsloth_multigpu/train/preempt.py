@@ -189,7 +189,7 @@ class Preemption(Part):
         """Saves as the loop would after its step, and leaves the training."""
         trainer = self._trainer
         if can_save and self.is_save_wanted:
-            trainer._save_checkpoint(trainer.model_wrapped, getattr(trainer, "_trial", None))
+            trainer._save_checkpoint(trainer.model_wrapped, None)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         self.leave()
 
@@ -197,7 +197,7 @@ class Preemption(Part):
         if self._saved_step < 0:
             return ""
         trainer = self._trainer
-        folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)), f"checkpoint-{self._saved_step}")
+        folder = Path(trainer._get_output_dir(None), f"checkpoint-{self._saved_step}")
         return str(folder.resolve())
 
     def leave(self) -> NoReturn:

@@ -116,7 +116,7 @@ class Progress(Part):
             self._is_proof_due = False
 
     def _beside_the_model(self) -> list[tuple[str, Any]]:
-        """What the optimizer trains outside the model. An asynchronous server steps on copies of its own on rank 0."""
+        """What the optimizer trains outside the model. Ranks that step by themselves do not exchange it."""
         return parameters_beside_the_model(self._trainer) if self._manager.config.meets_every_step else []
 
 

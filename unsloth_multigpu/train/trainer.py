@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,7 +30,7 @@ from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.strategy import DDP
 from unsloth_multigpu.tool import attached
-from unsloth_multigpu.train.buffer import EqualBuffers, MicroBatchStatistics, RunningStatistics
+from unsloth_multigpu.train.buffer import EqualBuffers
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
 from unsloth_multigpu.train.ddp import DDPWrapping, ddp_sent_bytes
@@ -43,7 +41,6 @@ from unsloth_multigpu.train.outlook import outlook_of
 from unsloth_multigpu.train.phases import Guard
 from unsloth_multigpu.train.preempt import Preemption
 from unsloth_multigpu.train.progress import Progress
-from unsloth_multigpu.train.rank_arithmetic import find_rank_arithmetic
 from unsloth_multigpu.train.trainable import TrainedParameters
 from unsloth_multigpu.train.view import CallbackView
 from unsloth_multigpu.train.waiting import Waiting
@@ -158,11 +155,6 @@ class DDPTrainer:
         self.manager.check_same(facts | facts_of_evaluation(self.trainer))
         if self._deals_steps():
             self.parts += [self.steps, CallbackView(self.trainer, self.steps)]
-            if self.manager.identity.world_size > 1 and self.config.meets_every_step:
-                if self.manager.identity.rank == 0:
-                    _warn_of_rank_arithmetic(getattr(sys.modules["__main__"], "__file__", None))
-                statistics = RunningStatistics(self.trainer, self.manager, self.steps)
-                self.parts += [statistics, MicroBatchStatistics(statistics)]
         self._say_whose_completions()
         loop = Loop(self.trainer, [*self.parts, *of_tool])
         on_agreed(loop)
@@ -315,23 +307,6 @@ class DDPTrainer:
     def _resumed(self) -> str:
         folder = self.arguments.get("resume_from_checkpoint")
         return os.path.basename(folder.rstrip("/")) if isinstance(folder, str) else ""
-
-
-@functools.cache  # Once for a script, whatever it trains.
-def _warn_of_rank_arithmetic(script: str | None) -> None:
-    """A step has the script's global batch here, on any number of ranks: what a script divides by it is too small."""
-    if script is None or not os.path.isfile(script):
-        return
-    with open(script, encoding="utf-8", errors="replace") as file:
-        place = find_rank_arithmetic(file.read())
-    if place is not None:
-        logger.warning(
-            "%s:%d multiplies or divides by the number of ranks: %s. Batches and steps are those of one GPU here: "
-            "leave that out, or set global_batch='scale', where each rank takes the script's batch",
-            os.path.basename(script),
-            place.line,
-            place.expression,
-        )
 
 
 def _hands_on(method: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""A plain loop in ranks of torchrun, without enable_multi_gpu; each writes what it saw. Usage: plain.py OUT"""
+"""A plain loop in ranks of torchrun; each writes what it saw. Usage: plain.py OUT"""
 
 import json
 import os
@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import unsloth_multigpu as ump
+
+if __name__ == "__main__":
+    ump.enable_multi_gpu()
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 23, 6, 5  # The last step of an epoch has 5 samples.
 

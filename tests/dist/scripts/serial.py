@@ -197,10 +197,6 @@ def refusal(build):
 
 
 results = {build.__name__: compare(build) for build in (full, lora, sft_lora, classifier, swapped)}
-for aggregation in ("mean", "sum"):
-    enable(gradient_aggregation=aggregation)
-    results[aggregation] = train(built(full, max_steps=1))
-    del results[aggregation]["weights"]
 enable()
 send, serial.SerialTrainer.send_weights = serial.SerialTrainer.send_weights, lambda self: None
 results["unsent"] = train(built(full, max_steps=2))["grad_norm"]

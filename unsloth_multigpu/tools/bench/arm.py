@@ -13,7 +13,7 @@ from unsloth_multigpu.accelerator import HIDDEN, only
 from unsloth_multigpu.errors import ConfigError
 from unsloth_multigpu.options import ENV_PREFIX, INTERNAL_VARIABLES, MultiGPUConfig
 from unsloth_multigpu.row import flag
-from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD, ParameterServer
+from unsloth_multigpu.strategy import AllReduce, DiLoCo, LocalSGD
 from unsloth_multigpu.tools.bench.option import UNSLOTH, BenchOptions
 from unsloth_multigpu.versions import installed_version
 
@@ -76,12 +76,6 @@ class Arm:
     def meets_every_step(self) -> bool:
         """True if all ranks make each optimizer step together; each step then has one gradient."""
         return self._config.meets_every_step
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True if each rank's gradient is an optimizer step of its own."""
-        sync = self._config.sync
-        return isinstance(sync, ParameterServer) and not sync.meets_every_step
 
     @property
     def _config(self) -> MultiGPUConfig:
@@ -168,12 +162,6 @@ STRATEGIES: Mapping[str, Arm] = {
         _strategy("allreduce_each", "all-reduce per parameter, after backward", sync=AllReduce(bucket_mb=0)),
         _strategy("allreduce", "all-reduce in buckets, after backward", sync="allreduce"),
         _strategy("parameter_server", "rank 0 steps, the others get its weights", sync="parameter_server"),
-        _strategy(
-            "parameter_server_async",
-            "rank 0 steps for each gradient that arrives",
-            note="each rank's gradient is an update of its own; a rank may be 2 steps ahead",
-            sync=ParameterServer(max_staleness_steps=2),
-        ),
         _strategy("local_sgd", "ranks step alone, weights are averaged", note=_MEETINGS, sync=LocalSGD(every_steps=8)),
         _strategy("diloco", "that with an outer Nesterov step", note=_MEETINGS, sync=DiLoCo(every_steps=8)),
     )

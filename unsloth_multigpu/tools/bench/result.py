@@ -263,5 +263,5 @@ def _learned(name: str, rounds: Sequence[Sequence[RankRecord]]) -> Learned:
         ),
         epochs=[{what: Spread.of(test[what] for test in epoch) for what in epoch[0]} for epoch in tests],
         sent_bytes_per_step=max(sent) if len(sent) == sum(map(len, rounds)) else None,
-        num_updates=len(rounds[0][0].steps) * (len(rounds[0]) if STRATEGIES[name].is_asynchronous else 1),
+        num_updates=len(rounds[0][0].steps),
     )

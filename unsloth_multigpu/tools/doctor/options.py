@@ -18,9 +18,6 @@ variable with our prefix or name in a file is an error, and so is an option that
 says who follows an option that not every run follows, or, in front of a colon, which of its values:
 
 """
-_OLDER = """
-These are the older plugin's. They are taken with a `DeprecationWarning` that names the replacement.
-"""
 _REPLAY = """
 `enable_multi_gpu(replay=True)` is no option of a run: in a [notebook](notebook.md) where a model was loaded before the
 line, the workers run those cells too.
@@ -35,7 +32,7 @@ the line, reads a YAML file with the names of the arguments:
 num_gpus: 2
 sync: diloco:every_steps=8
 max_restarts: 3
-rank_speeds: [1.0, 0.5]
+hang_timeout_s: 300
 ```
 
 Values are written as in variables, so `off` is the word; `null` or nothing means "not given". What a project always
@@ -48,7 +45,7 @@ resume = "auto"
 ```
 
 A name that is no option, one that is given twice and a value that cannot be used are errors that name file and line.
-The older plugin's options are not taken from files. `verify` and `chaos` read the same files.
+`verify` and `chaos` read the same files.
 """
 _STRATEGIES = """
 ## Strategies
@@ -68,7 +65,6 @@ def options_markdown() -> str:
     for section in SECTIONS:
         members = {name: row for name, row in table.items() if row.section == section}
         parts.append(f"\n## {section}\n")
-        parts.append(_OLDER if any(row.older for row in members.values()) else "")
         parts.append("\n" + markdown_table(_COLUMNS, [_option_cells(name, row) for name, row in members.items()]))
     strategies = [cells for cls in STRATEGIES.values() for cells in _strategy_cells(cls)]
     parts += [_REPLAY, _FILES, _STRATEGIES, "\n", markdown_table(_STRATEGY_COLUMNS, strategies)]
@@ -76,13 +72,11 @@ def options_markdown() -> str:
 
 
 def _option_cells(name: str, row: Row) -> list[str]:
-    argument = name if row.older is None else row.older.argument or name
     flags = [f"`{flag(name)}`" for command in ("run",) if command in row.commands]
-    meaning = row.help if row.older is None else f"{row.help} Use {row.older.replacement}."
     asked_by = "" if row.asking is None else f"{', '.join(_code(v) for v in row.asking)}: "
     scopes = ", ".join(scope.value[0] for scope in Scope if scope in row.scopes)
     names = ", ".join([f"`{variable(name)}`", *flags])
-    return [f"`{argument}`", _default(row), names, meaning, asked_by + scopes if scopes else ""]
+    return [f"`{name}`", _default(row), names, row.help, asked_by + scopes if scopes else ""]
 
 
 def _strategy_cells(cls: type[Strategy]) -> list[list[str]]:

@@ -71,7 +71,7 @@ def read_measured(record: Mapping[str, Any]) -> Measured:
     samples = [(tuple(lengths), float(seconds)) for lengths, seconds in record["micro_batches"]]
     assumed = CostModel(**{**record["cost"], "possible": ()})
     by_work = [(assumed.work(lengths), seconds) for lengths, seconds in samples]
-    cost = assumed if record["is_cost_given"] or not record["is_planned"] else fit_cost(assumed, by_work)
+    cost = assumed if not record["is_planned"] else fit_cost(assumed, by_work)
     timing, token_s = fit_time(assumed, samples)
     work = Workload(
         cost=cost,

@@ -178,7 +178,6 @@ class Recorder(FirstSteps):
             "drawn": (self._drawn(balancer.lengths, sizes) if is_known else []) or list(full.values()),
             "sizes": sizes,
             "cost": {**dataclasses.asdict(cost), "possible": ()},
-            "is_cost_given": None not in (config.micro_batch_overhead_tokens, config.micro_batch_floor_tokens),
             "num_steps": self._num_steps,
             "epochs": None if epochs is None else dataclasses.asdict(epochs),
             "is_planned": is_known,
@@ -211,11 +210,6 @@ def _refuse_what_is_not_known(trainer: TrainerLike, request: MeasureRequest, ask
         raise SetupError(
             f"{name} makes its samples while it trains: how long they will be is not known.",
             hint="Time some steps on one GPU and on two.",
-        )
-    if isinstance(asked.sync, ParameterServer) and asked.sync.max_staleness_steps is not None:
-        raise SetupError(
-            "Ranks of a parameter server with max_staleness_steps do not step together: there is no step to forecast.",
-            hint='Forecast it with sync="ddp", or with sync="parameter_server".',
         )
 
 

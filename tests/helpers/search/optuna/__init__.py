@@ -8,31 +8,18 @@ import types
 __version__ = "5.0.0"
 
 ORDER = [
-    {"learning_rate": 0.05, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "bias": True},
-    {"learning_rate": 0.02, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "bias": True},
-    {"learning_rate": 0.1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "bias": False},
-    {"learning_rate": 0.01, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bias": False},
+    {"learning_rate": 0.05, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1},
+    {"learning_rate": 0.02, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
 ]
-# The trial that is not worth going on with, and how many fit into the time that the script gives.
-PRUNED, FIT = 1, 3
 
 
-class TrialPruned(Exception):
+class BaseTrial:
     pass
 
 
-class FixedTrial:
-    def __init__(self, params, number=0):
-        self.params, self.number = params, number
-
-    def suggest(self, name):
-        return self.params[name]
-
-
-class Trial(FixedTrial):
-    def __init__(self, number, study):
-        super().__init__({}, number)
-        self.study, self.value = study, None
+class Trial(BaseTrial):
+    def __init__(self, number):
+        self.params, self.number, self.value = {}, number, None
 
     def suggest(self, name):
         self.params[name] = ORDER[self.number][name]
@@ -42,10 +29,10 @@ class Trial(FixedTrial):
         self.value = value
 
     def should_prune(self):
-        return self.number == PRUNED
+        return False
 
 
-trial = types.SimpleNamespace(FixedTrial=FixedTrial, BaseTrial=FixedTrial)
+trial = types.SimpleNamespace(BaseTrial=BaseTrial)
 
 
 class Study:
@@ -55,13 +42,10 @@ class Study:
     def _is_multi_objective(self):
         return False
 
-    def optimize(self, objective, n_trials, timeout=None, **_):
-        for number in range(n_trials if timeout is None else FIT):
-            now = Trial(number, self)
-            try:
-                now.value = objective(now)
-            except TrialPruned:
-                continue
+    def optimize(self, objective, n_trials, **_):
+        for number in range(n_trials):
+            now = Trial(number)
+            now.value = objective(now)
             self.trials.append(now)
 
     @property
