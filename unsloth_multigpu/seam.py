@@ -94,11 +94,10 @@ SEAMS: dict[str, InstanceSeam] = {
         _of_trainer("log", "A line that one rank writes by itself holds no part of the ranks' metrics.", "logs"),
         _of_trainer("evaluation_loop", "Buffers are equal on all ranks, and training metrics whole, before it begins."),
         _of_trainer("evaluate", "All ranks act on rank 0's numbers, and what it draws leaves the training as it is."),
-        _of_trainer("_evaluate", "All ranks evaluate when rank 0 does."),
         _of_trainer("prediction_step", "Each batch of an evaluation is one of one process.", "model", "inputs"),
         _of_trainer(
             "_save_checkpoint",
-            "A checkpoint has its name only when it is whole; all ranks save when rank 0 does.",
+            "A checkpoint has its name only when it is whole.",
             *("model", "trial"),
             called="save",
         ),

@@ -90,7 +90,7 @@ def test_failed_training_says_why(tmp_path, small_disk):
 
     by_dtype = 'parameters by dtype: rank 0 has {"float32": 2}, rank 1 has {"bfloat16": 2}'
     assert f"The ranks are about to train different runs. {by_dtype}; sampled evaluation rows: rank 0 has" in last
-    assert '; sampled rows: rank 0 has ["0-2: ' in last
+    assert '; sampled rows: rank 0 has "' in last
     assert "Hint: Give shuffles, splits and generators of your own" in last
     assert "[exit code 77]" in last
     assert "An optimizer step of 1 sample(s) cannot be shared by 2 ranks." in last

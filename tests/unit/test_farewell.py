@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from unsloth_multigpu.group import farewell as module
 from unsloth_multigpu.group import manager as manager_module
+from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.options import MultiGPUConfig
@@ -30,7 +31,7 @@ def seconds_to_leave(farewell: Farewell, limit_s: float) -> float:
 
 def test_rank_0_stays_until_the_others_have_left(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
-    first, *others = (Farewell(store, rank, 3) for rank in range(3))
+    first, *others = (Farewell(Board(rank, store), 3) for rank in range(3))
     has_left = threading.Event()
 
     def stay() -> None:
@@ -51,20 +52,20 @@ def test_dead_process_of_this_machine_is_not_waited_for() -> None:
     store = dist.HashStore()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    store.set("farewell/process/1", json.dumps([platform.node(), child.pid]))
-    assert seconds_to_leave(Farewell(store, 0, 2), 60.0) < 30.0
+    Board(1, store).publish("farewell/1", json.dumps([platform.node(), child.pid]))
+    assert seconds_to_leave(Farewell(Board(0, store), 2), 60.0) < 30.0
     # The same number on another machine says nothing.
-    store.set("farewell/process/1", json.dumps(["elsewhere", child.pid]))
-    assert seconds_to_leave(Farewell(store, 0, 2), 0.2) >= 0.2
+    Board(1, store).publish("farewell/1", json.dumps(["elsewhere", child.pid]))
+    assert seconds_to_leave(Farewell(Board(0, store), 2), 0.2) >= 0.2
 
 
 def test_stay_has_a_limit_and_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_QUIET_S", 0.05)
     store = dist.HashStore()
-    store.set("farewell/process/1", json.dumps([platform.node(), os.getpid()]))
+    Board(1, store).publish("farewell/1", json.dumps([platform.node(), os.getpid()]))
     # Rank 2 has not come yet.
     with caplog.at_level(logging.INFO):
-        assert 0.2 <= seconds_to_leave(Farewell(store, 0, 3), 0.2) < 20.0
+        assert 0.2 <= seconds_to_leave(Farewell(Board(0, store), 3), 0.2) < 20.0
     stays, leaves = (record.getMessage() for record in caplog.records)
     assert "stays until rank(s) 1, 2 have left, at most 0.2 s (timeout_s)" in stays
     assert "rank(s) 1, 2 have not left within 0.2 s" in leaves

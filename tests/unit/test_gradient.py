@@ -8,9 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
+from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.strategy import read_strategy
 from unsloth_multigpu.train.check import BatchCount, StepCheck
 from unsloth_multigpu.train.gradient import (
@@ -237,15 +240,10 @@ def _raising(error):
 @contextmanager
 def batch_counts(*, one_order=False):
     """Two ranks' counts over one store."""
-    store = {}
+    store, config = HashStore(), MultiGPUConfig(timeout_s=0.05)
     counts = []
     for rank in range(2):
-        manager = SimpleNamespace(
-            identity=SimpleNamespace(rank=rank, world_size=2),
-            config=SimpleNamespace(meets_every_step=True, timeout_s=0.05),
-            publish=store.__setitem__,
-            wait_for=lambda key, what, timeout_s: store[key],
-        )
+        manager = manager_of(store, rank, 2, config)
         trainer = SimpleNamespace(state=SimpleNamespace(global_step=12))
         counts.append(BatchCount(trainer, manager, SimpleNamespace(has_one_order=one_order)))
         counts[-1].begin()

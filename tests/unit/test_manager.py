@@ -42,23 +42,14 @@ def test_keys_of_an_attempt_are_not_seen_in_the_next(store: dist.HashStore, monk
 
 
 @pytest.mark.timeout(20)
-def test_wait_has_an_end(store: dist.HashStore) -> None:
-    manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
-    with pytest.raises(RankTimeoutError, match=r"rank 0 waited 0\.05 seconds for a word of rank 1"):
-        manager.wait_for("key", "a word of rank 1", timeout_s=0.05)
-    manager.publish("key", "word")
-    assert manager.wait_for("key", "a word of rank 1", timeout_s=0.05) == "word"
-
-
-@pytest.mark.timeout(20)
 def test_rank_that_does_not_come_to_the_group_is_named(store: dist.HashStore) -> None:
     identity = dataclasses.replace(ONE_OF_TWO, world_size=4, local_world_size=4)
     managers = [DDPManager(dataclasses.replace(identity, rank=r), MultiGPUConfig(timeout_s=0.05)) for r in range(4)]
     for rank, missing in ((2, "ranks 0, 1, 3"), (0, "ranks 1, 3"), (3, "rank 1")):
         with pytest.raises(RankTimeoutError, match=f"^{missing} did not come to open the process group within 0.05 s"):
             managers[rank].open_group()
-    managers[1].meet()
-    managers[0].meet()
+    managers[1].meet_ranks()
+    managers[0].meet_ranks()
 
 
 @pytest.mark.timeout(20)
@@ -83,8 +74,8 @@ def test_group_of_another_size_is_refused(lone_group: None) -> None:
 
 def test_facts_that_differ_are_named_and_so_are_those_that_one_rank_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
-    monkeypatch.setattr(manager, "gather_int64", lambda values: [values, [values[0] + 1]])
-    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, '{"seed": "2", "same": "3", "theirs": "4"}'])
+    theirs = '[{"seed": "2", "same": "3", "theirs": "4"}, "hash"]'
+    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, theirs])
     with pytest.raises(DivergenceError) as caught:
         manager.check_same({"seed": 1, "same": 3})
     assert "seed: rank 0 has 1, rank 1 has 2; theirs: rank 0 has None, rank 1 has 4." in str(caught.value)
@@ -97,8 +88,7 @@ def test_ranks_that_hash_strings_differently_are_told_why_they_may_differ(
     monkeypatch: pytest.MonkeyPatch, theirs: str, is_hinted: bool
 ) -> None:
     manager = DDPManager(ONE_OF_TWO, MultiGPUConfig())
-    monkeypatch.setattr(manager, "gather_int64", lambda values: [values, [values[0] + 1]])
-    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, json.dumps({"seed": "2", "": theirs})])
+    monkeypatch.setattr(manager, "gather_texts", lambda text: [text, json.dumps([{"seed": "2"}, theirs])])
     with pytest.raises(DivergenceError) as caught:
         manager.check_same({"seed": 1})
     assert "seed: rank 0 has 1, rank 1 has 2." in str(caught.value)

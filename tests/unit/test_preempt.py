@@ -5,7 +5,6 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,107 +12,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
+from tests.helpers.board import manager_of
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.train.agreement import PageAgreement, StoreAgreement
+from unsloth_multigpu.train.agreement import Agreement
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.train.preempt import Caught, Preemption
 from unsloth_multigpu.wire.beat import BeatPage
-from unsloth_multigpu.wire.control import ControlPage
-from unsloth_multigpu.wire.identity import RankIdentity
+from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
 
 NUM_POINTS = 6
 NOBODY = 10**6
 
 
-def stops_of(ranks, order, ask_at, ask):
-    """Lets ranks go on in `order`, each a point at a time, and asks before turn `ask_at`: where each rank stops."""
-    points, stops = [0] * len(ranks), [None] * len(ranks)
-    # What a rank has not done by then it does after the others.
-    for turn, rank in enumerate([*order, *sorted([*range(len(ranks))] * NUM_POINTS)]):
-        if turn == ask_at:
-            ask()
-        if stops[rank] is None and points[rank] < NUM_POINTS:
-            points[rank] += 1
-            if ranks[rank](points[rank]):
-                stops[rank] = points[rank]
-    return stops
+def agreements(stores, asked):
+    """One of each rank; `asked` has the signal of each, 0 = none."""
+    managers = [manager_of(store, rank, len(stores)) for rank, store in enumerate(stores)]
+    return [Agreement(manager, lambda rank=rank: asked[rank]) for rank, manager in enumerate(managers)]
 
 
-@given(order=st.lists(st.integers(0, 2), max_size=18), ask_at=st.integers(0, 20), num_trainings=st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
-def test_ranks_of_a_page_stop_at_one_point(tmp_path_factory, order, ask_at, num_trainings):
-    page = ControlPage(tmp_path_factory.getbasetemp(), 3)
-    page.reset()
-    for number in range(num_trainings):
-        ranks = [PageAgreement(page, rank) for rank in range(3)]
-        if number < num_trainings - 1:  # Trainings before that nobody asked to stop.
-            assert stops_of([lambda p, r=r: r.is_reached(p) for r in ranks], order, NOBODY, None) == [None] * 3
-    stops = stops_of([lambda p, r=r: r.is_reached(p) for r in ranks], order, ask_at, lambda: page.ask(15, 0.0))
-    page.close()
-    assert len(set(stops)) == 1
-    if ask_at == 0:
-        assert stops == [2, 2, 2]
-
-
-def test_point_is_said_and_looked_for_under_the_lock(tmp_path):
-    class Watched(ControlPage):
-        is_locked = False
-
-        @contextmanager
-        def lock(self):
-            with super().lock():
-                self.is_locked = True
-                yield
-                self.is_locked = False
-
-        def set_point(self, local_rank, point):
-            assert self.is_locked
-            super().set_point(local_rank, point)
-
-        @property
-        def signal(self):
-            assert self.is_locked
-            return super().signal
-
-    page = Watched(tmp_path, 1)
-    assert PageAgreement(page, 0).is_reached(1) == 0
-    page.close()
-
-
-def test_rank_ends_after_the_first_one_of_its_machine(tmp_path, monkeypatch):
+def test_rank_ends_after_the_first_one_of_its_machine(monkeypatch):
     handlers = []
     at_exit = SimpleNamespace(register=lambda *call: handlers.append(call))
     monkeypatch.setattr("unsloth_multigpu.train.agreement.atexit", at_exit)
-    page = ControlPage(tmp_path, 2)
+    ranks = agreements([HashStore()] * 2, [0, 0])
     with subprocess.Popen(["sleep", "100"]) as first:
-        page.set_left(0, first.pid)
-        has_left = PageAgreement(page, 1).leave(time.monotonic() + 5.0)
+        ranks[0]._board.publish("stop/1/left/0", str(first.pid))
+        has_left = ranks[1].leave(time.monotonic() + 5.0)
         was_alive = [not has_ended() for _, has_ended, _ in handlers]
         first.kill()
     assert (has_left, was_alive) == (True, [True])
     ((wait, has_ended, deadline_s),) = handlers
     wait(has_ended, deadline_s)
     assert has_ended()
-    assert PageAgreement(page, 0).leave(time.monotonic() + 5.0)
+    assert ranks[0].leave(time.monotonic() + 5.0)
     assert len(handlers) == 1
-    page.close()
 
 
-def test_stop_that_nobody_reached_holds_at_the_first_point_of_the_next_training(tmp_path):
-    page = ControlPage(tmp_path, 2)
-    first = [PageAgreement(page, rank) for rank in range(2)]
-    assert first[0].is_reached(9) == 0
-    page.ask(signal.SIGTERM, 7.0)
-    page.ask(signal.SIGINT, 9.0)  # The first to ask is heard.
-    assert (page.signal, page.deadline_s) == (signal.SIGTERM, 7.0)
-    assert first[1].is_reached(9) == 0
-    second = [PageAgreement(page, rank) for rank in range(2)]
-    assert [rank.is_reached(1) for rank in second] == [signal.SIGTERM] * 2
-    page.reset()
-    assert [rank.is_reached(2) for rank in second] == [0, 0]
-    page.close()
+def test_supervisor_asks_the_ranks_of_one_attempt_and_the_first_to_ask_is_heard(tmp_path):
+    assert read_request(tmp_path, 1) is None
+    for number, deadline_s in ((signal.SIGTERM, 7.0), (signal.SIGINT, 9.0)):
+        ask_to_stop(tmp_path, 1, StopRequest(number, deadline_s))
+    assert read_request(tmp_path, 1) == StopRequest(signal.SIGTERM, 7.0)
+    assert [read_request(tmp_path, attempt) for attempt in (0, 2)] == [None, None]
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 class TurnStore:
@@ -159,17 +103,22 @@ class Turns:
 @given(
     order=st.lists(st.integers(0, 1), max_size=60),
     ask_points=st.tuples(st.integers(1, NUM_POINTS), st.integers(1, 2 * NUM_POINTS)),
+    num_trainings=st.integers(1, 2),
 )
 @settings(max_examples=150, deadline=None)
-def test_ranks_of_a_store_stop_at_one_point(order, ask_points):
+def test_ranks_stop_at_one_point(order, ask_points, num_trainings):
     """Both ranks, or only rank 0, are asked, each at a point of its own; every operation in an order of its own."""
     store, turns, stops = HashStore(), Turns(order, 2), {}
     asked = [0, 0]
-    ranks = [StoreAgreement(store, rank, 2, lambda rank=rank: asked[rank]) for rank in range(2)]
+    ranks = agreements([store] * 2, asked)
+    for _ in range(num_trainings - 1):  # Trainings before that nobody asked to stop.
+        for point in range(1, 2 * NUM_POINTS):
+            assert [rank.is_reached(point) for rank in ranks] == [0, 0]
+        ranks = agreements([store] * 2, asked)
 
     def run(rank):
         agreement = ranks[rank]
-        agreement._store = TurnStore(store, rank, turns)
+        agreement._board._store = TurnStore(store, rank, turns)
         for point in range(1, NUM_POINTS + 1):
             asked[rank] = signal.SIGTERM if point >= ask_points[rank] else 0
             if agreement.is_reached(point):
@@ -189,7 +138,7 @@ def test_store_of_torch_is_read_after_it_is_written():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
     asked = [0, 0]
-    ranks = [StoreAgreement(client, rank, 2, lambda rank=rank: asked[rank]) for rank, client in enumerate(clients)]
+    ranks = agreements(clients, asked)
     assert [rank.is_reached(1) for rank in ranks] == [0, 0]
     asked[1] = signal.SIGUSR1
     assert ranks[1].is_reached(2) == 0
@@ -198,8 +147,7 @@ def test_store_of_torch_is_read_after_it_is_written():
     assert not ranks[0].leave(time.monotonic() + 0.05)
     assert ranks[1].leave(time.monotonic() + 5.0)
     # A script that catches what a stop makes train() raise may train again.
-    again = [StoreAgreement(client, rank, 2, lambda: 0) for rank, client in enumerate(clients)]
-    assert [rank.is_reached(4) for rank in again] == [0, 0]
+    assert [rank.is_reached(4) for rank in agreements(clients, [0, 0])] == [0, 0]
 
 
 def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
@@ -225,14 +173,13 @@ def test_first_signal_is_kept_and_the_second_does_what_it_did_before():
 @pytest.mark.parametrize(("rank", "is_main", "said"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_training_that_hears_no_signal_says_so_once(caplog, rank, is_main, said):
     # Ray and others call train() in a thread of their worker.
-    store = HashStore()
-    manager = SimpleNamespace(identity=RankIdentity(rank, rank, 2, 2, "torchrun"), config=MultiGPUConfig(), store=store)
+    manager = manager_of(HashStore(), rank, 2)
     handler = signal.getsignal(signal.SIGTERM)
     during = []
 
     def train():
         trainer = FakeTrainer()
-        with Loop(trainer, [Preemption(trainer, manager, None, None, BeatPage(None, 0))]).steering():
+        with Loop(trainer, [Preemption(trainer, manager, None, BeatPage(None, 0))]).steering():
             during.append(signal.getsignal(signal.SIGTERM))
             trainer.steps(2)
 
@@ -259,23 +206,19 @@ class Saving(FakeTrainer):
         self.saved.append(self.state.global_step)
 
 
-def preemption(trainer, tmp_path, *, local_world_size=1, may_stop=lambda: True, **options):
-    identity = RankIdentity(0, 0, 1, local_world_size, "unsloth_multigpu")
-    manager = SimpleNamespace(identity=identity, config=MultiGPUConfig(**options), store=None)
-    return Preemption(trainer, manager, None, str(tmp_path), BeatPage(None, 0), may_stop)
+def preemption(trainer, tmp_path, *, may_stop=lambda: True, **options):
+    manager, beat = manager_of(None, config=MultiGPUConfig(**options), launcher="unsloth_multigpu"), BeatPage(None, 0)
+    return Preemption(trainer, manager, EventWriter(tmp_path, 0, 0, beat), beat, may_stop)
 
 
-@pytest.fixture
-def page(tmp_path):
-    page = ControlPage(tmp_path, 1)
-    yield page
-    page.close()
+def ask(tmp_path, number=signal.SIGTERM):
+    ask_to_stop(tmp_path, 0, StopRequest(number, time.monotonic() + 5.0))
 
 
-def run_until_asked(steered, trainer, page, ask_step, number=signal.SIGTERM, **loop):
+def run_until_asked(steered, trainer, tmp_path, ask_step, number=signal.SIGTERM, **loop):
     def on_step(step):
         if step == ask_step:
-            page.ask(number, time.monotonic() + 5.0)
+            ask(tmp_path, number)
 
     with Loop(trainer, [steered]).steering():
         trainer.steps(8, on_step=on_step, **loop)
@@ -283,45 +226,45 @@ def run_until_asked(steered, trainer, page, ask_step, number=signal.SIGTERM, **l
 
 @pytest.mark.parametrize(
     ("strategy", "resume", "saved"),
-    [("steps", "off", [4]), ("no", "off", []), ("no", "auto", [4]), ("epoch", "off", [4])],
+    [("steps", "off", [3]), ("no", "off", []), ("no", "auto", [3]), ("epoch", "off", [3])],
 )
-def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, page, strategy, resume, saved):
+def test_stop_saves_where_saving_is_wanted_and_leaves_the_training(tmp_path, strategy, resume, saved):
     trainer = Saving(save_strategy=strategy)
     with pytest.raises(SystemExit) as left:
-        run_until_asked(preemption(trainer, tmp_path, resume=resume), trainer, page, 3)
+        run_until_asked(preemption(trainer, tmp_path, resume=resume), trainer, tmp_path, 3)
     assert left.value.code == 128 + signal.SIGTERM
-    # Asked in step 3, agreed at its end, done at the end of step 4.
-    assert (trainer.state.global_step, trainer.saved, trainer.callback_handler.callbacks) == (4, saved, [])
+    assert (trainer.state.global_step, trainer.saved, trainer.callback_handler.callbacks) == (3, saved, [])
 
 
-def test_sigint_is_a_keyboard_interrupt(tmp_path, page):
+def test_sigint_is_a_keyboard_interrupt(tmp_path):
     trainer = Saving()
     with pytest.raises(KeyboardInterrupt):
-        run_until_asked(preemption(trainer, tmp_path), trainer, page, 1, number=signal.SIGINT)
+        run_until_asked(preemption(trainer, tmp_path), trainer, tmp_path, 1, number=signal.SIGINT)
 
 
-def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path, page):
+def test_stop_in_an_evaluation_saves_the_step_before_it(tmp_path):
     trainer = Saving()
     with pytest.raises(SystemExit):
-        run_until_asked(preemption(trainer, tmp_path), trainer, page, 3, num_eval_batches=4)
+        run_until_asked(preemption(trainer, tmp_path), trainer, tmp_path, 3, num_eval_batches=4)
     assert (trainer.state.global_step, trainer.saved) == (3, [3])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stop_behind_the_last_step_does_not_reach_the_rest_of_the_script(tmp_path, page, number):
-    trainer = Saving()
+@pytest.mark.parametrize(("loads_best", "saved"), [(False, [8]), (True, [])])
+def test_stop_behind_the_last_step_does_not_reach_the_rest_of_the_script(tmp_path, number, loads_best, saved):
+    trainer = Saving(load_best_model_at_end=loads_best)
 
     def train():
         with Loop(trainer, [preemption(trainer, tmp_path)]).steering():
             trainer.steps(8)
-            page.ask(number, time.monotonic() + 5.0)  # As in the last save.
+            ask(tmp_path, number)  # As in the last save.
 
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         train()
-    assert trainer.saved == [8]
+    assert trainer.saved == saved
 
 
-def test_no_evaluation_takes_the_time_that_is_left(tmp_path, page):
+def test_no_evaluation_takes_the_time_that_is_left(tmp_path):
     trainer = Saving()
     steered = preemption(trainer, tmp_path)
 
@@ -334,7 +277,7 @@ def test_no_evaluation_takes_the_time_that_is_left(tmp_path, page):
     assert (trainer.state.global_step, trainer.saved, trainer.control.should_evaluate) == (3, [3], False)
 
 
-def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path, page):
+def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path):
     trainer = Saving()
     steered = preemption(trainer, tmp_path)
     points = []
@@ -348,45 +291,37 @@ def test_batches_of_an_evaluation_are_counted_from_its_step(tmp_path, page):
     assert points == [(step << 20) + batch for step in (1, 2) for batch in (0, 1, 2)] + [(2 << 20) + 3, (2 << 20) + 4]
 
 
-def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path, page):
+def test_ranks_with_steps_of_their_own_stop_where_they_meet(tmp_path):
     trainer = Saving()
     steered = preemption(trainer, tmp_path, may_stop=lambda: trainer.state.global_step % 3 == 0)
     with pytest.raises(SystemExit):
-        run_until_asked(steered, trainer, page, 2)
-    assert trainer.saved == [6]
+        run_until_asked(steered, trainer, tmp_path, 2)
+    assert trainer.saved == [3]
 
 
-@pytest.mark.parametrize(("loads_best", "saved"), [(False, [8]), (True, [])])
-def test_asked_in_the_last_step_the_script_behind_train_is_not_begun(tmp_path, page, loads_best, saved):
-    trainer = Saving(load_best_model_at_end=loads_best)
-    with pytest.raises(SystemExit):
-        run_until_asked(preemption(trainer, tmp_path), trainer, page, 8)
-    assert trainer.saved == saved
-
-
-def test_step_that_is_saved_already_is_not_saved_again(tmp_path, page):
+def test_step_that_is_saved_already_is_not_saved_again(tmp_path):
     trainer = Saving()
 
     def on_step(step):
         if step == 8:  # By the script's own schedule.
             trainer.control.should_save = True
-            page.ask(signal.SIGTERM, time.monotonic() + 5.0)
+            ask(tmp_path)
 
     with pytest.raises(SystemExit), Loop(trainer, [preemption(trainer, tmp_path)]).steering():
         trainer.steps(8, on_step=on_step)
     assert trainer.saved == [8]
 
 
-def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path, page):
+def test_training_that_nobody_asks_to_stop_is_left_alone(tmp_path):
     trainer = Saving()
-    run_until_asked(preemption(trainer, tmp_path), trainer, page, NOBODY)
+    run_until_asked(preemption(trainer, tmp_path), trainer, tmp_path, NOBODY)
     assert (trainer.state.global_step, trainer.saved) == (8, [])
 
 
-def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again(tmp_path, page):
+def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again(tmp_path):
     trainer = Saving()
     elastic = {"nnodes": "1:2", "rdzv_endpoint": "localhost:1", "rdzv_id": "a"}
-    steered = preemption(trainer, tmp_path, local_world_size=2, grace_s=7.0, **elastic)
+    steered = preemption(trainer, tmp_path, grace_s=7.0, **elastic)
     waits_until = []
 
     def train():
@@ -399,7 +334,7 @@ def test_node_of_a_group_that_may_shrink_leaves_and_the_others_are_started_again
 
     with pytest.raises(DistributedError, match="A node leaves the run after step 2, on SIGTERM"):
         train()
-    assert page.signal == 0
+    assert read_request(tmp_path, 0) is None
     assert trainer.saved == [2]
     # Until the others have saved, too.
     assert waits_until == [pytest.approx(time.monotonic() + 7.0, abs=3.0)]

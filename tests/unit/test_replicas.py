@@ -358,6 +358,6 @@ def test_gathered_integers_keep_64_bits_and_come_in_one_copy(monkeypatch: pytest
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
     monkeypatch.setattr("unsloth_multigpu.group.manager._wire_device", lambda: torch.device("cpu"))
-    manager = DDPManager(SimpleNamespace(world_size=2), MultiGPUConfig())  # type: ignore[arg-type]
+    manager = DDPManager(SimpleNamespace(rank=0, world_size=2), MultiGPUConfig())  # type: ignore[arg-type]
     big = [2**63 - 1, -(2**63), 2**53 + 1]
     assert manager.gather_int64(big) == [big, big]

@@ -12,9 +12,16 @@ from tests.helpers.run import wait_until
 from unsloth_multigpu.errors import ConfigError, ResumeError
 from unsloth_multigpu.launch.stop import RestartRefused, Stop, describe_stop, handlers_kept
 from unsloth_multigpu.wire.beat import BeatPage, Phase
-from unsloth_multigpu.wire.control import ControlPage
 from unsloth_multigpu.wire.event import Event, EventWriter
 from unsloth_multigpu.wire.process import is_alive
+from unsloth_multigpu.wire.request import StopRequest, ask_to_stop, read_request
+
+
+def end_time(run_dir):
+    """The time of the ranks that were asked is over."""
+    asked = read_request(run_dir, 0)
+    (run_dir / "stop_0").unlink()
+    ask_to_stop(run_dir, 0, StopRequest(asked.signal_number, time.monotonic() - 1.0))
 
 
 class Ended(BaseException):
@@ -46,9 +53,7 @@ def stop(tmp_path):
 
 @pytest.fixture
 def asked(tmp_path):
-    page = ControlPage(tmp_path)
-    yield page
-    page.close()
+    return lambda: read_request(tmp_path, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
@@ -57,8 +62,8 @@ def test_first_signal_asks_ranks_that_train_and_the_second_ends_them(stop, beat,
     os.kill(os.getpid(), number)  # At once: the same again.
     before_s = time.monotonic()
     stop.turn()
-    assert (asked.signal, stop.signal_number, stop.how) == (number, number, "saved")
-    assert abs(asked.deadline_s - before_s - 5.0) < 1.0
+    assert (asked().signal_number, stop.signal_number, stop.how) == (number, number, "saved")
+    assert abs(asked().deadline_s - before_s - 5.0) < 1.0
     assert f"{number.name}: the ranks finish their step, save and stop, within 5 s" in capfd.readouterr().err
     stop._first_s -= 1.0
     os.kill(os.getpid(), signal.SIGTERM)
@@ -116,7 +121,7 @@ def test_script_that_caught_ctrl_c_may_take_its_time(stop, tmp_path, beat):
     writer.write("started", pid=2**30)
     os.kill(os.getpid(), signal.SIGINT)
     stop.turn()
-    stop._page.ask(signal.SIGINT, time.monotonic() - 1.0)
+    end_time(tmp_path)
     writer.write("stopped", signal="SIGINT", checkpoint="")
     stop.turn()
     assert stop.how == "saved"
@@ -137,7 +142,7 @@ def test_signal_while_nobody_trains_ends_all_at_once(stop, beat, asked, tmp_path
     stop._receive(number, None)
     with pytest.raises(Ended) as ended:
         stop.turn()
-    assert (ended.value.args, stop.signal_number, stop.how, asked.signal) == ((passed,), number, "at once", 0)
+    assert (ended.value.args, stop.signal_number, stop.how, asked()) == ((passed,), number, "at once", None)
 
 
 def test_signal_is_not_lost_while_the_engine_does_something_else(stop, beat):
@@ -206,8 +211,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
     EventWriter(tmp_path, 0, 0, beat).write("started", pid=rank.pid)
     stop._receive(signal.SIGTERM, None)
     stop.turn()
-    stop._page.reset()
-    stop._page.ask(signal.SIGTERM, time.monotonic() - 1.0)
+    end_time(tmp_path)
     with pytest.raises(Ended):
         stop.turn()
     assert stop.how == "late"
@@ -216,8 +220,8 @@ def test_ranks_that_do_not_stop_in_time_are_killed(stop, beat, tmp_path):
     wait_until(lambda: not is_alive(its_child), 60, "end of the rank's child")
 
 
-def test_signal_that_ranks_heard_of_from_another_node_is_the_supervisors_too(stop, asked):
-    asked.ask(signal.SIGUSR1, time.monotonic() + 5.0)
+def test_signal_that_ranks_heard_of_from_another_node_is_the_supervisors_too(stop, tmp_path):
+    ask_to_stop(tmp_path, 0, StopRequest(signal.SIGUSR1, time.monotonic() + 5.0))
     stop.turn()
     with pytest.raises(RestartRefused, match="no restart after SIGUSR1"):
         stop.begin_round(1)
@@ -259,12 +263,11 @@ def test_what_a_restart_cannot_cure_is_not_tried_again(stop, beat, tmp_path, kin
         stop.begin_round(2)  # The failure was another attempt's.
 
 
-def test_page_forgets_the_attempt_before(stop, asked):
-    asked.set_point(1, 7)
-    asked.set_left(1, 99)
+def test_ranks_that_are_started_again_are_not_asked_what_those_before_were(stop, beat, tmp_path):
+    ask_to_stop(tmp_path, 0, StopRequest(signal.SIGTERM, time.monotonic() - 1.0))
     stop.begin_round(1)
-    assert (asked.points(), asked.left()) == ([0, 0], [0, 0])
-    assert (os.stat(asked._file).st_mode & 0o777) == 0o600
+    stop.turn()
+    assert stop.signal_number == 0
 
 
 @pytest.mark.parametrize(

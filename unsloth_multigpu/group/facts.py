@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from unsloth_multigpu.group.rows import digests_of_rows, num_rows
+from unsloth_multigpu.group.rows import digest_of_rows, num_rows
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, installed_version
@@ -66,4 +66,4 @@ def facts_of_evaluation(trainer: TrainerLike) -> dict[str, Any]:
 
 def _facts_of_data(data: Any, length: str, rows: str) -> dict[str, Any]:
     num = num_rows(data)
-    return {} if num is None else {length: num, rows: digests_of_rows(data)}
+    return {} if num is None else {length: num, rows: digest_of_rows(data)}

@@ -11,8 +11,7 @@ import os
 import platform
 import time
 
-from torch.distributed import Store
-
+from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.wire.process import is_alive
 from unsloth_multigpu.wire.wait import wait_until
@@ -21,22 +20,21 @@ logger = get_logger(__name__)
 
 # Ranks leave a script together, but never in the same instant.
 _QUIET_S = 5.0
+_LEFT = "left"
 
 
 class Farewell:
-    """Says in the store which ranks have left it, and lets rank 0 stay for them.
+    """Says which ranks have left the store, and lets rank 0 stay for them.
 
     Args:
-        store: Served by rank 0's process.
-        rank: This rank.
+        board: Its store is served by rank 0's process.
         world_size: Number of ranks.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        store.set(f"farewell/process/{rank}", json.dumps([platform.node(), os.getpid()]))
+    def __init__(self, board: Board, world_size: int) -> None:
+        self._board = board
+        self._others = range(1, world_size)
+        board.publish(f"farewell/{board.rank}", json.dumps([platform.node(), os.getpid()]))
 
     def leave(self, limit_s: float) -> None:
         """This rank needs the store no more. Rank 0 waits until that is true of all, or their processes are gone.
@@ -44,9 +42,9 @@ class Farewell:
         Args:
             limit_s: How long rank 0 stays, in seconds.
         """
-        if self._rank > 0:
+        if self._board.rank > 0:
             try:
-                self._store.set(f"farewell/left/{self._rank}", "")
+                self._board.publish(f"farewell/{self._board.rank}", _LEFT)
             except RuntimeError as gone:
                 logger.debug("rank 0 has left before: %s", gone)
             return
@@ -69,13 +67,11 @@ class Farewell:
 
     def _present(self) -> list[int]:
         """Ranks that may need the store still, also those that have not come to it yet."""
-        return [rank for rank in range(1, self._world_size) if not self._is_gone(rank)]
+        return [rank for rank in self._others if not self._is_gone(self._board.read(f"farewell/{rank}"))]
 
-    def _is_gone(self, rank: int) -> bool:
-        if self._store.check([f"farewell/left/{rank}"]):
-            return True
-        key = f"farewell/process/{rank}"
-        if not self._store.check([key]):
-            return False
-        host, pid = json.loads(self._store.get(key))
+    @staticmethod
+    def _is_gone(told: str | None) -> bool:
+        if told is None or told == _LEFT:
+            return told is not None
+        host, pid = json.loads(told)
         return host == platform.node() and not is_alive(int(pid))

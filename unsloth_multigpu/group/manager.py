@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -17,17 +16,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
 from unsloth_multigpu.accelerator import CPU_BACKEND, WITHOUT_GROUP, backend_of, kind_of
-from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
-from unsloth_multigpu.group.arrival import meet
+from unsloth_multigpu.errors import DivergenceError
+from unsloth_multigpu.group.board import Board
 from unsloth_multigpu.group.farewell import Farewell
 from unsloth_multigpu.group.random_state import device_in_use, read_random_state, write_random_state
 from unsloth_multigpu.group.saves import Saves
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.wire.digest import digest_int64
 from unsloth_multigpu.wire.identity import RankIdentity
-from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
@@ -38,7 +35,7 @@ _HASH_HINT = (
 )
 
 
-class DDPManager:
+class DDPManager(Board):
     """Holds what a rank needs to meet the others.
 
     Args:
@@ -50,16 +47,14 @@ class DDPManager:
         connect_store: Connects to the store of this run, when it is first needed.
         saves: What rank 0 saves, and where the others wait for it.
         waits: Counts the seconds that this rank waits for others.
-        is_abandoned: True where rank 0 has left the code that this rank runs, and publishes nothing more in it.
     """
 
     def __init__(self, identity: RankIdentity, config: MultiGPUConfig, session_index: int = 0) -> None:
+        super().__init__(identity.rank)
         self.identity = identity
         self.config = config
         self._session_index = session_index
         self.connect_store: Callable[[], Store] = lambda: _connect_store(identity, config.timeout_s)
-        self.is_abandoned: Callable[[], bool] = lambda: False
-        self._store: Store | None = None
         # Tokens of each sample, by the fingerprint of the data set: read once, however often it is trained on.
         self.lengths_of: dict[str, list[int]] = {}
         self._last_works: deque[Any] = deque(maxlen=8)
@@ -74,7 +69,7 @@ class DDPManager:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             self._store = PrefixStore(f"{attempt}/{self._session_index}", self._store_of_run)
             if is_served_by_rank_0(self.identity):
-                self._farewell = Farewell(self._store, self.identity.rank, self.identity.world_size)
+                self._farewell = Farewell(self, self.identity.world_size)
         return self._store
 
     def leave_store(self, limit_s: float) -> None:
@@ -88,16 +83,10 @@ class DDPManager:
         """The same store, with what earlier attempts left in it where their launcher keeps it."""
         return PrefixStore(_PREFIX, self.connect_store())
 
-    def meet(self) -> None:
-        """Waits until all ranks are about to open the process group. Nothing where there is one, or one process.
-
-        Raises:
-            RankTimeoutError: It names the ranks that have not come within `timeout_s`.
-        """
+    def meet_ranks(self) -> None:
+        """Waits until all ranks are about to open the process group. Nothing where there is one. Raises as `meet`."""
         if self.identity.world_size > 1 and not dist.is_initialized():
-            meet(
-                self.store,
-                self.identity.rank,
+            self.meet(
                 self.identity.world_size,
                 timeout_s=self.config.timeout_s,
                 hint="Let all ranks run the same code up to the training. Raise timeout_s where it only takes long.",
@@ -108,7 +97,7 @@ class DDPManager:
         if self.identity.world_size == 1:
             return  # For one process, the exchanges below return its own values.
         if not dist.is_initialized():
-            self.meet()
+            self.meet_ranks()
             timeout = timedelta(seconds=self.config.timeout_s)
             device_type = local_device(self.identity, self.config).type
             backend = backend_of(device_type)
@@ -122,41 +111,6 @@ class DDPManager:
                 f"rank={self.identity.rank} world_size={self.identity.world_size}.",
                 hint="Do not call init_process_group with other values.",
             )
-
-    def publish(self, key: str, value: str = "") -> None:
-        """Lets other ranks see `key`."""
-        # An empty value would be the same as none for some versions of the store.
-        self.store.set(key, "=" + value)
-
-    def is_published(self, key: str) -> bool:
-        """True once some rank has published `key`. Does not wait."""
-        return bool(self.store.check([key]))
-
-    def withdraw(self, key: str) -> None:
-        """Deletes a key that no rank will read again."""
-        self.store.delete_key(key)
-
-    def wait_for(self, key: str, what: str, *, timeout_s: float) -> str:
-        """Waits until `key` is published and returns its value.
-
-        Raises:
-            RankTimeoutError: It was not published within `timeout_s`; `what` says what was waited for.
-            DistributedError: Rank 0 has left the code that all ranks run without publishing it.
-        """
-
-        def is_there() -> bool:
-            is_abandoned = self.is_abandoned()  # Asked first: what rank 0 published before is seen below.
-            is_published = self.is_published(key)
-            if is_abandoned and not is_published:
-                raise left_alone(self.identity.rank, what)
-            return is_published
-
-        if not wait_until(is_there, time.monotonic() + timeout_s):
-            raise RankTimeoutError(
-                f"rank {self.identity.rank} waited {timeout_s:g} seconds for {what}.",
-                hint="Call it on all ranks, or raise timeout_s where it only takes long.",
-            )
-        return str(self.store.get(key).decode())[1:]
 
     def agree_on_draws(self) -> None:
         """Gives this process the random generators of the rank that comes here first. No rank waits for another.
@@ -188,44 +142,27 @@ class DDPManager:
         """
         if self.identity.world_size == 1:
             return
-        names = sorted(facts)
-        texts = [json.dumps(facts[name], sort_keys=True, default=str) for name in names]
-        all_digests = self.gather_int64([digest_int64("\0".join(names + texts).encode())])
-        if all(d == all_digests[0] for d in all_digests):
+        texts = {name: json.dumps(facts[name], sort_keys=True, default=str) for name in sorted(facts)}
+        ranks = [json.loads(text) for text in self.gather_texts(json.dumps([texts, _string_hash()]))]
+        other = next((rank for rank, (theirs, _) in enumerate(ranks) if theirs != ranks[0][0]), None)
+        if other is None:
             return
-        other = next(r for r, d in enumerate(all_digests) if d != all_digests[0])
-        all_facts = self.gather_texts(json.dumps({**dict(zip(names, texts, strict=True)), "": _string_hash()}))
-        first, second = (json.loads(all_facts[r]) for r in (0, other))
-        do_hashes_differ = first.pop("", None) != second.pop("", None)
+        (first, first_hash), (second, second_hash) = ranks[0], ranks[other]
         different = [n for n in {**first, **second} if first.get(n) != second.get(n)]
         lines = [f"{n}: rank 0 has {first.get(n)}, rank {other} has {second.get(n)}" for n in different]
         raise DivergenceError(
             "The ranks are about to train different runs. " + "; ".join(lines) + ".",
             hint="Give shuffles, splits and generators of your own (default_rng(), random.Random()) a seed, and do not "
-            "let the script depend on the rank." + (_HASH_HINT if do_hashes_differ else ""),
+            "let the script depend on the rank." + (_HASH_HINT if first_hash != second_hash else ""),
         )
 
     def broadcast_batches(self, batches: Iterable[Sequence[int]]) -> list[list[int]]:
         """Gives every rank rank 0's batches of sample indices. Only rank 0 reads `batches`. Collective."""
         if self.identity.world_size == 1:
             return [[int(i) for i in batch] for batch in batches]
-        device = _wire_device()
-        sizes: list[int] = []
-        indices: list[int] = []
-        if self.identity.rank == 0:
-            for batch in batches:
-                sizes.append(len(batch))
-                indices.extend(int(i) for i in batch)
-        counts = torch.tensor([len(sizes), len(indices)], device=device)
-        self._finish(dist.broadcast(counts, src=0, async_op=True))
-        num_batches, num_indices = (int(c) for c in counts.tolist())
-        flat = torch.tensor([*sizes, *indices], device=device, dtype=torch.int64)
-        if self.identity.rank != 0:
-            flat = torch.empty(num_batches + num_indices, device=device, dtype=torch.int64)
-        self._finish(dist.broadcast(flat, src=0, async_op=True))
-        flat = flat.cpu()
-        parts = torch.split(flat[num_batches:], flat[:num_batches].tolist())
-        return [part.tolist() for part in parts]
+        mine = [[int(i) for i in batch] for batch in batches] if self.identity.rank == 0 else []
+        found: list[list[int]] = json.loads(self.broadcast_text(json.dumps(mine)))
+        return found
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Writes rank 0's values into every rank's tensors, bit by bit. Collective.
@@ -252,23 +189,23 @@ class DDPManager:
 
     def broadcast_text(self, text: str) -> str:
         """Rank 0's `text`. Collective."""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())
+        data = _as_bytes(text)
         length = torch.tensor([len(data)], device=data.device)
         self._finish(dist.broadcast(length, src=0, async_op=True))
         if self.identity.rank != 0:
-            data = torch.empty(int(length), dtype=torch.uint8, device=data.device)
+            data = data.new_empty(int(length))
         self._finish(dist.broadcast(data, src=0, async_op=True))
-        return bytes(data.tolist()).decode()
+        return _as_text(data)
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's `text`, in the order of ranks. Collective."""
         if self.identity.world_size == 1:
             return [text]
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=_wire_device())
-        lengths = [int(row[0]) for row in self.gather_floats([len(data)])]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=data.device)
+        data = _as_bytes(text)
+        lengths = [row[0] for row in self.gather_int64([len(data)])]
+        padded = data.new_zeros(max(lengths))
         padded[: len(data)] = data
-        return [bytes(row[:n]).decode() for row, n in zip(self._gather_rows(padded), lengths, strict=True)]
+        return [_as_text(row[:n]) for row, n in zip(self._gather_rows(padded), lengths, strict=True)]
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's `values`, in the order of ranks. Collective."""
@@ -291,22 +228,24 @@ class DDPManager:
     def _gather(self, values: Sequence[float], dtype: torch.dtype) -> list[list[Any]]:
         if self.identity.world_size == 1:
             return [list(values)]
-        return self._gather_rows(torch.tensor(values, dtype=dtype, device=_wire_device()))
+        rows: list[list[Any]] = self._gather_rows(torch.tensor(values, dtype=dtype, device=_wire_device())).tolist()
+        return rows
 
-    def _gather_rows(self, mine: torch.Tensor) -> list[list[Any]]:
+    def _gather_rows(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's flat tensor of one length. They come from the device in one copy, for which the host waits."""
         gathered = mine.new_empty(self.identity.world_size, len(mine))
         self._finish(dist.all_gather(list(gathered), mine, async_op=True))
-        rows: list[list[Any]] = gathered.tolist()
-        return rows
+        return gathered.cpu()
 
 
-def left_alone(rank: int, what: str) -> DistributedError:
-    """The error of a rank that waits for rank 0 in a cell that rank 0 has left."""
-    return DistributedError(
-        f"rank {rank} waits for {what}, and rank 0 has left the cell.",
-        hint="Let all ranks take the same way through the cell.",
-    )
+def _as_bytes(text: str) -> torch.Tensor:
+    import numpy
+
+    return torch.from_numpy(numpy.array(bytearray(text.encode()))).to(_wire_device())
+
+
+def _as_text(data: torch.Tensor) -> str:
+    return data.cpu().numpy().tobytes().decode()
 
 
 def _string_hash() -> str:

@@ -40,8 +40,6 @@ OWN_PATH_GRACE_S = 10.0
 SAVE_LIMIT_S = 86_400.0
 # After this time without the other ranks a save of a sharded model says whom it waits for.
 _QUIET_S = 3.0
-# Keys exist when they are read.
-_READ_LIMIT_S = 60.0
 _AT = "saves/at/{}"
 _LEFT = "saves/left/{}"
 _GATHERS = "Saving a sharded model gathers the weights of all ranks, so all ranks must call it."
@@ -259,12 +257,8 @@ class Saves:
         return self._manager.is_published(_LEFT.format(rank))
 
     def _place_of(self, rank: int) -> _Place:
-        if not self._manager.is_published(_AT.format(rank)):
-            return _Place()
-        return _Place(**json.loads(self._get(_AT.format(rank), f"rank {rank}")))
-
-    def _get(self, key: str, what: str) -> str:
-        return self._manager.wait_for(key, what, timeout_s=_READ_LIMIT_S)
+        told = self._manager.read(_AT.format(rank))
+        return _Place() if told is None else _Place(**json.loads(told))
 
     def _tell(self, *, waits: bool) -> None:
         self._at.waits, self._at.num_read = waits, self._num_ended()
@@ -276,8 +270,8 @@ class Saves:
     def _read_store(self) -> bool:
         """Reads what rank 0 has saved meanwhile, and how; True if there is something new. Does not wait."""
         before = [len(self._read), self._num_ended()]
-        while self._manager.is_published(key := f"saves/{self._num_ended()}"):
-            what, outcome = json.loads(self._get(key, "rank 0"))
+        while (told := self._manager.read(f"saves/{self._num_ended()}")) is not None:
+            what, outcome = json.loads(told)
             self._read[self._num_ended() :] = [(what, outcome)]
             if outcome is None:
                 break

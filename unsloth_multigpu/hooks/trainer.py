@@ -369,7 +369,8 @@ def _adjusted_arguments(
     def __post_init__(self: ArgumentsLike) -> None:
         adjust(self)
         if world_size > 1:
-            get_manager().meet()  # transformers has accelerate open the group, which would not name a missing rank.
+            # transformers has accelerate open the group, which would not name a missing rank.
+            get_manager().meet_ranks()
         if config.device == "cpu":
             self.use_cpu = True
         if world_size > 1 and device_type == "cpu":

@@ -41,7 +41,7 @@ _OF_SHARDS = re.compile(
     r"^\w*RuntimeError: .*(mixed torch\.Tensor and DTensor"
     r"|FSDP (requires a single root module|state has already been lazily initialized))"
 )
-# Of the ranks that wait for another one before there is a process group (`group.arrival`).
+# Of the ranks that wait for another one before there is a process group (`group.board`).
 _HAS_NOT_COME = re.compile(r"^RankTimeoutError: (ranks? (\d+)[\d, ]* did not come to open the process group .*)\.")
 # A hang is reported by the supervisor, not by the rank.
 HANG = "hang"

@@ -14,9 +14,9 @@ from unsloth_multigpu.errors import ConfigError, PatchError, SetupError, Version
 from unsloth_multigpu.launch.cause import where
 from unsloth_multigpu.logs import tell
 from unsloth_multigpu.wire.beat import Phase, read_beats
-from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import Event, read_events
 from unsloth_multigpu.wire.process import kill_children, kill_rank
+from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # The engine asks every 0.1 s while ranks run. If it has not asked for this long, it is closing them or waits for nodes.
@@ -71,7 +71,6 @@ class Stop:
         self._num_ranks = num_ranks
         self._grace_s = grace_s
         self._end = end
-        self._page = ControlPage(run_dir, num_ranks)
         self._before: dict[signal.Signals, Any] = {}
         self._received: list[tuple[int, float]] = []
         self._first_s = 0.0
@@ -93,7 +92,6 @@ class Stop:
 
     def __exit__(self, *exc_info: object) -> None:
         self.rest()
-        self._page.close()
 
     def rest(self) -> None:
         """The ranks have ended. Signals change nothing any more: what is left, telling why and tidying up, is short."""
@@ -125,7 +123,6 @@ class Stop:
         if any(_is_permanent(event) for event in read_events(self._run_dir, attempt - 1)):
             raise RestartRefused("no restart: the ranks would fail the same way")
         self._attempt = attempt
-        self._page.reset()
 
     def begin_start(self) -> None:
         """Called when the nodes have met: the processes of the ranks are started next. A signal waits for the first
@@ -144,10 +141,13 @@ class Stop:
                 self._begin(signal_number, time_s)
             elif time_s - self._first_s > REPEAT_S:
                 self._end_now("at once")
-        if not self.signal_number and self._page.signal:
+        request = read_request(self._run_dir, self._attempt)
+        if request is None:
+            return
+        if not self.signal_number:
             # A rank was told of it by another node.
-            self.signal_number, self._first_s = self._page.signal, self._turn_s
-        if self.signal_number and self._turn_s > self._page.deadline_s and not self._is_script_at_work():
+            self.signal_number, self._first_s = request.signal_number, self._turn_s
+        if self._turn_s > request.deadline_s and not self._is_script_at_work():
             self._end_now("late")
 
     def _is_script_at_work(self) -> bool:
@@ -186,7 +186,7 @@ class Stop:
         is_outside = all(b.phase is Phase.SCRIPT for r, b in beats.items() if r in started)
         if not self._grace_s or is_outside or signal_number == signal.SIGHUP:
             self._end_at_once(signal_number)
-        self._page.ask(signal_number, time_s + self._grace_s)
+        ask_to_stop(self._run_dir, self._attempt, StopRequest(int(signal_number), time_s + self._grace_s))
         name = signal.Signals(signal_number).name
         tell(
             f"\nunsloth_multigpu: {name}: the ranks finish their step, save and stop, within {self._grace_s:g} s "

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store
 
 from unsloth_multigpu.accelerator import KINDS, kind_of
-from unsloth_multigpu.group.arrival import meet
+from unsloth_multigpu.group.board import Board
 
 # All ranks begin to make a group at the same time, so this limit is long enough.
 _MEET_LIMIT_S = 60.0
@@ -46,7 +46,7 @@ def open_group(run_dir: Path, generation: int, backend: str, timeout_s: float) -
     # The store itself would make a file that others can read.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     store = FileStore(str(path), world_size)
-    meet(store, rank, world_size, timeout_s=min(timeout_s, _MEET_LIMIT_S), hint="Restart the kernel.")
+    Board(rank, store).meet(world_size, timeout_s=min(timeout_s, _MEET_LIMIT_S), hint="Restart the kernel.")
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )

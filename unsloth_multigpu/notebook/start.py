@@ -132,7 +132,6 @@ class Notebook:
         stack: ExitStack,
     ) -> None:
         from unsloth_multigpu.launch.pulse import last_collective
-        from unsloth_multigpu.wire.control import ControlPage
 
         self._config = config
         self._shell = shell
@@ -142,8 +141,6 @@ class Notebook:
         self._identity = _identity(0, num_ranks)
         self.run_dir = stack.enter_context(private_dir())
         self.log_dir = stack.enter_context(exclusive_log_dir(Path(config.log_dir), num_ranks))
-        # The ranks look at this page during a training. It never asks them to stop: Stop ends a cell instead.
-        stack.callback(ControlPage(self.run_dir, num_ranks).close)
         run = write_run(self.run_dir, _JOB, _JOB, num_ranks, self.log_dir)
         values = self._variables_of_ranks(num_ranks)
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError, RankTimeoutError
+from unsloth_multigpu.errors import DivergenceError, NonFiniteGradientError
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import clip_parts, has_shards, is_sharded
 from unsloth_multigpu.logs import get_logger
@@ -28,7 +27,6 @@ from unsloth_multigpu.train.gradient import (
     total_norm,
 )
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
-from unsloth_multigpu.wire.wait import wait_until
 
 logger = get_logger(__name__)
 
@@ -246,27 +244,24 @@ class BatchCount:
 
     def _wait_for_others(self) -> None:
         """Returns when every rank has had as many batches in this epoch."""
-        identity, timeout_s = self._manager.identity, self._manager.config.timeout_s
-        deadline = time.monotonic() + timeout_s
-        for rank in set(range(identity.world_size)) - {identity.rank}:
-            what = f"rank {rank} to have no more batches either"
-            if not wait_until(functools.partial(self._has_ended_epoch, rank, what), deadline):
-                raise RankTimeoutError(
-                    f"rank {identity.rank} waited {timeout_s:g} seconds for {what}.",
-                    hint="Let all ranks read the same data, or raise timeout_s where it only takes long.",
-                )
+        for rank in set(range(self._manager.identity.world_size)) - {self._manager.identity.rank}:
+            self._manager.wait(
+                functools.partial(self._has_ended_epoch, rank),
+                f"rank {rank} to have no more batches either",
+                timeout_s=self._manager.config.timeout_s,
+                hint="Let all ranks read the same data, or raise timeout_s where it only takes long.",
+            )
 
-    def _has_ended_epoch(self, rank: int, what: str) -> bool:
-        """True once the rank has no more batches in this epoch, as this one.
+    def _has_ended_epoch(self, rank: int) -> bool | None:
+        """True once the rank has no more batches in this epoch, as this one; None before.
 
         Raises:
             DivergenceError: It has had more of them, or fewer.
         """
-        text = self._manager.wait_for(f"batches/{rank}", what, timeout_s=self._manager.config.timeout_s)
-        epoch, num_batches, has_ended = json.loads(text)
+        epoch, num_batches, has_ended = json.loads(self._manager.read(f"batches/{rank}") or "[0, 0, false]")
         if epoch == self._epoch and (num_batches > self._num_batches or has_ended):
             self._compare(rank, num_batches)
-        return bool(epoch > self._epoch or (epoch == self._epoch and has_ended))
+        return epoch > self._epoch or (epoch == self._epoch and has_ended) or None
 
     def _compare(self, other: int, num_batches: int) -> None:
         mine = self._manager.identity.rank

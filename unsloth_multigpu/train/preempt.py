@@ -7,18 +7,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.part import Part
-from unsloth_multigpu.train.agreement import Agreement, AloneAgreement, PageAgreement, StoreAgreement
+from unsloth_multigpu.train.agreement import Agreement
 from unsloth_multigpu.trainer_protocol import ArgumentsLike, ControlLike, StateLike, TrainerLike
 from unsloth_multigpu.wire.beat import BeatPage, Phase
-from unsloth_multigpu.wire.control import REPEAT_S, ControlPage
 from unsloth_multigpu.wire.event import EventWriter
+from unsloth_multigpu.wire.request import REPEAT_S, StopRequest, ask_to_stop, read_request
 
 if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
@@ -70,7 +70,6 @@ class Preemption(Part):
         trainer: A `transformers.Trainer` or subclass.
         manager: This rank's manager.
         events: Where the rank's events go, if a supervisor of ours reads them.
-        run_dir: The run's private folder, None without a supervisor of ours.
         beat: This rank's page of beats.
         may_stop: False between two points at which a stop changes nothing, the same on all ranks.
 
@@ -85,7 +84,6 @@ class Preemption(Part):
         trainer: TrainerLike,
         manager: DDPManager,
         events: EventWriter | None,
-        run_dir: str | None,
         beat: BeatPage,
         may_stop: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -93,12 +91,10 @@ class Preemption(Part):
         self._manager = manager
         self._config = manager.config
         self._events = events
-        self._run_dir = run_dir
         self.beat = beat
-        self._page: ControlPage | None = None
         self._may_stop = may_stop
         self._caught = Caught()
-        self._agreement: Agreement = AloneAgreement(self._asked)
+        self._agreement: Agreement | None = None
         self._batch = 0
         self._saved_step = -1
         self.signal_number = 0
@@ -113,22 +109,16 @@ class Preemption(Part):
             DistributedError: A node that comes and goes is leaving.
         """
         identity = self._manager.identity
-        with ExitStack() as stack:
-            if self._run_dir is not None:
-                self._page = ControlPage(self._run_dir)
-                stack.callback(self._page.close)
-            elif identity.world_size > 1 or self._config.resume == "auto":
-                if identity.rank == 0 and threading.current_thread() is not threading.main_thread():
-                    logger.warning(
-                        "train() does not run in the main thread, the only one that Python tells of signals: SIGTERM "
-                        "ends this process without a save. Save every few steps (save_steps)"
-                    )
-                stack.enter_context(self._caught.while_open())
-            if self._page is not None and identity.world_size == identity.local_world_size:
-                self._agreement = PageAgreement(self._page, identity.local_rank)
-            elif identity.world_size > 1:
-                store = self._manager.store
-                self._agreement = StoreAgreement(store, identity.rank, identity.world_size, self._asked)
+        is_of_launcher = self._events is None and identity.launcher != "notebook"
+        listens = is_of_launcher and (identity.world_size > 1 or self._config.resume == "auto")
+        if listens and identity.rank == 0 and threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "train() does not run in the main thread, the only one that Python tells of signals: SIGTERM "
+                "ends this process without a save. Save every few steps (save_steps)"
+            )
+        if listens or self._events is not None:  # Else nobody asks: in a notebook, Stop ends a cell instead.
+            self._agreement = Agreement(self._manager, self._asked)
+        with self._caught.while_open() if listens else nullcontext():
             yield
             # Asked after the last step: what the script does next must not be cut off in the middle. Twice, because a
             # rank that finds a signal at one point makes the next one the stop.
@@ -169,15 +159,20 @@ class Preemption(Part):
 
     def is_stopping(self) -> bool:
         """True at the point where all ranks stop. Asked once for each point."""
-        if not self.signal_number and self._may_stop():
+        if self._agreement is not None and not self.signal_number and self._may_stop():
             point = (self._trainer.state.global_step << _BATCH_BITS) + self._batch
             self.signal_number = self._agreement.is_reached(point)
             if self.signal_number and self._events is not None:
                 self._events.write("stopping", signal=signal.Signals(self.signal_number).name)
         return self.signal_number != 0
 
+    def _request(self) -> StopRequest | None:
+        """What the supervisor asks of this rank."""
+        return None if self._events is None else read_request(self._events.run_dir, self._events.attempt)
+
     def _asked(self) -> int:
-        return self._caught.signal_number if self._page is None else self._page.signal
+        request = self._request()
+        return self._caught.signal_number if request is None else request.signal_number
 
     @property
     def is_save_wanted(self) -> bool:
@@ -202,20 +197,21 @@ class Preemption(Part):
 
     def leave(self) -> NoReturn:
         """Raises what ends the training, once all ranks have saved."""
-        page = self._page
-        deadline_s = page.deadline_s if page is not None and page.signal else time.monotonic() + self._config.grace_s
+        request = self._request()
+        deadline_s = time.monotonic() + self._config.grace_s if request is None else request.deadline_s
+        assert self._agreement is not None
         # The engine ends all ranks with the first process that ends, and others may be writing still.
         if not self._agreement.leave(deadline_s):
             logger.warning("not all ranks have saved within grace_s=%g", self._config.grace_s)
         name = signal.Signals(self.signal_number).name
         step = self._trainer.state.global_step
-        if page is not None and not page.signal:
+        if self._events is not None and request is None:
             if ":" in self._config.nnodes:
                 raise DistributedError(
                     f"A node leaves the run after step {step}, on {name}.",
                     hint="Set max_restarts to continue with the nodes that stay.",
                 )
-            page.ask(self.signal_number, deadline_s)
+            ask_to_stop(self._events.run_dir, self._events.attempt, StopRequest(self.signal_number, deadline_s))
         if self._events is not None:
             self._events.write("stopped", signal=name, checkpoint=self._checkpoint())
         elif self._manager.identity.rank == 0:

@@ -104,7 +104,7 @@ class DDPTrainer:
             self.exchange = attached(_EXCHANGE)(trainer, manager)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
         self.meter = Meter(trainer, manager, beat, self.steps)
-        self.preemption = Preemption(trainer, manager, events, run_dir, beat, self._may_stop)
+        self.preemption = Preemption(trainer, manager, events, beat, self._may_stop)
         replicas = ReplicaProof(manager, self.steps.facts)
         self.progress = Progress(trainer, manager, events, replicas, self.exchange, trained, self.preemption)
         self.of_tool: Part | None = None
@@ -125,7 +125,7 @@ class DDPTrainer:
                 Waiting(trainer, manager),
                 *([] if is_comparison else log_figures(trainer, self.meter, manager, run_dir)),
             ]
-            self.parts += [OneDecision(trainer, manager, run_dir, beat), wrapping, trained, buffers]
+            self.parts += [OneDecision(trainer, manager, beat), wrapping, trained, buffers]
         elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
             self.parts.append(outlook)
         if context.shard_choice is not None:
@@ -172,11 +172,11 @@ class DDPTrainer:
         """Rank 0 may still upload what it has saved, for longer than a collective waits."""
         if self.manager.identity.world_size == 1:
             return
-        key = f"trained/{self._training}"
         if self.manager.identity.rank == 0:
-            self.manager.publish(key)
+            self.manager.publish("trained", str(self._training))
         else:
-            self.manager.wait_for(key, "rank 0 to end train()", timeout_s=_UPLOAD_LIMIT_S)
+            what = "rank 0 to end train()"
+            self.manager.wait_for_number("trained", self._training, what, timeout_s=_UPLOAD_LIMIT_S)
 
     def _step_aside(self, others: list[str]) -> None:
         """Says that another parallelism has the training, and what an optimizer step becomes.

@@ -36,14 +36,20 @@ class EventWriter:
 
     Args:
         run_dir: The run's private folder.
+        rank: This rank.
         attempt: How often the ranks were started before.
         beat: This rank's page, which knows the step.
+
+    Attributes:
+        run_dir: The run's private folder.
+        attempt: How often the ranks were started before.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int, attempt: int, beat: BeatPage) -> None:
+        self.run_dir = run_dir
+        self.attempt = attempt
         self._path = Path(run_dir) / f"events_rank_{rank}.jsonl"
         self._rank = rank
-        self._attempt = attempt
         self._beat = beat
 
     @property
@@ -53,7 +59,7 @@ class EventWriter:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Adds an event; raises OSError, with the file's name, where the folder is gone or the disk is full."""
-        line = json.dumps([kind, self._rank, self._attempt, time.monotonic(), self._beat.step, facts])
+        line = json.dumps([kind, self._rank, self.attempt, time.monotonic(), self._beat.step, facts])
         try:
             with open(self._path, "a", encoding="utf-8", opener=_open_private) as file:
                 # One that a full disk has cut ends here, and takes nothing of this one with it.

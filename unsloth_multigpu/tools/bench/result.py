@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from unsloth_multigpu.tools.bench.arm import BASELINES, REFERENCE, STRATEGIES
+from unsloth_multigpu.tools.bench.arm import BASELINES, REFERENCE
 from unsloth_multigpu.tools.bench.option import BenchOptions
 
 

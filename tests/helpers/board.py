@@ -1,0 +1,25 @@
+"""A rank's manager with a store and without a process group."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import Store
+
+from unsloth_multigpu.group.board import Board
+from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.wire.identity import RankIdentity
+
+
+def manager_of(
+    store: Store | None, rank: int = 0, world_size: int = 1, config: MultiGPUConfig | None = None, **identity: Any
+) -> Any:
+    """What parts of a training use of a `DDPManager`, on a store of the test."""
+    manager: Any = Board(rank, store)
+    place = {"local_rank": rank, "local_world_size": world_size, "launcher": "torchrun", **identity}
+    manager.identity = RankIdentity(rank=rank, world_size=world_size, **place)
+    manager.config = config or MultiGPUConfig()
+    manager.waits = SimpleNamespace(counted=nullcontext)
+    return manager
