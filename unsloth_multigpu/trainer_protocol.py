@@ -235,8 +235,6 @@ class TrainerLike(Protocol):
 class OptionalTrainer(TrainerLike, Protocol):
     """Members that only some trainers or versions have. Cast to it where one has been found."""
 
-    _buffered_inputs: Any  # GRPO, RLOO
-    _step: int  # GRPO, RLOO
     hp_space: Callable[[Any], Any]  # in a search
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...

@@ -57,8 +57,8 @@ def test_stop_that_came_while_nothing_may_be_raised_is_raised_afterwards():
 
 
 def test_second_stop_leaves_the_ranks_time_to_become_equal():
-    assert first_time(Action.PASS_STOP, stop_s=0.0, is_healing=True) == NEVER
-    assert first_time(Action.ABORT, stop_s=0.0, is_healing=True) == 10.0
+    assert first_time(Action.PASS_STOP, stop_s=0.0, makes_group=True) == NEVER
+    assert first_time(Action.ABORT, stop_s=0.0, makes_group=True) == 10.0
 
 
 @pytest.mark.parametrize("main", ["unwinds", "left"])

@@ -55,11 +55,13 @@ def test_a_training_that_was_cut_off_is_the_same_when_its_cell_runs_again(worker
 
 def test_trainings_are_known_while_the_session_is_open(worker: WorkerProgram) -> None:
     assert (worker.session, worker.trainings) == (None, None)
-    assert worker.order() == {"heals": False, "num_trainings": 0}
+    assert worker.order() == {"sends_weights": False, "num_trainings": (0, 0)}
     session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(debug=False), RunContext())
     assert worker.session is session
     worker.begin_training()
-    assert worker.order() == {"heals": False, "num_trainings": 1}
+    worker.end_training()
+    worker.begin_training()
+    assert worker.order() == {"sends_weights": False, "num_trainings": (2, 1)}
     session.on_close.pop_all()
     session.close()
     assert (worker.session, worker.trainings) == (None, None)

@@ -14,8 +14,8 @@ _GRACE_S = {"raised": 1.4, "died": 0.25, "hung": 0.0, "diverged": 0.0}
 # Where ranks have diverged, the main thread is known to be inside a collective.
 _ABORT_AFTER_S = {"raised": 0.5, "died": 0.5, "hung": 0.5, "diverged": 0.1}
 _STOP_ABORT_AFTER_S = 1.0
-# Users often press Stop twice, and the second time the ranks are just being made equal again.
-_HEALING_STOP_AFTER_S = 10.0
+# Users often press Stop twice, and the second time the ranks are just making a new process group.
+_GROUP_STOP_AFTER_S = 10.0
 _MISSED_STOP_AFTER_S = 0.05
 _CANCEL_AFTER_S = 0.2
 # From the moment that rank 0 leaves the cell by an error until the others are asked to leave it. Where all ranks
@@ -55,7 +55,7 @@ class View:
         main_since_s: Since when; what it left by an error it left when it began to write the traceback.
         is_error: The kernel's own part ended, or is ending, by an exception.
         is_async: The cell awaits, so that a signal reaches the event loop and not the cell.
-        is_healing: No code of the user runs: the ranks are being made equal again.
+        makes_group: No code of the user runs: the ranks make a new process group.
         stop_s: When the user pressed Stop; None = not.
         is_stop_missed: Stop came while the main thread must not be interrupted.
         failure: Kind of the first failure of another rank; None = none.
@@ -69,7 +69,7 @@ class View:
     main_since_s: float
     is_error: bool = False
     is_async: bool = False
-    is_healing: bool = False
+    makes_group: bool = False
     stop_s: float | None = None
     is_stop_missed: bool = False
     failure: Kind | None = None
@@ -81,7 +81,7 @@ class View:
 def next_actions(view: View) -> list[Action]:
     """Actions that are due now."""
     times_s = _end_own_part(view) if view.main == "runs" else _bring_workers_home(view)
-    if view.stop_s is not None and view.pending and not view.is_healing:
+    if view.stop_s is not None and view.pending and not view.makes_group:
         times_s[Action.PASS_STOP] = view.stop_s
     return [action for action, time_s in times_s.items() if action not in view.done and view.now_s >= time_s]
 
@@ -93,8 +93,8 @@ def _end_own_part(view: View) -> dict[Action, float]:
         due_s[Action.RAISE] = view.failure_s + _GRACE_S[view.failure]
         if Action.RAISE in view.done:
             due_s[Action.ABORT] = view.done[Action.RAISE] + _ABORT_AFTER_S[view.failure]
-    elif view.stop_s is not None and view.is_healing:
-        due_s[Action.ABORT] = view.stop_s + _HEALING_STOP_AFTER_S
+    elif view.stop_s is not None and view.makes_group:
+        due_s[Action.ABORT] = view.stop_s + _GROUP_STOP_AFTER_S
     elif view.stop_s is not None:
         if view.is_stop_missed:
             due_s[Action.RAISE] = view.stop_s + _MISSED_STOP_AFTER_S

@@ -27,18 +27,19 @@ class Cell:
     Attributes:
         number: Counts the cells and groups that are sent to the workers.
         task: The task of a cell that awaits; None if it does not.
-        is_healing: A new group is made; no code of the user runs.
+        makes_group: A new group is made; no code of the user runs.
         error: What the kernel's own part ended with.
         stop_s: When the user pressed Stop.
         is_stop_missed: Stop came at a moment when nothing may be raised.
         failure: The first fault of another rank.
         failure_error: The error that tells the user of it.
         is_shown: `failure_error` has been shown to the user.
+        is_of_some: It has run code on some ranks only, as %%rank asks.
     """
 
     number: int
     task: asyncio.Task[Any] | None = None
-    is_healing: bool = False
+    makes_group: bool = False
     begin_s: float = field(default_factory=time.monotonic)
     main: Main = "runs"
     main_since_s: float = field(default_factory=time.monotonic)
@@ -49,6 +50,7 @@ class Cell:
     failure_s: float = 0.0
     failure_error: MultiGPUError | None = None
     is_shown: bool = False
+    is_of_some: bool = False
     diverged_since_s: float | None = None
     done: dict[Action, float] = field(default_factory=dict)
 
@@ -86,7 +88,8 @@ class Kernel:
         attend: Set by the monitor: makes it look at once, because a cell begins or ends.
         is_undisturbed: No error may be raised in the main thread now.
         is_broken: After the last cell the state of the process group, or of some ranks, is unknown.
-        is_common: The last cell ended in the same way on all ranks, with or without an error, and was not interrupted.
+        is_common: The last cell ended in the same way on all ranks that were to run it, with or without an error, and was
+            not interrupted.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], last_collective: Callable[[], int]) -> None:
@@ -204,9 +207,9 @@ class Kernel:
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
         return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})
 
-    def begin_healing(self, order: Mapping[str, Any]) -> Cell:
+    def begin_group(self, order: Mapping[str, Any]) -> Cell:
         """Lets the workers make a new process group, as `order` says; `finish` ends it."""
-        return self._begin(Cell(self._next_cell_number(), is_healing=True), "open", order)
+        return self._begin(Cell(self._next_cell_number(), makes_group=True), "open", order)
 
     def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
         with self.undisturbed():
@@ -240,7 +243,8 @@ class Kernel:
         told, messages = self._outcome(cell), self._messages(cell)
         collectives = {message.get("collective") for message in messages} | {self.last_collective()}
         is_cut = any((cell.done, cell.stop_s, len(collectives) > 1, error is not None and names_broken_group(error)))
-        self.is_common = not is_cut and [m["error"] for m in messages] == [error_text(error)] * len(self.workers)
+        errors = [message["error"] for message in messages]
+        self.is_common = not is_cut and (cell.is_of_some or errors == [error_text(error)] * len(self.workers))
         self.is_broken = is_cut or (cell.failure is not None and not self.is_common)
         return told
 

@@ -81,6 +81,8 @@ class RankMagics:
     def rank(self, line: str, cell: str) -> None:
         """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others skip it."""
         ranks = read_ranks(line, len(self._kernel.workers) + 1)
+        if (running := self._kernel.current) is not None:
+            running.is_of_some = True
         self._shown |= ranks - {0}
         if 0 in ranks:
             self.is_apart = ranks == {0}

@@ -118,8 +118,8 @@ class Monitor:
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         cell = self._kernel.cell
-        is_healing = cell is not None and cell.is_healing
-        if self._pending_error is None or (self._kernel.is_undisturbed and not is_healing):
+        makes_group = cell is not None and cell.makes_group
+        if self._pending_error is None or (self._kernel.is_undisturbed and not makes_group):
             return  # The signal is sent again.
         error, self._pending_error = self._pending_error, None
         # While the main thread writes its traceback, an error would end IPython's own code.
@@ -204,7 +204,7 @@ class Monitor:
             main_since_s=cell.main_since_s,
             is_error=cell.error is not None,
             is_async=cell.task is not None,
-            is_healing=cell.is_healing,
+            makes_group=cell.makes_group,
             stop_s=cell.stop_s,
             is_stop_missed=cell.is_stop_missed,
             failure=cell.failure,

@@ -94,7 +94,7 @@ class CellProgram:
         session.index = 0
         self._trainings = Trainings()
         session.on_close.callback(become_one_process)
-        session.on_close.callback(self._trainings.end, keeps_global_batch=config.keeps_global_batch)
+        session.on_close.callback(self._trainings.retire)
         before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
         session.on_close.enter_context(RankVariables({}, before).in_effect())
         assert session.context.run_dir is not None
@@ -126,7 +126,7 @@ class CellProgram:
         self._num_finished += 1
 
     def note_training(self, loop: Loop) -> None:
-        """Remembers a trainer that may have to be made equal on all ranks."""
+        """Remembers a Trainer of this process group."""
         if self._trainings is not None:
             self._trainings.note(self._num_begun - 1, loop)
 
@@ -136,24 +136,25 @@ class CellProgram:
             self._trainings.note_wrapper(model)
 
     def order(self) -> dict[str, Any]:
-        """Rank 0's part of the order to make a new group: its view of the trainings decides for all ranks."""
-        return {"heals": bool(self.trainings), "num_trainings": 0 if self.session is None else self._num_begun}
+        """Rank 0's part of the order to make a new group: its count of the trainings decides for all ranks."""
+        counts = (0, 0) if self.session is None else (self._num_begun, self._num_finished)
+        return {"sends_weights": bool(self.trainings), "num_trainings": counts}
 
     def join_group(self, order: Mapping[str, Any]) -> None:
-        """Makes a new process group in place of the old one, and makes the ranks' trainers equal. Collective.
+        """Makes a new process group in place of the old one. Models get rank 0's weights, Trainers end. Collective.
 
         Args:
-            order: What `Notebook.open_group` sends.
+            order: What `Notebook._open_group` sends.
 
         Raises:
-            DivergenceError: A trainer differs between ranks. The group exists.
+            DivergenceError: A model differs between ranks. The group exists.
         """
         from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
 
         # There is none at first: a worker runs the line in the cell that follows.
         session, trainings = self.session, self.trainings
         if trainings is not None:
-            trainings.unwrap()
+            trainings.retire()
         # Collectives for which no rank has waited would keep the old group from ending.
         abort_group(order["pids"])
         close_group()
@@ -163,9 +164,9 @@ class CellProgram:
         if session is None or trainings is None:
             return
         session.renew_manager()
-        self._num_begun = order["num_trainings"]
-        if order["heals"]:
-            self._num_finished = trainings.make_equal(session.manager(), self._num_finished)
+        self._num_begun, self._num_finished = order["num_trainings"]
+        if order["sends_weights"]:
+            trainings.send_weights(session.manager())
 
 
 class KernelProgram(CellProgram):

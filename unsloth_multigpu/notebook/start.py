@@ -209,7 +209,7 @@ class Notebook:
             error: The error that ended the cell.
 
         Raises:
-            DivergenceError: Ranks have different trainers, which cannot be made equal.
+            DivergenceError: Ranks have different models, so they cannot get rank 0's weights.
             DistributedError: The ranks cannot make a new process group; this kernel is alone now.
         """
         trainings = self.program.trainings
@@ -244,7 +244,7 @@ class Notebook:
         return error
 
     def _open_group(self) -> None:
-        """Makes a new group on all ranks in place of the old one, and makes their trainers equal."""
+        """Makes a new group on all ranks in place of the old one, and gives their models rank 0's weights."""
         from unsloth_multigpu.group.manager import local_device
 
         config = self._config
@@ -256,7 +256,7 @@ class Notebook:
             "pids": self.kernel.pids,
             **self.program.order(),
         }
-        self.kernel.begin_healing(order)
+        self.kernel.begin_group(order)
         try:
             self.program.join_group(order)
         except BaseException as error:
