@@ -157,7 +157,7 @@ def refuse_in_notebook(config: MultiGPUConfig) -> None:
     """
     if config.shard != "off":
         raise SetupError(
-            f"shard={config.shard!r} is for scripts: after Stop the ranks of a notebook get the kernel's whole weights.",
+            f"shard={config.shard!r} is for scripts: after Stop all ranks of a notebook get rank 0's whole weights.",
             hint="Run it as a script (jupyter nbconvert --to script), or leave shard out.",
         )
 

@@ -113,7 +113,9 @@ def test_training_is_that_of_torchrun(notebook: NotebookRun, tmp_path: Path) -> 
     assert history == [pytest.approx(row, rel=1e-5) for row in script[0]]
 
 
-def test_a_new_trainer_goes_on_with_rank_0s_weights_where_stop_cut_between_two_ranks_steps(notebook: NotebookRun) -> None:
+def test_a_new_trainer_goes_on_with_rank_0s_weights_where_stop_cut_between_two_ranks_steps(
+    notebook: NotebookRun,
+) -> None:
     (zero, one), (zeros_moments, ones_moments) = _last_json(_run(notebook, RANKS))
     assert zero == one
     assert zeros_moments == ones_moments
@@ -133,7 +135,9 @@ def test_a_new_trainer_goes_on_with_rank_0s_weights_where_stop_cut_between_two_r
     assert (refused.error, "Make a new Trainer" in refused.value) == ("SetupError", True)
     # Replicas are compared after every step.
     _run(notebook, "third = make_trainer(2); third.train()")
-    now, moments = _last_json(_run(notebook, "print(json.dumps([of_all_ranks(x) for x in (weights(), moments(third))]))"))
+    now, moments = _last_json(
+        _run(notebook, "print(json.dumps([of_all_ranks(x) for x in (weights(), moments(third))]))")
+    )
     assert now[0] == now[1] != seen[0]
     assert moments[0] == moments[1]
     report = _run(notebook, "print(ump.get_multi_gpu_status().report.summary(), ump.get_multi_gpu_status().launcher)")

@@ -88,8 +88,8 @@ class Kernel:
         attend: Set by the monitor: makes it look at once, because a cell begins or ends.
         is_undisturbed: No error may be raised in the main thread now.
         is_broken: After the last cell the state of the process group, or of some ranks, is unknown.
-        is_common: The last cell ended in the same way on all ranks that were to run it, with or without an error, and was
-            not interrupted.
+        is_common: The last cell ended in the same way on all ranks that were to run it, also by an error, and was not
+            interrupted.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], last_collective: Callable[[], int]) -> None:

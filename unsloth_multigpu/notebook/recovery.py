@@ -81,7 +81,8 @@ class Trainings:
         """
         models = {number: trainer.model for number, trainer in self._living().items()}
         self._noted.clear()
-        ranks = [json.loads(text) for text in manager.gather_texts(json.dumps({n: _facts(m) for n, m in models.items()}))]
+        mine = {number: _facts(model) for number, model in models.items()}
+        ranks = [json.loads(text) for text in manager.gather_texts(json.dumps(mine))]
         # A Trainer that is gone on one rank cannot be asked for its model.
         for number in sorted(n for n in map(int, ranks[0]) if all(str(n) in rank for rank in ranks)):
             facts = [rank[str(number)] for rank in ranks]

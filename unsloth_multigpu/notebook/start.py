@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,14 @@ from unsloth_multigpu.accelerator import backend_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
 from unsloth_multigpu.launch.metrics_file import MetricsFile
 from unsloth_multigpu.logs import Console, get_logger
-from unsloth_multigpu.notebook.cell import bound_names, replay_sources, split_at
+from unsloth_multigpu.notebook.cell import is_python, split_at
+from unsloth_multigpu.notebook.extension import extension_lines
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.process import WorkerProcess
-from unsloth_multigpu.notebook.profile import describe_shell
 from unsloth_multigpu.notebook.program import KernelProgram, WorkerProgram
-from unsloth_multigpu.notebook.refusal import check_kernel, line_of_cell
+from unsloth_multigpu.notebook.refusal import check_earlier_cells, check_kernel, line_of_cell
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
@@ -95,10 +95,13 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
         DistributedError: A worker could not start, or could not run the earlier cells.
     """
     check_kernel(config, num_ranks, replay=opening.replay, had_workers=opening.had_workers)
-    line = line_of_cell(shell)
+    cells = shell.history_manager.input_hist_parsed
+    above, rest = split_at(cells[-1], line_of_cell(shell), shell.transform_cell)
+    earlier = [*cells[1:-1], above]
+    check_earlier_cells(earlier)
     begin_s = time.monotonic()
     with ExitStack() as stack:
-        notebook = Notebook(config, num_ranks, shell, line, opening.disable, stack)
+        notebook = Notebook(config, num_ranks, shell, earlier, rest, opening.disable, stack)
         notebook.replay()
         session = notebook.open_session(opening.open_session, console)
         session.on_close.push(stack.pop_all())
@@ -118,7 +121,8 @@ class Notebook:
         config: The run's options.
         num_ranks: Ranks, with this one.
         shell: `get_ipython()`.
-        line: The line of the running cell with `enable_multi_gpu()`, counted from 1.
+        earlier: The cells of before, and what stands above the line in the running cell.
+        rest: The running cell from the line on.
         disable: Called when a worker has died: this kernel continues alone.
         stack: Closed at the end; what is opened here is added to it.
     """
@@ -128,7 +132,8 @@ class Notebook:
         config: MultiGPUConfig,
         num_ranks: int,
         shell: Any,
-        line: int,
+        earlier: Sequence[str],
+        rest: str,
         disable: Callable[[], None],
         stack: ExitStack,
     ) -> None:
@@ -137,7 +142,7 @@ class Notebook:
 
         self._config = config
         self._shell = shell
-        self._line = line
+        self._earlier, self._rest = earlier, rest
         self._disable = disable
         self._generation = 0
         self._identity = _identity(0, num_ranks)
@@ -153,8 +158,8 @@ class Notebook:
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         variables = RankVariables(values, before)
         stack.enter_context(variables.in_effect())
-        cells = shell.history_manager.input_hist_parsed
-        told = {"path": sys.path, "before": before, "shell": describe_shell(shell, bound_names(cells))}
+        profile, extensions = shell.profile_dir.location, extension_lines(shell)
+        told = {"path": sys.path, "before": before, "profile": profile, "extensions": extensions}
         workers: list[WorkerProcess] = []
         self.kernel = Kernel(workers, last_collective)
         for rank in range(1, num_ranks):
@@ -182,12 +187,9 @@ class Notebook:
         self.kernel.wait_until_ready(_START_LIMIT_S)
         for worker in self.kernel.workers:
             for failure in worker.start_failures:
-                # Such a failure does not stop a kernel either. The kernel's own start may have had the same one.
-                logger.warning("before the first cell rank %d failed in: %s (see %s)", worker.rank, failure, worker.log)
-        cells = self._shell.history_manager.input_hist_parsed
-        before, self._rest = split_at(cells[-1], self._line, self._shell.transform_cell)
-        for execution_count, source in enumerate(replay_sources([*cells[1:-1], before], self._shell.user_ns), 1):
-            if source.strip():
+                logger.warning("rank %d has not the kernel's extension: %s (see %s)", worker.rank, failure, worker.log)
+        for execution_count, source in enumerate(self._earlier, 1):
+            if source.strip() and is_python(source):
                 self.kernel.replay(source, self._config.timeout_s, execution_count=execution_count)
 
     def open_session(self, opener: Callable[..., Session], console: Console) -> Session:

@@ -7,13 +7,12 @@ import getpass
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from unsloth_multigpu.notebook.cell import is_rank_0_magic
 from unsloth_multigpu.notebook.expand import UserFrame
-from unsloth_multigpu.notebook.profile import shell_options
 from unsloth_multigpu.notebook.program import ReplayedLineError, WorkerProgram
 from unsloth_multigpu.notebook.share import magic_text, module_of, question_text, read_ranks, refuse_history
 from unsloth_multigpu.notebook.value import Receiver, like_ipython
@@ -129,22 +128,30 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
 
 
 def make_worker_shell(
-    told: Mapping[str, Any], receiver: Receiver, variables: RankVariables, program: WorkerProgram
+    profile: str, receiver: Receiver, variables: RankVariables, program: WorkerProgram
 ) -> WorkerShell:
-    """Makes the shell of this process, with the configuration and the profile of the kernel's.
+    """Makes the shell of this process.
 
     Args:
-        told: What `describe_shell` gave.
+        profile: The folder of the kernel's profile, where `%store` keeps values.
         receiver: See `WorkerShell`.
         variables: See `WorkerShell`.
         program: See `WorkerShell`.
     """
     from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.profiledir import ProfileDir
+    from traitlets.config import Config
+
+    settings = Config()
+    settings.HistoryManager.enabled = False
+    # IPython keeps each traceback as text; other modes take seconds for one traceback.
+    settings.InteractiveShell.xmode = "Minimal"
+    options = {"config": settings, "profile_dir": ProfileDir.find_profile_dir(profile)}
 
     class Shell(WorkerShell, InteractiveShell):  # type: ignore[misc, unused-ignore]
         """Has its own name, so that no section of a configuration file applies to it."""
 
-    shell: WorkerShell = Shell.instance(receiver, variables, program, **shell_options(told))
+    shell: WorkerShell = Shell.instance(receiver, variables, program, user_module=sys.modules["__main__"], **options)
     return shell
 
 
