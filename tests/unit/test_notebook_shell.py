@@ -63,7 +63,7 @@ class WrittenKernel:
         return self.outcome
 
     def send(self, _kind: str, **fields: Any) -> None:
-        self.values[fields["key"]] = fields["value"] if fields["error"] is None else fields["error"]["text"]
+        self.values[fields["key"]] = fields["value"] if fields["error"] is None else fields["error"]["error"]
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -53,8 +53,10 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
 
 
 def error_text(error: BaseException | None) -> str:
-    """An error as a short text, in which ranks tell each other of it; "" = no error."""
-    return "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+    """An error as a short text, in which ranks tell each other of it; that of rank 0 where it is one; "" = no error."""
+    if error is None:
+        return ""
+    return (getattr(error, "of_rank_0", "") or f"{type(error).__name__}: {error}")[:_ERROR_CHARACTERS]
 
 
 def names_broken_group(error: BaseException) -> bool:

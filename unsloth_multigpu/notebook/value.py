@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 
 # A worker tells the kernel that it waits only after this time: most values come sooner, and a message costs time.
@@ -21,10 +20,6 @@ _MESSAGE_CHARACTERS = 120
 
 class LeftAloneError(DistributedError):
     """Rank 0 has left the cell without making a value that this rank waits for."""
-
-
-class FailedOnRank0Error(DistributedError):
-    """Rank 0 could not make a value."""
 
 
 class Publisher:
@@ -62,7 +57,7 @@ class Publisher:
                 value = _stoppable(cell, make)
             plain = to_plain(value)
         except Exception as error:
-            self._kernel.send("value", key=key, cell_number=cell.number, error=describe_error(error))
+            self._kernel.send("value", key=key, cell_number=cell.number, error=failure(error))
             raise
         self._kernel.send("value", key=key, cell_number=cell.number, value=plain, error=None)
         return value
@@ -151,7 +146,7 @@ class Receiver:
                 rank 0 has done it already.
 
         Raises:
-            FailedOnRank0Error: Rank 0 could not make it, and the class of its error is not known here.
+            DistributedError: Rank 0 could not make it. It is of the class of rank 0's error as well.
             LeftAloneError: Rank 0 has left the cell without making it, or it was made before this rank existed.
         """
         if self.is_replay:
@@ -170,10 +165,7 @@ class Receiver:
         self._counts[kind] += 1
         message = self._take(key, kind)
         if message["error"] is not None:
-            failed = FailedOnRank0Error(
-                f"rank 0 failed in {_shortened(kind)}: {message['error']['text']}", hint="See the error of rank 0."
-            )
-            raise rebuild_error(message["error"]) or failed from failed
+            raise error_of(message["error"], _shortened(kind))
         return message["value"]
 
     def _take(self, key: str, kind: str) -> dict[str, Any]:
@@ -209,39 +201,6 @@ def _shortened(kind: str) -> str:
     """A command in one line of a message."""
     line = " ".join(kind.split())
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}..."
-
-
-def describe_error(error: Exception) -> dict[str, Any]:
-    """An exception as JSON: its class, and its arguments and attributes as far as they are plain values."""
-    return {
-        "class": [type(error).__module__, type(error).__qualname__],
-        "arguments": [argument if _is_plain(argument) else str(argument) for argument in error.args],
-        "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
-        "text": f"{type(error).__name__}: {error}",
-    }
-
-
-def rebuild_error(told: Mapping[str, Any]) -> Exception | None:
-    """The same exception, so that the same `except` catches it; None if its class is not found here."""
-    module, name = told["class"]
-    try:
-        kind = getattr(importlib.import_module(module), name)
-        # Not by its constructor, which may take other arguments.
-        error = kind.__new__(kind, *told["arguments"])
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None
-    if not isinstance(error, Exception):
-        return None
-    error.args = tuple(told["arguments"])
-    vars(error).update(told["attributes"])
-    return error
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError, RecursionError):
-        return False
 
 
 def plain_output(output: Any) -> Any:
