@@ -6,7 +6,7 @@ A script's answers are in `unsloth_multigpu.program`, with what each method is f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.value import Receiver
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.notebook.recovery import Trainings
     from unsloth_multigpu.notebook.shell import KernelShell
-    from unsloth_multigpu.session import Session
     from unsloth_multigpu.train.loop import Loop
 
 
@@ -57,23 +57,10 @@ class CellProgram:
         return None if self.session is None else self._trainings
 
     def open_session(
-        self,
-        opener: Callable[..., Session],
-        config: MultiGPUConfig,
-        identity: RankIdentity,
-        console: Console,
-        context: RunContext,
+        self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext
     ) -> Session:
-        """Opens the session of this process.
-
-        Args:
-            opener: `unsloth_multigpu.session.open_session`.
-            config: The run's options.
-            identity: Place of this rank.
-            console: Where logs go.
-            context: What this rank is told.
-        """
-        self._session = opener(config, identity, console, context, program=self)
+        """Opens the session of this process; see `unsloth_multigpu.session.open_session`."""
+        self._session = open_session(config, identity, console, context, program=self)
         return self._session
 
     def is_apart(self) -> bool:
@@ -175,16 +162,14 @@ class KernelProgram(CellProgram):
     Args:
         kernel: Knows which cell runs.
         shell: Knows which ranks run it.
-
-    Attributes:
-        panel: Shows the ranks while they train; None = nothing does.
+        panel: Shows the ranks while they train.
     """
 
-    def __init__(self, kernel: Kernel, shell: KernelShell) -> None:
+    def __init__(self, kernel: Kernel, shell: KernelShell, panel: Panel) -> None:
         super().__init__()
         self._kernel = kernel
         self._shell = shell
-        self.panel: Panel | None = None
+        self._panel = panel
 
     def is_apart(self) -> bool:
         """True in a cell of `%%rank0`."""
@@ -192,21 +177,19 @@ class KernelProgram(CellProgram):
 
     def begin_training(self) -> int:
         """The other ranks take part in a training only where it is in a cell."""
-        if self._kernel.current is None:
+        cell, kernel = self._kernel.current, self._kernel
+        if cell is None:
             raise SetupError(
                 "train() was called outside a cell of all ranks: from a thread, a subshell or a widget's callback.",
                 hint="Call it in a cell.",
             )
-        if self.panel is not None:
-            cell, kernel = self._kernel.cell, self._kernel
-            self.panel.begin(lambda: kernel.cell is cell)
+        self._panel.begin(lambda: kernel.cell is cell)
         return super().begin_training()
 
     def end_training(self) -> None:
         """As above. The table stays as it is now."""
         super().end_training()
-        if self.panel is not None:
-            self.panel.end()
+        self._panel.end()
 
 
 class WorkerProgram(CellProgram):
@@ -230,15 +213,10 @@ class WorkerProgram(CellProgram):
             raise ReplayedLineError("This call was repeated in a later cell.", hint="Go on there.")
 
     def open_session(
-        self,
-        opener: Callable[..., Session],
-        config: MultiGPUConfig,
-        identity: RankIdentity,
-        console: Console,
-        context: RunContext,
+        self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext
     ) -> Session:
         """As above. `disable_multi_gpu()` waits here for rank 0's, which ends this process. It runs nothing alone."""
-        session = super().open_session(opener, config, identity, console, context)
+        session = super().open_session(config, identity, console, context)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
         return session
 

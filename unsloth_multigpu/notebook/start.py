@@ -10,10 +10,10 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unsloth_multigpu.accelerator import backend_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
@@ -25,19 +25,17 @@ from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.process import WorkerProcess
-from unsloth_multigpu.notebook.program import KernelProgram, WorkerProgram
+from unsloth_multigpu.notebook.program import KernelProgram
 from unsloth_multigpu.notebook.refusal import check_earlier_cells, check_kernel, line_of_cell
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
+from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import only_here, threads_of_each
 from unsloth_multigpu.wire.run import write_run
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.session import Session
 
 logger = get_logger(__name__)
 
@@ -48,39 +46,9 @@ _JOB = "notebook"
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
-def find_shell() -> Any:
-    """The IPython shell of this kernel; None outside a notebook, also in IPython at a terminal."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell if hasattr(shell, "kernel") else None
-
-
-def find_program() -> WorkerProgram | None:
-    """What a worker's session is told; None in a process that is not the worker of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    program: WorkerProgram | None = getattr(shell, "multi_gpu_program", None)
-    return program
-
-
-@dataclasses.dataclass(frozen=True)
-class Opening:
-    """What `enable_multi_gpu()` hands to the notebook that it opens.
-
-    Args:
-        open_session: `unsloth_multigpu.session.open_session`.
-        disable: `disable_multi_gpu`, for a kernel that continues alone.
-        replay: The workers run the earlier cells too, although a model was loaded in them.
-        had_workers: This kernel was rank 0 before.
-    """
-
-    open_session: Callable[..., Session]
-    disable: Callable[[], None]
-    replay: bool = False
-    had_workers: bool = False
-
-
-def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shell: Any, opening: Opening) -> Session:
+def open_notebook(
+    config: MultiGPUConfig, num_ranks: int, console: Console, shell: Any, *, replay: bool, had_workers: bool
+) -> Session:
     """Makes this kernel rank 0 of `num_ranks`, and the rest of the running cell a cell of all of them.
 
     Args:
@@ -88,29 +56,29 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
         num_ranks: Ranks, with this one.
         console: Where logs go.
         shell: `get_ipython()`.
-        opening: What `enable_multi_gpu()` hands over.
+        replay: The workers run the earlier cells too, although a model was loaded in them.
+        had_workers: This kernel was rank 0 before.
 
     Raises:
         SetupError: The kernel holds something that was made for one process.
         DistributedError: A worker could not start, or could not run the earlier cells.
     """
-    check_kernel(config, num_ranks, replay=opening.replay, had_workers=opening.had_workers)
+    check_kernel(config, num_ranks, replay=replay, had_workers=had_workers)
     cells = shell.history_manager.input_hist_parsed
     above, rest = split_at(cells[-1], line_of_cell(shell), shell.transform_cell)
     earlier = [*cells[1:-1], above]
     check_earlier_cells(earlier)
     begin_s = time.monotonic()
     with ExitStack() as stack:
-        notebook = Notebook(config, num_ranks, shell, earlier, rest, opening.disable, stack)
-        notebook.replay()
-        session = notebook.open_session(opening.open_session, console)
+        notebook = Notebook(config, num_ranks, shell, stack)
+        notebook.replay(earlier)
+        session = notebook.open_session(console)
         session.on_close.push(stack.pop_all())
         stack.callback(session.close)
-        notebook.begin_rest_of_cell()
+        notebook.begin(rest)
         stack.pop_all()
     session.had_workers = True
-    seconds = time.monotonic() - begin_s
-    logger.info("ready in %.1f s", seconds)
+    logger.info("ready in %.1f s", time.monotonic() - begin_s)
     return session
 
 
@@ -121,29 +89,14 @@ class Notebook:
         config: The run's options.
         num_ranks: Ranks, with this one.
         shell: `get_ipython()`.
-        earlier: The cells of before, and what stands above the line in the running cell.
-        rest: The running cell from the line on.
-        disable: Called when a worker has died: this kernel continues alone.
         stack: Closed at the end; what is opened here is added to it.
     """
 
-    def __init__(
-        self,
-        config: MultiGPUConfig,
-        num_ranks: int,
-        shell: Any,
-        earlier: Sequence[str],
-        rest: str,
-        disable: Callable[[], None],
-        stack: ExitStack,
-    ) -> None:
+    def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
         from unsloth_multigpu.launch.pulse import last_collective
         from unsloth_multigpu.wire.control import ControlPage
 
         self._config = config
-        self._shell = shell
-        self._earlier, self._rest = earlier, rest
-        self._disable = disable
         self._generation = 0
         self._identity = _identity(0, num_ranks)
         self.run_dir = stack.enter_context(private_dir())
@@ -173,36 +126,34 @@ class Notebook:
         stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s, self._abort_group).close)
         self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, variables, self.run_dir, self._device_of)
         stack.callback(self._kernel_shell.close)
-        self.program = KernelProgram(self.kernel, self._kernel_shell)
-        if config.panel:
-            self.program.panel = Panel(run)
-            stack.callback(self.program.panel.end)
+        self.program = KernelProgram(self.kernel, self._kernel_shell, panel := Panel(run))
+        stack.callback(panel.end)
         # A kernel that ends kills its workers and closes nothing else: its front end would wait for that.
         leave = only_here(self._leave)
         atexit.register(leave)
         stack.callback(atexit.unregister, leave)
 
-    def replay(self) -> None:
+    def replay(self, earlier: Sequence[str]) -> None:
         """Lets the workers run the earlier cells of this kernel, without a group: rank 0 would not take part."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
         for worker in self.kernel.workers:
             for failure in worker.start_failures:
                 logger.warning("rank %d has not the kernel's extension: %s (see %s)", worker.rank, failure, worker.log)
-        for execution_count, source in enumerate(self._earlier, 1):
+        for execution_count, source in enumerate(earlier, 1):
             if source.strip() and is_python(source):
                 self.kernel.replay(source, self._config.timeout_s, execution_count=execution_count)
 
-    def open_session(self, opener: Callable[..., Session], console: Console) -> Session:
-        """Opens the group, and the session of rank 0 by `opener`."""
+    def open_session(self, console: Console) -> Session:
+        """Opens the group, and the session of rank 0."""
         self._open_group()
         # Read again, because this kernel has become a rank in the meantime.
         context = RunContext.read(os.environ)
-        return self.program.open_session(opener, self._config, self._identity, console, context)
+        return self.program.open_session(self._config, self._identity, console, context)
 
-    def begin_rest_of_cell(self) -> None:
-        """From here on, this cell runs on all ranks."""
+    def begin(self, rest: str) -> None:
+        """From here on, the rest of the running cell runs on all ranks."""
         self._kernel_shell.open()
-        self._kernel_shell.begin(self._rest)
+        self._kernel_shell.begin(rest)
 
     def after_cell(self, error: BaseException | None) -> None:
         """Between two cells: repairs what the last one broke.
@@ -227,7 +178,8 @@ class Notebook:
                 told = self._give_up(failed)
         if self._dead():
             logger.warning("this kernel continues alone: %s", self._dead()[0].describe_end())
-            self._disable()
+            if (session := self.program.session) is not None:
+                session.close()
         if told is not None:
             raise told
 

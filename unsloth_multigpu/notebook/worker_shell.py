@@ -30,7 +30,7 @@ class WorkerShell(_IPythonShell):  # type: ignore[misc, unused-ignore]
     Args:
         receiver: Waits for rank 0.
         variables: Hidden from the programs that a cell of `%%rank N` starts here.
-        program: What the session of this process is told; `find_program` reads it.
+        program: What the session of this process is told; `find_worker_program` reads it.
         options: Arguments of IPython's class.
 
     Attributes:

@@ -15,12 +15,12 @@ import torch
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.engine import find_engine
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override
 from unsloth_multigpu.report import RunReport
-from unsloth_multigpu.shard.engine import find_engine
 from unsloth_multigpu.tools.first_steps import FirstSteps
 from unsloth_multigpu.tools.verify.reasons import Reason, find_precision, find_reasons, turn_dropout_off
 from unsloth_multigpu.tools.verify.tool import ReceiptRequest, write_steps_done
