@@ -322,13 +322,6 @@ class OptionTable:
         section=SHOWN,
         is_of_node=True,
     )
-    panel: bool = option(
-        True,
-        Switch(),
-        "In a notebook: a table of the ranks under the cell that trains, from its first second on.",
-        section=SHOWN,
-        commands=(),
-    )
     nnodes: str = option(
         "1",
         Nodes(),
@@ -431,7 +424,6 @@ class SeldomOptions(TypedDict, total=False):
     verify_every: int | None
     log_metrics: bool | None
     metrics_file: str | None
-    panel: bool | None
     nnodes: str | int | None
     rdzv_endpoint: str | None
     rdzv_id: str | None

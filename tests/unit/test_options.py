@@ -177,7 +177,6 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "verify_every": {"verify_every": 7},
         "log_metrics": {"log_metrics": False},
         "metrics_file": {"metrics_file": "run.prom"},
-        "panel": {"panel": False},
     }
     assert values.keys() == TABLE.keys()
     for name, keywords in values.items():
