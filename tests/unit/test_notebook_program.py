@@ -10,7 +10,7 @@ import pytest
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.program import KernelProgram, ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
+from unsloth_multigpu.notebook.value import LeftAloneError, Publisher, Receiver
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.program import ScriptProgram, find_worker_program
 from unsloth_multigpu.session import Session
@@ -86,15 +86,15 @@ def test_a_session_that_could_not_be_opened_is_none(worker: WorkerProgram, monke
 
 
 def test_a_worker_knows_where_rank_0_is(worker: WorkerProgram, receiver: Receiver) -> None:
-    assert not worker.is_abandoned()
+    manager: Any = SimpleNamespace()
+    worker.prepare(manager)
+    assert not manager.is_abandoned()
     receiver.note_left(1)
-    assert worker.is_abandoned()
+    assert manager.is_abandoned()
     receiver.cell_number = 0
-    assert not worker.is_abandoned(), "no cell runs"
+    assert not manager.is_abandoned(), "no cell runs"
     with receiver.detached(is_apart=True):
-        assert worker.is_apart()
         assert not worker.can_exchange()
-    assert not worker.is_apart()
 
 
 def test_the_line_of_an_earlier_cell_is_refused(worker: WorkerProgram, receiver: Receiver) -> None:
@@ -108,16 +108,12 @@ def test_the_line_of_an_earlier_cell_is_refused(worker: WorkerProgram, receiver:
 
 def test_rank_0_trains_in_a_cell_of_all_ranks_only() -> None:
     kernel: Any = SimpleNamespace(current=None)
-    shell: Any = SimpleNamespace(is_apart=False)
     panel: Any = SimpleNamespace(begin=lambda _is_in_cell: None)
-    program = KernelProgram(kernel, shell, panel)
+    program = KernelProgram(kernel, Publisher(kernel), panel)
     with pytest.raises(SetupError, match="outside a cell of all ranks"):
         program.begin_training()
     kernel.current = object()
     assert program.begin_training() == 0
-    assert not program.is_abandoned(), "it is rank 0 itself"
-    shell.is_apart = True
-    assert program.is_apart()
 
 
 def test_a_process_that_is_no_worker_has_no_program() -> None:

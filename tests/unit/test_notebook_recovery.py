@@ -293,7 +293,11 @@ def test_accelerate_sees_one_process_and_keeps_its_precision(monkeypatch: pytest
         state = Accelerator(mixed_precision="bf16", cpu=True).state
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
             shared.update(num_processes=2, process_index=1, distributed_type=DistributedType.MULTI_CPU)
+        # A kernel that was started as a group of one.
+        for name, value in RankIdentity(0, 0, 1, 1, "none", master_addr="192.0.2.1").variables().items():
+            monkeypatch.setenv(name, value)
         become_one_process()
+        assert not dist.is_initialized()
         assert (state.num_processes, state.process_index) == (1, 0)
         assert state.distributed_type == PartialState().distributed_type == DistributedType.NO
         assert state.mixed_precision == "bf16"

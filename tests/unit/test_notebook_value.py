@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from IPython.utils.text import SList
 
 from unsloth_multigpu.errors import DistributedError
 from unsloth_multigpu.notebook.cell import error_text
@@ -79,9 +80,13 @@ def test_outside_a_cell_nothing_is_sent(pair: Pair) -> None:
     assert pair.sent == []
 
 
-def test_what_is_sent_is_plain_and_what_is_kept_is_not(pair: Pair) -> None:
-    assert pair.publisher.make("a", lambda: {1}, sorted) == {1}
-    assert pair.receiver.wait_for("a") == [1]
+@pytest.mark.parametrize(("value", "plain"), [(SList("ab"), ["a", "b"]), (3, 3), ("text", "text"), ({1}, None)])
+def test_what_is_sent_is_plain_and_what_is_kept_is_not(pair: Pair, value: Any, plain: Any) -> None:
+    assert pair.publisher.make("a", lambda: value) is value
+    received = pair.receiver.make("a", lambda: 1 / 0)
+    assert (received, type(received)) == (plain, type(plain))
+    with pair.receiver.detached(is_apart=True):
+        assert pair.receiver.make("a", lambda: "own") == "own"
 
 
 @pytest.mark.parametrize(

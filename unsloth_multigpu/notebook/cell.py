@@ -32,7 +32,7 @@ _ALIASES = "IPython.core.alias."
 # Parts of the messages of torch and gloo when another rank has ended, or when the group was aborted.
 _BROKEN = ("Connection closed by peer", "Connection reset", CPU_BACKEND, "NCCL", "ProcessGroup", "process group")
 # Calls whose values only rank 0 has, by how they end in the source.
-_VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput", "userdata.get")
+_VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput")
 _ERROR_CHARACTERS = 2000
 
 

@@ -14,7 +14,7 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.panel import Panel
-from unsloth_multigpu.notebook.value import Receiver
+from unsloth_multigpu.notebook.value import Publisher, Receiver
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.session import Session, open_session
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.notebook.recovery import Trainings
-    from unsloth_multigpu.notebook.shell import KernelShell
     from unsloth_multigpu.train.loop import Loop
 
 
@@ -38,9 +37,13 @@ class CellProgram:
     """The cells that a rank of a notebook runs.
 
     It outlives the process group of its session: after a cell that failed, `join_group` makes a new one.
+
+    Args:
+        sharer: Knows whether the other ranks run what this rank runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharer: Publisher | Receiver) -> None:
+        self._sharer = sharer
         self._session: Session | None = None
         self._trainings: Trainings | None = None
         self._num_begun = 0
@@ -63,16 +66,9 @@ class CellProgram:
         self._session = open_session(config, identity, console, context, program=self)
         return self._session
 
-    def is_apart(self) -> bool:
-        """True while this rank, or some of the ranks, run a cell without the others."""
-        raise NotImplementedError
-
-    def is_abandoned(self) -> bool:
-        """True once rank 0 has left the cell that this rank runs."""
-        return False
-
     def enter(self, session: Session) -> None:
         """Makes this process a rank. The kernel sees by itself how a cell ends, so no events are written."""
+        from unsloth_multigpu.group.manager import local_device
         from unsloth_multigpu.launch.rank import enter_notebook
         from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 
@@ -87,17 +83,18 @@ class CellProgram:
         assert session.context.run_dir is not None
         session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir, config.hang_timeout_s)
         session.on_close.callback(end_pulse)
+        session.beat.name_device(str(local_device(session.identity, config)), "")
 
     def prepare(self, manager: DDPManager) -> None:
         """The ranks exchange values by the store of their group. A new group has a new store."""
         from unsloth_multigpu.notebook.group import store_of_group
 
         manager.connect_store = store_of_group
-        manager.is_abandoned = self.is_abandoned
+        manager.is_abandoned = lambda: self._sharer.is_abandoned
 
     def can_exchange(self) -> bool:
         """False in a cell that not all ranks run, and between two groups, where there is no store."""
-        if self.is_apart():
+        if self._sharer.is_apart:
             return False
         import torch.distributed as dist
 
@@ -161,19 +158,14 @@ class KernelProgram(CellProgram):
 
     Args:
         kernel: Knows which cell runs.
-        shell: Knows which ranks run it.
+        publisher: Knows which ranks run it.
         panel: Shows the ranks while they train.
     """
 
-    def __init__(self, kernel: Kernel, shell: KernelShell, panel: Panel) -> None:
-        super().__init__()
+    def __init__(self, kernel: Kernel, publisher: Publisher, panel: Panel) -> None:
+        super().__init__(publisher)
         self._kernel = kernel
-        self._shell = shell
         self._panel = panel
-
-    def is_apart(self) -> bool:
-        """True in a cell of `%%rank0`."""
-        return self._shell.is_apart
 
     def begin_training(self) -> int:
         """The other ranks take part in a training only where it is in a cell."""
@@ -200,7 +192,7 @@ class WorkerProgram(CellProgram):
     """
 
     def __init__(self, receiver: Receiver) -> None:
-        super().__init__()
+        super().__init__(receiver)
         self._receiver = receiver
 
     def refuse_replay(self) -> None:
@@ -219,11 +211,3 @@ class WorkerProgram(CellProgram):
         session = super().open_session(config, identity, console, context)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
         return session
-
-    def is_apart(self) -> bool:
-        """True in a cell of `%%rank N` without rank 0."""
-        return self._receiver.is_apart
-
-    def is_abandoned(self) -> bool:
-        """As above."""
-        return self._receiver.is_abandoned

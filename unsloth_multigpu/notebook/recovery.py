@@ -17,9 +17,11 @@ from unsloth_multigpu.errors import DistributedError, DivergenceError, SetupErro
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.model import inner_name
 from unsloth_multigpu.group.replicas import persistent_buffers, replicated_tensors
+from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.train.loop import Loop
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.wire.digest import digest_of
+from unsloth_multigpu.wire.identity import SINGLE_PROCESS
 
 
 class Trainings:
@@ -108,7 +110,9 @@ def become_one_process() -> None:
     # changes those that trainers hold as well. Settings such as the precision are kept.
     is_cpu = state.PartialState._shared_state["_cpu"]
     state.AcceleratorState._reset_state(reset_partial_state=True)
-    alone = vars(state.PartialState(cpu=is_cpu))
+    # A kernel that was started as a group of one has a launcher's variables, by which accelerate would open a group.
+    with RankVariables({}, dict.fromkeys(SINGLE_PROCESS.variables())).without():
+        alone = vars(state.PartialState(cpu=is_cpu))
     if kept:
         state.AcceleratorState._shared_state.update({**kept, **alone})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import json
 import os
 import shutil
@@ -124,9 +123,9 @@ class Notebook:
         stack.enter_context(_shared_threads(num_ranks))
         stack.callback(self._close_group)
         stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s, self._abort_group).close)
-        self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, variables, self.run_dir, self._device_of)
+        self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, variables, run)
         stack.callback(self._kernel_shell.close)
-        self.program = KernelProgram(self.kernel, self._kernel_shell, panel := Panel(run))
+        self.program = KernelProgram(self.kernel, self._kernel_shell.publisher, panel := Panel(run))
         stack.callback(panel.end)
         # A kernel that ends kills its workers and closes nothing else: its front end would wait for that.
         leave = only_here(self._leave)
@@ -155,21 +154,17 @@ class Notebook:
         self._kernel_shell.open()
         self._kernel_shell.begin(rest)
 
-    def after_cell(self, error: BaseException | None) -> None:
+    def after_cell(self) -> None:
         """Between two cells: repairs what the last one broke.
-
-        Args:
-            error: The error that ended the cell.
 
         Raises:
             DivergenceError: Ranks have different models, so they cannot get rank 0's weights.
             DistributedError: The ranks cannot make a new process group; this kernel is alone now.
         """
         trainings = self.program.trainings
-        # An error outside a training that all ranks raised alike breaks nothing, and sending a large model takes time.
-        is_doubtful = bool(error is not None and trainings and (trainings.is_cut or not self.kernel.is_common))
+        is_cut = trainings is not None and trainings.is_cut
         told: MultiGPUError | None = None
-        if not self._dead() and (self.kernel.is_broken or is_doubtful):
+        if not self._dead() and (self.kernel.is_broken or is_cut):
             try:
                 self._open_group()
             except DivergenceError as divergence:
@@ -239,12 +234,6 @@ class Notebook:
         if self._metrics is not None:
             self._metrics.close()
         shutil.rmtree(self.run_dir, ignore_errors=True)
-
-    def _device_of(self, rank: int) -> str:
-        from unsloth_multigpu.group.manager import local_device
-
-        place = dataclasses.replace(self._identity, rank=rank, local_rank=rank)
-        return str(local_device(place, self._config))
 
     def _variables_of_ranks(self, num_ranks: int) -> dict[str, str]:
         from unsloth_multigpu.launch.launcher import rank_environment

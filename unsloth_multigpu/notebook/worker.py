@@ -23,15 +23,12 @@ from unsloth_multigpu.notebook.extension import run_lines
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
 from unsloth_multigpu.notebook.process import Channel
 from unsloth_multigpu.notebook.program import ReplayedLineError, WorkerProgram
+from unsloth_multigpu.notebook.share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
 from unsloth_multigpu.notebook.variables import RankVariables
-from unsloth_multigpu.notebook.worker_shell import (
-    WorkerShell,
-    make_worker_shell,
-    share_calls,
-    share_questions,
-)
+from unsloth_multigpu.notebook.worker_shell import WorkerShell, make_worker_shell
 from unsloth_multigpu.options import ENV_NOTEBOOK
+from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.context import RunContext
 
 _TRACEBACK_CHARACTERS = 8000
@@ -230,7 +227,9 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver)
-    shell = make_worker_shell(told["profile"], receiver, RankVariables({}, told["before"]), program)
-    share_questions(receiver)
-    share_calls(receiver)
-    Worker(channel, receiver, program, shell).run(run_lines(shell, told["extensions"]))
+    shell = make_worker_shell(told["profile"], receiver, program)
+    SharedInput(receiver).open()
+    sys.breakpointhook = lambda *_args, **_kwargs: None
+    PatchRegistry(notebook_patches(receiver.make)).apply()
+    with done_by_rank_0(shell, receiver, RankVariables({}, told["before"])):
+        Worker(channel, receiver, program, shell).run(run_lines(shell, told["extensions"]))
