@@ -89,8 +89,8 @@ class DistributedError(MultiGPUError, RuntimeError):
     """The ranks do not form one run."""
 
     exit_code = 76
-    # True where rank 0 has met an error, and this one, of its class as well, tells the other ranks.
-    is_of_rank_0 = False
+    # Where rank 0 has met an error, and this one, of its class as well, tells the other ranks: that error as text.
+    of_rank_0 = ""
 
 
 class RankTimeoutError(DistributedError, TimeoutError):

@@ -14,6 +14,7 @@ from unsloth_multigpu.launch.spawned import is_helper
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.options import MultiGPUConfig, from_keywords
 from unsloth_multigpu.patching import PatchRegistry, PatchRow
+from unsloth_multigpu.program import find_shell, find_worker_program
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.start import (
@@ -152,8 +153,6 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
     if is_helper():
         _refuse_unsteered_training()
         return
-    from unsloth_multigpu.notebook.start import find_shell
-
     shell = find_shell()
     console = Console(is_notebook=shell is not None)
     try:
@@ -167,10 +166,7 @@ def _enable(given: dict[str, Any], *, replay: bool) -> None:
 
 def _refuse_replay() -> None:
     """Raises in a worker of a notebook that runs a cell from before the line again, in which an earlier call failed."""
-    from unsloth_multigpu.notebook.start import find_program
-
-    program = find_program()
-    if program is not None:
+    if (program := find_worker_program()) is not None:
         program.refuse_replay()
 
 
@@ -198,8 +194,6 @@ def _open_here(
     given: dict[str, Any],
 ) -> Session:
     """Opens the session of this process: a rank, a notebook's kernel, or alone. A supervisor does not return."""
-    from unsloth_multigpu.notebook.start import Opening, find_program, open_notebook
-
     had_workers = _session is not None and _session.had_workers
     identity = read_identity(os.environ, is_kernel=shell is not None)
     if identity is None:
@@ -211,14 +205,14 @@ def _open_here(
         if needs_supervisor(config, num_ranks):
             if shell is not None:
                 refuse_in_notebook(config)
-                opening = Opening(open_session, disable_multi_gpu, replay=replay, had_workers=had_workers)
-                return open_notebook(config, num_ranks, console, shell, opening)
+                from unsloth_multigpu.notebook.start import open_notebook
+
+                return open_notebook(config, num_ranks, console, shell, replay=replay, had_workers=had_workers)
             # What is compared with another run is not resumed.
             start_this_command(config, num_ranks, saves_when_stopped=not tool.is_comparison)
         identity = SINGLE_PROCESS
-    program = find_program()
-    if program is not None:
-        return program.open_session(open_session, config, identity, console, context)
+    if (program := find_worker_program()) is not None:
+        return program.open_session(config, identity, console, context)
     session = open_session(config, identity, console, context, tool)
     session.had_workers = had_workers
     return session

@@ -1,10 +1,11 @@
-"""What a rank runs, and how its session depends on that. A script is here, cells are in `notebook.program`."""
+"""What a rank runs, a script or cells, and how its session depends on that. Cells are in `notebook.program`."""
 
 from __future__ import annotations
 
 import atexit
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unsloth_multigpu.wire.process import only_here
 
@@ -12,8 +13,26 @@ if TYPE_CHECKING:
     from torch import nn
 
     from unsloth_multigpu.group.manager import DDPManager
+    from unsloth_multigpu.notebook.program import WorkerProgram
     from unsloth_multigpu.session import Session
     from unsloth_multigpu.train.loop import Loop
+
+
+def find_shell() -> Any:
+    """The IPython shell of this kernel; None outside a notebook, also in IPython at a terminal. Imports nothing."""
+    shell = _ipython_shell()
+    return shell if hasattr(shell, "kernel") else None
+
+
+def find_worker_program() -> WorkerProgram | None:
+    """What a notebook's worker runs; None in any other process. Imports nothing."""
+    program: WorkerProgram | None = getattr(_ipython_shell(), "multi_gpu_program", None)
+    return program
+
+
+def _ipython_shell() -> Any:
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
 
 
 class Program(Protocol):

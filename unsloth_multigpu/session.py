@@ -23,7 +23,7 @@ from unsloth_multigpu.program import Program, ScriptProgram
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.tool import Tool, attached
+from unsloth_multigpu.tool import Tool
 from unsloth_multigpu.trainer_protocol import TrainerLike
 from unsloth_multigpu.versions import SUPPORTED, version_rows
 from unsloth_multigpu.wire.beat import BeatPage
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# The older plugin's path.
-_SERIAL = "unsloth_multigpu.legacy.serial:SerialTrainer"
 # How long a rank that serves the store stays where it has failed: what the others wait for then does not come.
 _FAILED_STAY_S = 3.0
 _TENSOR_PARALLEL = "UNSLOTH_TP_SIZE"
@@ -265,7 +263,9 @@ class Session:
 
     def _run_serial(self, trainer: TrainerLike, original_train: Callable[[], Any]) -> Any:
         """The legacy path of the older plugin."""
-        steered = attached(_SERIAL)(trainer, self.config)
+        from unsloth_multigpu.legacy.serial import SerialTrainer
+
+        steered = SerialTrainer(trainer, self.config)
         result = steered.run(original_train)
         self.report = steered.report
         return result
@@ -352,7 +352,6 @@ def _patches(session: Session) -> list[Patch]:
     from unsloth_multigpu.hooks.accelerate import device_patches
     from unsloth_multigpu.hooks.datasets import dataset_patches
     from unsloth_multigpu.hooks.saving import SaveGate, saving_patches
-    from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard, shard_patches
     from unsloth_multigpu.hooks.trainer import trainer_patches
     from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
 
@@ -383,6 +382,8 @@ def _patches(session: Session) -> list[Patch]:
         return []
     sharding = []
     if config.shard == "on":
+        from unsloth_multigpu.hooks.shard import ask_unsloth_to_shard, shard_patches
+
         ask_unsloth_to_shard(offload=config.shard_offload)
         sharding = shard_patches()
     from unsloth_multigpu.group.manager import local_device

@@ -149,14 +149,14 @@ def supervise(
 
 
 def refuse_in_notebook(config: MultiGPUConfig) -> None:
-    """Refuses what ranks of a notebook cannot do: after an interrupt the kernel gives them its weights, all of them.
+    """Refuses what ranks of a notebook cannot do: after an interrupt they get the whole weights of the kernel.
 
     Raises:
         SetupError: The model is to be sharded.
     """
     if config.shard != "off":
         raise SetupError(
-            f"shard={config.shard!r} is for scripts: the ranks of a notebook are made equal again by whole weights.",
+            f"shard={config.shard!r} is for scripts: after Stop all ranks of a notebook get rank 0's whole weights.",
             hint="Run it as a script (jupyter nbconvert --to script), or leave shard out.",
         )
 

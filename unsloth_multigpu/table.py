@@ -280,13 +280,6 @@ class OptionTable:
         "every tenth of these lines, trackers have them all.",
         section=SHOWN,
     )
-    panel: bool = option(
-        True,
-        Switch(),
-        "In a notebook: a table of the ranks under the cell that trains, from its first second on.",
-        section=SHOWN,
-        commands=(),
-    )
     nnodes: str = option(
         "1",
         Nodes(),
@@ -336,7 +329,6 @@ class SeldomOptions(TypedDict, total=False):
     inexact: str | None
     verify_every: int | None
     log_metrics: bool | None
-    panel: bool | None
     nnodes: str | int | None
     rdzv_endpoint: str | None
     rdzv_id: str | None

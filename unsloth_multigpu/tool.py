@@ -64,11 +64,7 @@ def tool_of(context: RunContext) -> Tool:
     """Returns the tool of the run, or a `Tool` that does nothing."""
     if context.tool is None:
         return Tool()
-    tool: Tool = attached(context.tool.name)(**context.tool.values)
+    # By its name, "module:attribute": each folder of tools/ can be deleted by itself.
+    module, _, attribute = context.tool.name.partition(":")
+    tool: Tool = getattr(importlib.import_module(module), attribute)(**context.tool.values)
     return tool
-
-
-def attached(name: str) -> Any:
-    """Imports what a folder offers by its name, "module:attribute": no module imports that folder."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -224,9 +224,6 @@ class TrainerLike(Protocol):
 class OptionalTrainer(TrainerLike, Protocol):
     """Members that only some trainers or versions have. Cast to it where one has been found."""
 
-    _buffered_inputs: Any  # GRPO, RLOO
-    _step: int  # GRPO, RLOO
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
 
     def _generate_and_score_completions(self, inputs: Any) -> Any: ...

@@ -1,6 +1,7 @@
 """Ranks of a notebook that do not end a cell together: what the user reads, how soon, and that the next cell works.
 
-One kernel for all of them: starting one, and importing what it needs, costs more than most faults.
+One kernel for all of them: starting one, and importing what it needs, costs more than most faults. It is started as
+jupyter-distributed starts one of a group of one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from pathlib import Path
 import psutil
 
 from tests.helpers.notebook import NotebookRun
-from tests.helpers.run import LIGHT, wait_until
+from tests.helpers.run import LIGHT, free_port, run_python, wait_until
 
+# The variables of a group of one.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+OURS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 # What a loaded machine may take beside the time that is waited on purpose.
 SLACK_S = 30.0
+ENVIRONMENT = f"{{name: os.environ.get(name) for name in {list(ALONE)}}}"
 ENABLE = """
 import asyncio, os, signal, time
 import unsloth_multigpu as ump
@@ -52,13 +57,18 @@ def make(max_steps):
 trainer = make(6)
 trainer.train().global_step
 """
-# The same trainer and a new one train, and the ranks have the same weights.
+# A Trainer of before is refused, a new one trains, and the ranks have the same weights.
 TRAINS_ON = """
 fault.source = ""
-steps = trainer.train().global_step, make(2).train().global_step
+try:
+    trainer.train()
+except ump.SetupError as error:
+    refused = "Make a new Trainer" in str(error)
+trainer = make(6)
+steps = trainer.train().global_step
 weights = [torch.zeros(4) for _ in range(2)]
 dist.all_gather(weights, model.weight.detach())
-print("steps", steps, "equal", bool((weights[0] == weights[1]).all()))
+print("refused", refused, "steps", steps, "equal", bool((weights[0] == weights[1]).all()))
 """
 
 
@@ -94,6 +104,7 @@ def check_line_that_failed(run: NotebookRun) -> None:
     assert run.run(caught).error == ""
     assert run.run(ENABLE).text.splitlines()[-1] == "2"
     assert run.run("%%rank 1\nprint(caught, os.path.exists('behind'))").text == "[rank1] caught False\n"
+    assert run.run(f"%%rank 1\nprint({ENVIRONMENT})").text == f"[rank1] {OURS}\n"
     log = (run.folder / "logs" / "rank_1.log").read_text()
     assert "Rank 0 has left this cell here." in log
     assert "Traceback" not in log
@@ -126,10 +137,10 @@ def check_faults_of_trainings(run: NotebookRun) -> None:
         ("if rank == 0: raise ValueError('zero')", "ValueError", "zero", 1.2),
         ("if rank == 1: time.sleep(60)", "RankTimeoutError", "rank 1 hangs: no progress for ", 6.0),
     ):
-        check(run, f"fault.source = {source!r}\ntrainer.train()", error, value, limit_s)
-    assert "steps (6, 2) equal True" in run.run(TRAINS_ON).text
+        check(run, f"fault.source = {source!r}\nmake(6).train()", error, value, limit_s)
+    assert "refused True steps 6 equal True" in run.run(TRAINS_ON).text
     check_stop(run, "fault.source = \"print('go', flush=True)\"\nmake(10**6).train()", "KeyboardInterrupt", 1.5)
-    assert "steps (6, 2) equal True" in run.run(TRAINS_ON).text
+    assert "refused True steps 6 equal True" in run.run(TRAINS_ON).text
 
 
 def check_privacy(run: NotebookRun, run_dir: Path) -> None:
@@ -152,9 +163,9 @@ def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
     assert f"this kernel continues alone: rank 1 (pid {worker.pid}) was ended by SIGKILL" in result.text
     assert result.text.count("The end of its log") == 0
     assert not run_dir.exists()
-    left = "import threading; print(ump.is_multi_gpu_enabled(), os.environ.get('RANK'), dist.is_initialized())"
+    left = f"import threading; print(ump.is_multi_gpu_enabled(), {ENVIRONMENT}, dist.is_initialized())"
     alone = run.run(f"{left}; print(threading.enumerate())")
-    assert alone.text.startswith("False None False\n")
+    assert alone.text.startswith(f"False {ALONE} False\n")
     assert "unsloth_multigpu" not in alone.text
     again = run.run("ump.enable_multi_gpu(num_gpus=2)")
     assert (again.error, "its workers are gone" in again.value) == ("SetupError", True)
@@ -162,7 +173,7 @@ def check_death_of_a_worker(run: NotebookRun, run_dir: Path) -> None:
 
 
 def test_kernel_outlives_each_fault_and_no_worker_outlives_the_kernel(tmp_path):
-    with NotebookRun(tmp_path, LIGHT) as run:
+    with NotebookRun(tmp_path, {**LIGHT, **ALONE}) as run:
         check_line_that_failed(run)
         check_faults_of_cells(run)
         check_faults_of_trainings(run)
@@ -179,3 +190,23 @@ def test_kernel_outlives_each_fault_and_no_worker_outlives_the_kernel(tmp_path):
         os.kill(run.pid, signal.SIGKILL)
         wait_until(lambda: not worker.is_running(), 30, "the worker's end after its kernel's")
         os.kill(child, signal.SIGKILL)
+
+
+# What the debugger of VS Code and JupyterLab does first.
+DEBUGGED = """
+import os, pathlib, debugpy
+from unsloth_multigpu.wire.child import Child
+
+debugpy.listen(("127.0.0.1", 0))
+child = Child("rank 1", "import sys; print('pydevd' in sys.modules)", pathlib.Path("log"), os.environ)
+assert child.has_ended(30)
+child.collect()
+child.connection.close()
+"""
+
+
+def test_the_debugger_of_a_kernel_stays_out_of_its_workers(tmp_path: Path) -> None:
+    # A worker with it would wait for a client of its own, and the line for the worker.
+    done = run_python(["-c", DEBUGGED], tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "log").read_text().split()[-1] == "False"

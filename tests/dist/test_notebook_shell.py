@@ -1,7 +1,7 @@
 """One real kernel for each end of the range of IPython: what rank 0 does for all, and what the user sees.
 
 The cells of all tests run in one kernel, in order; none needs what another leaves behind. The kernel has what a kernel
-of a front end has before its first cell: a profile, finders of modules, and code that the front end runs by itself.
+of a front end has before its first cell: an extension, finders of modules, and code that the front end runs by itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tests.helpers.notebook import CellResult, NotebookRun, oldest_ipython
 # Before the line: what the workers have to do again, and what only this process has.
 EARLIER = """
 !echo never again
-files = !echo a; echo b
-answer = int("4" + files[0].replace("a", "2"))
+answer = 42
 names_before = set(vars(get_ipython())), set(dir(type(get_ipython())))
 """
 # A call that fails, and is put right in a later cell: what stands behind it was never run.
@@ -76,19 +75,14 @@ sys.meta_path.insert(0, Finder())
 PROFILE = {
     "ipython_config.py": """
 c = get_config()
-c.InteractiveShellApp.exec_lines = ["from_line = 3", "from_line += 1 / 0"]
-c.InteractiveShellApp.extensions = ["own_extension"]
+c.InteractiveShellApp.extensions = ["own_extension", "needs_kernel"]
 c.AliasManager.user_aliases = [("hello", "echo hello")]
 """,
-    "startup/00.py": "import math as from_startup\ndef doubled(x): return 2 * x\n",
-    "startup/90.py": "get_ipython().kernel.session\n",
 }
 # What VS Code and its setting jupyter.runStartupCommands run before the first cell.
 HIDDEN = (
     "import no_such_module",
-    "__vsc_ipynb_file__ = '/folder/notebook.ipynb'",
     "%load_ext autoreload\n%autoreload 2",
-    "import torch\nfrom pathlib import Path as HiddenPath\nimport collections.abc as hidden_abc",
     "hidden_function = lambda: 1",
 )
 
@@ -98,12 +92,12 @@ def front_end(folder: Path, packages: str) -> dict[str, str]:
     files = {f".ipython/profile_default/{name}": text for name, text in PROFILE.items()}
     files["site/sitecustomize.py"] = SITE
     files["site/own_extension.py"] = "def load_ipython_extension(shell): shell.push({'from_extension': 5})\n"
-    files["python_startup.py"] = "from_python_startup = 4\n"
+    files["site/needs_kernel.py"] = "def load_ipython_extension(shell): shell.kernel.session\n"
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     path = os.pathsep.join([str(folder / "site"), packages])
-    return {"PYTHONPATH": path, "PYTHONSTARTUP": str(folder / "python_startup.py")}
+    return {"PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module", params=["newest", "oldest"])
@@ -117,9 +111,8 @@ def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             result = started.run(source, 120)
             assert result.error == ("ConfigError" if source is MISTAKE else ""), result
             if source is LINE:
-                # Lines of the profile fail on both ranks, what needs a kernel only on rank 1.
-                failed = [line for line in result.text.splitlines() if "rank 1 failed in" in line]
-                assert [("1 / 0" in line, "startup/90.py" in line) for line in failed] == [(False, True), (True, False)]
+                failed = [line for line in result.text.splitlines() if "rank 1 has not the kernel's extension" in line]
+                assert [line for line in failed if "%load_ext needs_kernel: AttributeError" in line] == failed != []
         yield started
 
 
@@ -129,23 +122,17 @@ def well(result: CellResult) -> str:
 
 
 def test_a_worker_has_what_was_there_before_the_line(notebook: NotebookRun) -> None:
-    assert (
-        well(notebook.run("total(answer), total(before), total(after), total(len(files.s)), total(before_mistake)"))
-        == "(84.0, 2.0, 4.0, 6.0, 2.0)"
-    )
+    values = "total(answer), total(before), total(after), total(before_mistake)"
+    assert well(notebook.run(values)) == "(84.0, 2.0, 4.0, 2.0)"
     assert "never again" not in (notebook.folder / "own_logs" / "rank_1.log").read_text().replace(
         "echo never again", ""
     )
 
 
-def test_a_worker_has_what_was_there_before_the_first_cell(notebook: NotebookRun) -> None:
-    names = "from_line, from_python_startup, from_extension, doubled(from_startup.floor(1.5))"
-    assert well(notebook.run(f"[total(value) for value in ({names})]")) == "[6.0, 8.0, 10.0, 4.0]"
-    source = "total(len(__vsc_ipynb_file__)), total(HiddenPath('a').name == 'a'), total(hidden_abc.__name__.count('.'))"
-    assert well(notebook.run(source)) == "(44.0, 2.0, 2.0)"
+def test_a_worker_has_the_extensions_of_the_kernel_and_not_the_names_of_its_front_end(notebook: NotebookRun) -> None:
+    assert well(notebook.run("total(from_extension)")) == "10.0"
     assert well(notebook.run("%hello {rank}")) == "hello 0"
     assert well(notebook.run("kept = 5\n%store kept\ndel kept\n%store -r kept\ntotal(kept)")).endswith("10.0")
-    # No other process can make it.
     result = notebook.run("hidden_function()")
     assert result.error == "DistributedError"
     assert "it was made where only rank 0 runs" in result.value
@@ -192,16 +179,16 @@ def test_a_subshell_is_none_of_the_workers(notebook: NotebookRun) -> None:
     if well(notebook.run("import ipykernel\nipykernel.version_info[0]")) < "7":
         pytest.skip("there are no subshells before ipykernel 7")
     subshell = notebook.control("create_subshell_request", {})["subshell_id"]
-    # Both start programs, from which the rank's variables are kept. The first one ends first, and its cell needs them.
-    until = "until [ -e {0} ]; do sleep 0.05; done; echo [$RANK]"
+    # Both start programs. The first one ends first, and its cell needs the rank's variables.
+    until = "until [ -e {0} ]; do sleep 0.05; done"
     cell = notebook.begin(f"!echo begins; {until.format('second')}\nimport os\ntotal(os.environ['WORLD_SIZE'])")
     notebook.wait_for_text("begins")
     hidden = notebook.begin_hidden(f"!touch second; {until.format('first')}\n1 / 0", subshell)
     result = notebook.finish(cell)
-    assert (result.text.split(), result.error) == (["[]", "4.0"], "")
+    assert (result.text.split(), result.error) == (["4.0"], "")
     (notebook.folder / "first").touch()
     result = notebook.finish(hidden)
-    assert (result.text.split(), result.error) == (["[]"], "ZeroDivisionError")
+    assert (result.text.split(), result.error) == ([], "ZeroDivisionError")
     assert notebook.control("delete_subshell_request", {"subshell_id": subshell})["status"] == "ok"
     assert well(notebook.run("total(os.environ['RANK'])")) == "1.0"
     assert well(notebook.run("def f(x):\n    !echo {x}\nf('local')")) == "local"
@@ -273,9 +260,9 @@ def test_cells_have_the_same_numbers_on_all_ranks(notebook: NotebookRun) -> None
 
 def test_the_ranks_are_shown(notebook: NotebookRun) -> None:
     head, first, second = well(notebook.run("%ranks")).splitlines()
-    assert head.split()[:4] == ["rank", "pid", "device", "state"]
-    assert first.split()[:5] == ["0", str(notebook.pid), "cpu", "this", "kernel"]
-    assert second.split()[2:4] == ["cpu", "idle"]
+    assert head.split()[:4] == ["rank", "pid", "state", "device"]
+    assert first.split()[:5] == ["0", str(notebook.pid), "this", "kernel", "cpu"]
+    assert second.split()[2:4] == ["idle", "cpu"]
     assert second.endswith("own_logs/rank_1.log")
     assert int(second.split()[1]) in {child.pid for child in notebook.children()}
     notebook.run("print('to be found', rank)")

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from unsloth_multigpu.notebook.judge import Action, View, find_divergence, next_actions
+from unsloth_multigpu.notebook.judge import Action, find_divergence, next_actions
+from unsloth_multigpu.notebook.kernel import Cell
 
 NEVER = 10_000.0
 
 
-def first_time(action: Action, limit_s: float = 60.0, **fields) -> float:
+def first_time(action: Action, limit_s: float = 60.0, *, pending: frozenset[int] = frozenset({1}), **fields) -> float:
     """When an action is due, in tenths of a second from the start; those before it are taken when they are due."""
-    done: dict[Action, float] = {}
+    cell = Cell(1, **{"main_since_s": 0.0, **fields})
     for tick in range(int(limit_s * 20) + 1):
         now_s = tick / 20
-        view = View(
-            now_s=now_s, **{"main": "runs", "main_since_s": 0.0, "pending": frozenset({1}), **fields}, done=done
-        )
-        due = next_actions(view)
+        due = next_actions(cell, now_s, pending)
         if action in due:
             return now_s
-        done.update(dict.fromkeys(due, now_s))
+        cell.done.update(dict.fromkeys(due, now_s))
     return NEVER
 
 
@@ -48,7 +46,7 @@ def test_stop_reaches_the_workers_at_once_and_a_stuck_main_thread_after_a_second
 
 
 def test_stop_cancels_a_cell_that_awaits():
-    assert first_time(Action.CANCEL, stop_s=0.0, is_async=True) == pytest.approx(0.2)
+    assert first_time(Action.CANCEL, stop_s=0.0, task=object()) == pytest.approx(0.2)
     assert first_time(Action.CANCEL, stop_s=0.0) == NEVER
 
 
@@ -57,13 +55,13 @@ def test_stop_that_came_while_nothing_may_be_raised_is_raised_afterwards():
 
 
 def test_second_stop_leaves_the_ranks_time_to_become_equal():
-    assert first_time(Action.PASS_STOP, stop_s=0.0, is_healing=True) == NEVER
-    assert first_time(Action.ABORT, stop_s=0.0, is_healing=True) == 10.0
+    assert first_time(Action.PASS_STOP, stop_s=0.0, makes_group=True) == NEVER
+    assert first_time(Action.ABORT, stop_s=0.0, makes_group=True) == 10.0
 
 
 @pytest.mark.parametrize("main", ["unwinds", "left"])
 def test_workers_come_home_when_rank_0_leaves_by_an_error(main):
-    fields = {"main": main, "is_error": True}
+    fields = {"main": main, "error": ValueError()}
     assert first_time(Action.ASK, **fields) == pytest.approx(0.3, abs=0.051)
     assert first_time(Action.ASK_ABORT, **fields) == pytest.approx(1.1, abs=0.101)
     assert first_time(Action.KILL, **fields) == pytest.approx(11.1, abs=0.151)
@@ -72,7 +70,7 @@ def test_workers_come_home_when_rank_0_leaves_by_an_error(main):
 
 
 def test_workers_that_stop_has_interrupted_are_not_interrupted_again_at_once():
-    fields = {"main": "left", "is_error": True, "stop_s": 0.0}
+    fields = {"main": "left", "error": ValueError(), "stop_s": 0.0}
     assert first_time(Action.ASK, **fields) == pytest.approx(0.5, abs=0.051)
     assert first_time(Action.ASK_ABORT, **fields) == pytest.approx(1.0, abs=0.101)
     assert first_time(Action.KILL, **fields) == pytest.approx(11.0, abs=0.151)

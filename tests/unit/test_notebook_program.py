@@ -10,10 +10,9 @@ import pytest
 from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.program import KernelProgram, ReplayedLineError, WorkerProgram
-from unsloth_multigpu.notebook.start import find_program
-from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
+from unsloth_multigpu.notebook.value import LeftAloneError, Publisher, Receiver
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.program import ScriptProgram
+from unsloth_multigpu.program import ScriptProgram, find_worker_program
 from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
@@ -37,7 +36,8 @@ def receiver() -> Receiver:
 
 
 @pytest.fixture
-def worker(receiver: Receiver) -> WorkerProgram:
+def worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> WorkerProgram:
+    monkeypatch.setattr("unsloth_multigpu.notebook.program.open_session", opener)
     return WorkerProgram(receiver)
 
 
@@ -55,43 +55,46 @@ def test_a_training_that_was_cut_off_is_the_same_when_its_cell_runs_again(worker
 
 def test_trainings_are_known_while_the_session_is_open(worker: WorkerProgram) -> None:
     assert (worker.session, worker.trainings) == (None, None)
-    assert worker.order() == {"heals": False, "num_trainings": 0}
-    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(), RunContext())
+    assert worker.order() == {"sends_weights": False, "num_trainings": (0, 0)}
+    session = worker.open_session(MultiGPUConfig(), RANK_1, Console(), RunContext())
     assert worker.session is session
     worker.begin_training()
-    assert worker.order() == {"heals": False, "num_trainings": 1}
+    worker.end_training()
+    worker.begin_training()
+    assert worker.order() == {"sends_weights": False, "num_trainings": (2, 1)}
     session.on_close.pop_all()
     session.close()
     assert (worker.session, worker.trainings) == (None, None)
 
 
 def test_closing_a_workers_session_waits_for_rank_0(worker: WorkerProgram, receiver: Receiver) -> None:
-    session = worker.open_session(opener, MultiGPUConfig(), RANK_1, Console(), RunContext())
+    session = worker.open_session(MultiGPUConfig(), RANK_1, Console(), RunContext())
     receiver.note_left(1)
     with pytest.raises(LeftAloneError, match=r"rank 0 has left the cell without disable_multi_gpu\(\)"):
         session.close()
     session.console.close()
 
 
-def test_a_session_that_could_not_be_opened_is_none(worker: WorkerProgram) -> None:
+def test_a_session_that_could_not_be_opened_is_none(worker: WorkerProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Session:
         raise SetupError("no card", hint="Look.")
 
+    monkeypatch.setattr("unsloth_multigpu.notebook.program.open_session", fail)
     with pytest.raises(SetupError):
-        worker.open_session(fail, MultiGPUConfig(), RANK_1, Console(), RunContext())
+        worker.open_session(MultiGPUConfig(), RANK_1, Console(), RunContext())
     assert worker.session is None
 
 
 def test_a_worker_knows_where_rank_0_is(worker: WorkerProgram, receiver: Receiver) -> None:
-    assert not worker.is_abandoned()
+    manager: Any = SimpleNamespace()
+    worker.prepare(manager)
+    assert not manager.is_abandoned()
     receiver.note_left(1)
-    assert worker.is_abandoned()
+    assert manager.is_abandoned()
     receiver.cell_number = 0
-    assert not worker.is_abandoned(), "no cell runs"
+    assert not manager.is_abandoned(), "no cell runs"
     with receiver.detached(is_apart=True):
-        assert worker.is_apart()
         assert not worker.can_exchange()
-    assert not worker.is_apart()
 
 
 def test_the_line_of_an_earlier_cell_is_refused(worker: WorkerProgram, receiver: Receiver) -> None:
@@ -105,16 +108,13 @@ def test_the_line_of_an_earlier_cell_is_refused(worker: WorkerProgram, receiver:
 
 def test_rank_0_trains_in_a_cell_of_all_ranks_only() -> None:
     kernel: Any = SimpleNamespace(current=None)
-    shell: Any = SimpleNamespace(is_apart=False)
-    program = KernelProgram(kernel, shell)
+    panel: Any = SimpleNamespace(begin=lambda _is_in_cell: None)
+    program = KernelProgram(kernel, Publisher(kernel), panel)
     with pytest.raises(SetupError, match="outside a cell of all ranks"):
         program.begin_training()
     kernel.current = object()
     assert program.begin_training() == 0
-    assert not program.is_abandoned(), "it is rank 0 itself"
-    shell.is_apart = True
-    assert program.is_apart()
 
 
 def test_a_process_that_is_no_worker_has_no_program() -> None:
-    assert find_program() is None
+    assert find_worker_program() is None

@@ -1,4 +1,4 @@
-"""Trainers after a cell that ended in the middle of a training: what is taken off them, and how ranks become equal."""
+"""Trainers after a cell that ended in the middle of a training: what is taken off them, and whose weights count."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_trainer_that_was_cut_off_is_as_before() -> None:
     assert trainer.training_step is not own
     assert len(trainer.callback_handler.callbacks) == 2
 
-    trainings.unwrap()
+    trainings.retire()
     assert trainer.training_step is own
     assert not {"get_train_dataloader", "_get_output_dir"} & vars(trainer).keys()
     assert "call_event" not in vars(trainer.callback_handler)
@@ -129,7 +129,7 @@ def test_trainer_whose_training_ended_well_keeps_what_the_script_put_on_it() -> 
     note_ended(trainings, 0, trainer)
     trainer.training_step = lambda: "put there later"  # type: ignore[method-assign, assignment]
     trainer.args.gradient_accumulation_steps = 2
-    trainings.unwrap()
+    trainings.retire()
     assert trainer.training_step() == "put there later"  # type: ignore[call-arg]
     assert trainer.args.gradient_accumulation_steps == 2
 
@@ -150,7 +150,7 @@ def test_model_trains_in_a_new_wrapper_after_a_backward_that_was_cut_off(lone_gr
         old(torch.ones(1, 2)).sum().backward()
     handle.remove()
 
-    trainings.unwrap()
+    trainings.retire()
     assert trainer.model_wrapped is trainer.model
     assert trainer.accelerator._models == []
     assert all(p.grad is None for p in trainer.model.parameters())
@@ -166,26 +166,20 @@ def test_wrapper_of_a_plain_loop_says_that_its_group_is_gone(lone_group: None) -
     trainings.note_wrapper(wrapper)
     trainings.note_wrapper(model)
     wrapper(torch.ones(1, 2))  # A backward is expected.
-    trainings.unwrap()
+    trainings.retire()
     with pytest.raises(DistributedError, match="unwrap_model"):
         wrapper(torch.ones(1, 2))
     model(torch.ones(1, 2)).sum().backward()
-    assert not trainings, "it is no trainer to be healed"
+    assert not trainings, "it is no Trainer"
 
 
-@pytest.mark.parametrize("keeps_global_batch", [True, False])
-def test_trainer_that_got_a_part_of_the_batch_does_not_train_alone(keeps_global_batch: bool) -> None:
-    generates, plain, trainings = Stepping(), Stepping(), Trainings()
-    generates.args.steps_per_generation = 1
-    for number, trainer in enumerate((generates, plain)):
-        note_ended(trainings, number, trainer)
-    trainings.end(keeps_global_batch=keeps_global_batch)
-    if keeps_global_batch:
-        with pytest.raises(SetupError, match="a part of the samples"):
-            generates.train()
-    else:
-        assert generates.train() == "alone"
-    assert plain.train() == "alone"
+def test_trainer_of_a_group_that_is_gone_asks_for_a_new_one() -> None:
+    trainer, trainings = Stepping(), Trainings()
+    note_ended(trainings, 0, trainer)
+    assert trainer.train() == "alone"
+    trainings.retire()
+    with pytest.raises(SetupError, match="Make a new Trainer"):
+        trainer.train()
 
 
 def test_trainer_is_known_by_its_last_training_and_not_kept_alive() -> None:
@@ -205,7 +199,7 @@ def _in_group(rank: int, store: Path) -> list[Any]:
     manager = DDPManager(RankIdentity(rank, rank, 2, 2, "notebook"), MultiGPUConfig(timeout_s=LIMIT_S, device="cpu"))
     manager.connect_store = store_of_group
     results: list[Any] = []
-    for work in (_heal, _different, _unsendable):
+    for work in (_send, _different):
         try:
             results.append(work(manager))
         except DistributedError as error:
@@ -216,7 +210,7 @@ def _in_group(rank: int, store: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """What each of two processes of one group returned of `_heal`, `_different`, `_unsendable`, or raised."""
+    """What each of two processes of one group returned of `_send` and `_different`, or raised."""
     store = tmp_path_factory.mktemp("ranks") / "store"
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         results = [pool.apply_async(_in_group, (rank, store)) for rank in range(2)]
@@ -232,86 +226,56 @@ def _bits(value: Any) -> Any:
     return [_bits(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _heal(manager: DDPManager) -> Any:
-    """Trainers that stood at different places, made equal: what each rank holds then."""
+def _send(manager: DDPManager) -> Any:
+    """What each rank holds once models that stood at different places were sent."""
     rank, trainings = manager.identity.rank, Trainings()
     torch.manual_seed(rank)
-    apart, fresh, ahead, own, gone = (Stepping() for _ in range(5))
-    # Rank 0 is two steps ahead, in the middle of a schedule, with a scaler that has grown.
-    apart.create_optimizer()
-    apart.lr_scheduler = torch.optim.lr_scheduler.StepLR(apart.optimizer, step_size=1)
-    for _ in range(3 - 2 * rank):
-        apart.step()
-    apart.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank))
-    apart._step = 5 + rank  # type: ignore[attr-defined]
+    apart, own, gone = (Stepping() for _ in range(3))
     if rank == 0:
-        apart.lr_scheduler.step()
+        apart.step()
         with torch.no_grad():
             apart.model.first.weight[0, 0] = float("nan")  # type: ignore[index, union-attr, operator]
         apart.model.count += 7  # type: ignore[operator]
         apart.model.table += 1  # type: ignore[operator]
-        fresh.step()
-    else:
-        ahead.step()
     place = apart.model.first.weight.data_ptr()  # type: ignore[union-attr, operator]
-    for number, trainer in enumerate((apart, fresh, ahead, own)):
+    for number, trainer in enumerate((apart, own)):
         if trainer is not own or rank == 0:
             note_ended(trainings, number, trainer)
-    note_ended(trainings, 4, gone)
+    note_ended(trainings, 2, gone)
     if rank == 1:
         del gone
         gc.collect()
-    num_finished = trainings.make_equal(manager, num_finished=3 + rank)
-    held = []
-    for trainer in (apart, fresh, ahead):
-        optimizer = trainer.optimizer and trainer.optimizer.state_dict()
-        held.append(_bits([list(trainer.model.state_dict().values())[:4], (optimizer and optimizer["state"]) or None]))
+    trainings.send_weights(manager)
     return {
-        "held": held,
-        "finished": num_finished,
+        "held": _bits(list(apart.model.state_dict().values())[:4]),
         "count": int(apart.model.count),  # type: ignore[arg-type]
         "table": apart.model.table.tolist(),  # type: ignore[union-attr, operator]
-        "lr": [group["lr"] for group in apart.optimizer.param_groups],
-        "schedule": apart.lr_scheduler.last_epoch,
-        "scale": apart.accelerator.scaler.get_scale(),
-        "step": apart._step,  # type: ignore[attr-defined]
         "in place": apart.model.first.weight.data_ptr() == place,  # type: ignore[union-attr, operator]
         "frozen": _bits(apart.model.frozen.weight),  # type: ignore[union-attr]
+        "noted": bool(trainings),
     }
 
 
-def test_ranks_become_equal_to_the_bit(ranks: list[list[Any]]) -> None:
+def test_all_ranks_get_the_weights_of_rank_0_to_the_bit(ranks: list[list[Any]]) -> None:
     zero, one = (results[0] for results in ranks)
     assert one["held"] == zero["held"]
-    assert one["finished"] == 3
-    assert zero["held"][1][1], "rank 0 had made a step"
-    assert not zero["held"][2][1], "rank 1's step is forgotten"
-    assert (one["count"], one["lr"], one["schedule"]) == (7, [pytest.approx(0.05)], 1)
-    assert (one["scale"], one["step"]) == (zero["scale"], 5) == (256.0, 5)
+    assert one["count"] == 7
     assert one["in place"], "the model's own tensors are written"
     assert (one["table"], zero["table"]) == ([0, 0], [1, 1]), "what each rank computes for itself is left alone"
     assert one["frozen"] != zero["frozen"]
+    assert not one["noted"], "a later group has Trainers of its own"
 
 
 def _different(manager: DDPManager) -> None:
     trainer, trainings = Stepping(nn.Linear(2, 2 + manager.identity.rank)), Trainings()
     note_ended(trainings, 0, trainer)
-    trainings.make_equal(manager, 0)
+    trainings.send_weights(manager)
 
 
-def _unsendable(manager: DDPManager) -> None:
-    trainer, trainings = Stepping(), Trainings()
-    trainer.step()
-    trainer.optimizer.state[trainer.model.first.weight]["lock"] = object()  # type: ignore[union-attr]
-    note_ended(trainings, 0, trainer)
-    trainings.make_equal(manager, 0)
-
-
-@pytest.mark.parametrize(("place", "words"), [(1, "trainable weights"), (2, "AdamW holds object")])
-def test_what_cannot_be_made_equal_is_an_error_on_all_ranks(place: int, words: str, ranks: list[list[Any]]) -> None:
-    for error in (results[place] for results in ranks):
+def test_models_that_differ_are_an_error_on_all_ranks(ranks: list[list[Any]]) -> None:
+    for error in (results[1] for results in ranks):
         assert isinstance(error, DivergenceError)
-        assert words in str(error)
+        assert "training number 1 of this notebook has other weights" in str(error)
 
 
 def test_accelerate_sees_one_process_and_keeps_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +293,11 @@ def test_accelerate_sees_one_process_and_keeps_its_precision(monkeypatch: pytest
         state = Accelerator(mixed_precision="bf16", cpu=True).state
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
             shared.update(num_processes=2, process_index=1, distributed_type=DistributedType.MULTI_CPU)
+        # A kernel that was started as a group of one.
+        for name, value in RankIdentity(0, 0, 1, 1, "none", master_addr="192.0.2.1").variables().items():
+            monkeypatch.setenv(name, value)
         become_one_process()
+        assert not dist.is_initialized()
         assert (state.num_processes, state.process_index) == (1, 0)
         assert state.distributed_type == PartialState().distributed_type == DistributedType.NO
         assert state.mixed_precision == "bf16"

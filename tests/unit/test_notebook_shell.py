@@ -19,12 +19,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from unsloth_multigpu.errors import DistributedError
-from unsloth_multigpu.notebook.magic import memory_by_card, prefix_output
-from unsloth_multigpu.notebook.patches import notebook_patches
+from unsloth_multigpu.notebook.magic import prefix_output
+from unsloth_multigpu.notebook.share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import RankVariables
-from unsloth_multigpu.notebook.worker_shell import WorkerShell, share_questions
-from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.notebook.worker_shell import WorkerShell
 
 
 class WrittenKernel:
@@ -63,7 +62,7 @@ class WrittenKernel:
         return self.outcome
 
     def send(self, _kind: str, **fields: Any) -> None:
-        self.values[fields["key"]] = fields["value"] if fields["error"] is None else fields["error"]["text"]
+        self.values[fields["key"]] = fields["value"] if fields["error"] is None else fields["error"]["error"]
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -76,12 +75,15 @@ class Rank0:
     def __init__(self, folder: Path) -> None:
         self.shell = make_shell()
         self.kernel = WrittenKernel()
-        self.after: list[BaseException | None] = []
+        self.num_ended = 0
         self.shown: list[BaseException] = []
         variables = RankVariables({"RANK": "0"})
         self.in_effect = variables.in_effect()
-        self.steering = KernelShell(self.shell, self.kernel, self.after.append, variables, folder, str)  # type: ignore[arg-type]
+        self.steering = KernelShell(self.shell, self.kernel, self._count, variables, None)  # type: ignore[arg-type]
         self.shell.showtraceback = lambda exc_tuple=None, **_: self.shown.append((exc_tuple or sys.exc_info())[1])
+
+    def _count(self) -> None:
+        self.num_ended += 1
 
     def run(self, source: str, *, store_history: bool = True) -> Any:
         return self.shell.run_cell(source, store_history=store_history)
@@ -104,7 +106,7 @@ def make_worker_shell(receiver: Any) -> Any:
         pass
 
     program: Any = object()
-    return Shell(receiver, RankVariables({}, {"RANK": None}), program, **shell_options())
+    return Shell(receiver, program, **shell_options())
 
 
 @pytest.fixture
@@ -125,7 +127,8 @@ def test_a_cell_begins_and_ends_on_all_ranks(rank_0: Rank0) -> None:
     rank_0.run("x = 1")
     rank_0.run("x + 1")
     assert rank_0.kernel.begun == ["x = 1", "x + 1"]
-    assert rank_0.kernel.finished == rank_0.after == [None, None]
+    assert rank_0.kernel.finished == [None, None]
+    assert rank_0.num_ended == 2
     assert rank_0.shell.user_ns["_2"] == 2
 
 
@@ -184,7 +187,7 @@ def test_an_await_cell_gives_its_task(rank_0: Rank0) -> None:
 def test_an_error_is_shown_once_and_told_to_all(rank_0: Rank0) -> None:
     result = rank_0.run("1 / 0")
     assert isinstance(result.error_in_exec, ZeroDivisionError)
-    assert rank_0.shown == rank_0.kernel.finished == rank_0.after == [result.error_in_exec]
+    assert rank_0.shown == rank_0.kernel.finished == [result.error_in_exec]
 
 
 def test_a_failure_of_another_rank_is_the_failure_of_the_cell(rank_0: Rank0) -> None:
@@ -192,7 +195,7 @@ def test_a_failure_of_another_rank_is_the_failure_of_the_cell(rank_0: Rank0) -> 
     result = rank_0.run("x = 1")
     assert result.error_in_exec is rank_0.kernel.outcome
     assert not result.success
-    assert rank_0.shown == rank_0.after == [rank_0.kernel.outcome]
+    assert rank_0.shown == [rank_0.kernel.outcome]
 
 
 def test_the_cause_is_shown_in_place_of_its_echo(rank_0: Rank0) -> None:
@@ -211,7 +214,7 @@ def test_the_cause_is_shown_in_place_of_its_echo(rank_0: Rank0) -> None:
 def test_what_fails_between_two_cells_fails_the_cell(rank_0: Rank0) -> None:
     failed = DistributedError("no group", hint="Restart.")
 
-    def after_cell(_error: BaseException | None) -> None:
+    def after_cell() -> None:
         raise failed
 
     rank_0.steering._after_cell = after_cell
@@ -368,7 +371,7 @@ def test_the_shell_is_left_as_it_was(rank_0: Rank0) -> None:
 
     rank_0.steering.close()
     fresh, once = make_shell(), state(rank_0.shell)
-    steering = KernelShell(fresh, rank_0.kernel, print, RankVariables({}), Path(), str)  # type: ignore[arg-type]
+    steering = KernelShell(fresh, rank_0.kernel, print, RankVariables({}), None)  # type: ignore[arg-type]
     before = state(fresh)
     steering.open()
     assert state(fresh) != before
@@ -401,20 +404,25 @@ class Waits:
         self.is_detached = False
         self.kinds: list[str] = []
 
-    def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
+    def make(self, kind: str, make: Any, *, is_value: bool = True) -> Any:
+        if self.is_detached:
+            return make()
         self.kinds.append(kind if is_value else f"({kind})")
         return {"!exit 3": 3, "x = !echo no": ["a"], "input('q')": "typed"}.get(kind)
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("RANK", "1")
     for owner, name in ((builtins, "input"), (getpass, "getpass"), (sys, "breakpointhook")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     waits: Any = Waits()
-    share_questions(waits)
-    return SimpleNamespace(shell=make_worker_shell(waits), waits=waits)
+    sys.breakpointhook = lambda: None
+    SharedInput(waits).open()
+    shell = make_worker_shell(waits)
+    with done_by_rank_0(shell, waits, RankVariables({}, {"RANK": None})):
+        yield SimpleNamespace(shell=shell, waits=waits)
 
 
 def test_a_worker_waits_for_what_rank_0_does(worker: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -505,51 +513,14 @@ def test_output_of_a_worker_has_its_rank_before_each_line() -> None:
     assert long.count("\n") == 1001
 
 
-def test_memory_is_that_of_the_card_whatever_its_number_is() -> None:
-    assert memory_by_card("GPU-aa, 1024\nGPU-bb, 2048\nGPU-cc, [N/A]\n") == {"aa": "1.00 GiB", "bb": "2.00 GiB"}
-    assert memory_by_card("") == {}
-
-
 def test_a_token_is_told_to_nobody() -> None:
     kinds: list[str] = []
-    patches = notebook_patches(lambda kind, call: kinds.append(kind) or call())  # type: ignore[func-returns-value]
+
+    def make(kind: str, call: Any, *, is_value: bool) -> Any:
+        kinds.append(kind)
+        return call()
+
+    patches = notebook_patches(make)
     (login,) = (patch for patch in patches if patch.target == "huggingface_hub._login:login")
     assert login.wrap(lambda token: f"with {token}")("hf_secret") == "with hf_secret"
     assert kinds == ["login()"]
-
-
-def test_what_the_front_end_does_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "google" / "colab"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "userdata.py").write_text("def get(name): return name + '!'\n")
-    (package / "files.py").write_text("def upload(): return {'a': b'\\xff'}\ndef download(name): return 'down'\n")
-    info = tmp_path / "google_colab-1.0.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: google-colab\nVersion: 1.0.0\n")
-    for name in [name for name in sys.modules if name == "google.colab" or name.startswith("google.colab.")]:
-        monkeypatch.delitem(sys.modules, name)
-    google = types.ModuleType("google")
-    google.__path__ = [str(tmp_path / "google")]
-    monkeypatch.setitem(sys.modules, "google", google)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    shared: list[tuple[str, Any]] = []
-
-    def share(kind: str, call: Any) -> Any:
-        shared.append((kind, call()))
-        return shared[-1][1]
-
-    registry = PatchRegistry(notebook_patches(share))
-    registry.apply()
-    try:
-        from google.colab import files, userdata  # type: ignore[import-not-found]
-
-        assert (userdata.get("HF"), files.upload(), files.download("x")) == ("HF!", {"a": b"\xff"}, "down")
-        assert shared == [("userdata.get('HF')", "HF!"), ("files.upload()", {"a": "/w=="}), ("download('x')", None)]
-        states = {row.target: row.state for row in registry.rows()}
-        assert states["google.colab.userdata:get"] == "landed"
-        assert states["google.colab.drive:mount"] == "absent"
-    finally:
-        registry.undo()
-        for name in [name for name in sys.modules if name.startswith("google.colab")]:
-            del sys.modules[name]

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from IPython.utils.text import SList
 
-from unsloth_multigpu.errors import ConfigError
+from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.notebook.cell import error_text
 from unsloth_multigpu.notebook.value import (
-    FailedOnRank0Error,
     LeftAloneError,
     Publisher,
     Receiver,
-    describe_error,
-    rebuild_error,
 )
 
 
@@ -81,50 +80,28 @@ def test_outside_a_cell_nothing_is_sent(pair: Pair) -> None:
     assert pair.sent == []
 
 
-def test_what_is_sent_is_plain_and_what_is_kept_is_not(pair: Pair) -> None:
-    assert pair.publisher.make("a", lambda: {1}, sorted) == {1}
-    assert pair.receiver.wait_for("a") == [1]
+@pytest.mark.parametrize(("value", "plain"), [(SList("ab"), ["a", "b"]), (3, 3), ("text", "text"), ({1}, None)])
+def test_what_is_sent_is_plain_and_what_is_kept_is_not(pair: Pair, value: Any, plain: Any) -> None:
+    assert pair.publisher.make("a", lambda: value) is value
+    received = pair.receiver.make("a", lambda: 1 / 0)
+    assert (received, type(received)) == (plain, type(plain))
+    with pair.receiver.detached(is_apart=True):
+        assert pair.receiver.make("a", lambda: "own") == "own"
 
 
 @pytest.mark.parametrize(
     "error", [EOFError("no answer"), subprocess.CalledProcessError(3, ["x"], "out"), OSError(2, "gone"), KeyError("k")]
 )
-def test_an_error_of_rank_0_is_raised_on_the_other_ranks_as_itself(pair: Pair, error: Exception) -> None:
+def test_an_error_of_rank_0_is_one_of_its_class_on_the_other_ranks(pair: Pair, error: Exception) -> None:
     def make() -> None:
         raise error
 
     with pytest.raises(type(error)):
         pair.publisher.make("a", make)
-    with pytest.raises(type(error)) as raised:
+    with pytest.raises(type(error), match="rank 0 failed in a: ") as raised:
         pair.receiver.wait_for("a")
-    assert str(raised.value) == str(error)
-    assert isinstance(raised.value.__cause__, FailedOnRank0Error)
-
-
-def test_an_error_with_a_constructor_of_its_own_is_built_without_it() -> None:
-    error = rebuild_error(describe_error(ConfigError("bad", hint="do this")))
-    assert isinstance(error, ConfigError)
-    assert str(error) == str(ConfigError("bad", hint="do this"))
-
-
-def test_an_error_of_an_unknown_class_still_says_what_it_was(pair: Pair) -> None:
-    class LocalError(Exception):
-        pass
-
-    def make() -> None:
-        raise LocalError("what happened")
-
-    with pytest.raises(LocalError):
-        pair.publisher.make("a", make)
-    with pytest.raises(FailedOnRank0Error, match="LocalError: what happened"):
-        pair.receiver.wait_for("a")
-
-
-@pytest.mark.parametrize(
-    "told", [["os", "system"], ["builtins", "int"], ["builtins", "SystemExit"], ["no_module", "X"]]
-)
-def test_nothing_but_an_exception_is_built(told: list[str]) -> None:
-    assert rebuild_error({"class": told, "arguments": [], "attributes": {}, "text": ""}) is None
+    assert isinstance(raised.value, DistributedError)
+    assert error_text(raised.value) == error_text(error), "the ranks have ended alike"
 
 
 def test_stop_is_no_error_of_the_value(pair: Pair) -> None:

@@ -162,7 +162,6 @@ def test_every_keyword_arrives_in_the_config(opened: list[MultiGPUConfig]) -> No
         "node_rank": {**ASKING["nnodes"], "node_rank": 1},
         "verify_every": {"verify_every": 7},
         "log_metrics": {"log_metrics": False},
-        "panel": {"panel": False},
     }
     assert values.keys() == TABLE.keys()
     for name, keywords in values.items():

@@ -9,6 +9,7 @@ import io
 import json
 import pickle
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -263,6 +264,7 @@ class Strange(Exception):
         (FileNotFoundError(errno.ENOENT, "No such file"), FileNotFoundError),
         (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), UnicodeDecodeError),
         (KeyError("weight"), KeyError),
+        (subprocess.CalledProcessError(3, ["x"], "out"), subprocess.CalledProcessError),
         (Refused("401", response=None), Refused),
         (json.JSONDecodeError("bad", "x", 0), ValueError),
         (ConfigError("no", hint="None."), ConfigError),
@@ -279,9 +281,10 @@ def test_failure_of_rank_0_is_of_its_class_on_the_others(ranks: Ranks, error: Ex
         ranks.saver(1)("model", "out")
     told = raised.value
     assert isinstance(told, DistributedError)
-    assert told.is_of_rank_0
+    assert told.of_rank_0 == f"{type(error).__name__}: {error}"
     assert type(told).__name__ == "DistributedError"  # In a report the cause is rank 0's.
-    assert getattr(told, "errno", None) == getattr(error, "errno", None)
+    for field in ("errno", "returncode"):
+        assert getattr(told, field, None) == getattr(error, field, None)
     again = pickle.loads(pickle.dumps(told))
     assert str(again) == str(told)
 

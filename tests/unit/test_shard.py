@@ -14,6 +14,7 @@ import torch
 
 from tests.helpers.trainer import FakeTrainer
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.engine import Engine, check_versions, find_engine
 from unsloth_multigpu.group.shards import (
     class_of,
     clip_parts,
@@ -28,7 +29,6 @@ from unsloth_multigpu.group.shards import (
 from unsloth_multigpu.group.waits import Waits
 from unsloth_multigpu.hooks.shard import _stored_as_computed, ask_accelerate_to_shard, ask_unsloth_to_shard
 from unsloth_multigpu.options import MultiGPUConfig
-from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
 from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.shard.sharding import check_is_offloaded, check_is_sharded, check_options
 from unsloth_multigpu.train.trainer import DDPTrainer
@@ -186,7 +186,7 @@ def test_model_of_which_nothing_is_sharded_is_refused() -> None:
 
 def test_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_versions("torch", "no-such-library")
-    monkeypatch.setattr("unsloth_multigpu.shard.engine.version", lambda _: "2.6.0")
+    monkeypatch.setattr("unsloth_multigpu.group.engine.version", lambda _: "2.6.0")
     with pytest.raises(SetupError, match=r"shard='on' needs torch>=2.7, and 2.6.0 is installed"):
         check_versions("torch")
 

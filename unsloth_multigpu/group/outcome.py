@@ -1,4 +1,4 @@
-"""How rank 0's save ended, as other ranks are told: a result, or an error that a script catches as it does on one GPU.
+"""How rank 0's work for all ranks ended, as the others are told: by an error that a script catches as on one GPU.
 
 Needs no torch.
 """
@@ -12,14 +12,14 @@ from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
 
-# What a script asks an error of the system for.
-_FIELDS = ("errno", "strerror", "filename")
+# What a script asks an error of the system, or of a program, for.
+_FIELDS = ("errno", "strerror", "filename", "returncode")
 
 
 def failure(error: BaseException) -> dict[str, Any]:
     """What the other ranks are told of an error of rank 0, as JSON."""
     kinds = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__ if issubclass(kind, Exception)]
-    fields = {name: getattr(error, name, None) for name in _FIELDS} if isinstance(error, OSError) else {}
+    fields = {name: getattr(error, name, None) for name in _FIELDS}
     known = {name: value for name, value in fields.items() if isinstance(value, (int, str))}
     return {"error": f"{type(error).__name__}: {error}", "kinds": kinds, "fields": known}
 
@@ -35,6 +35,7 @@ def error_of(outcome: Mapping[str, Any], what: str) -> DistributedError:
         kind = _find(module, name)
         error = None if kind is None else _built(kind, message, hint)
         if error is not None:
+            error.of_rank_0 = outcome["error"]
             fields = outcome.get("fields", {})
             for field in (name for name in _FIELDS if name in fields):
                 setattr(error, field, fields[field])
@@ -57,7 +58,7 @@ def _built(kind: type[Exception], message: str, hint: str) -> DistributedError |
     if issubclass(DistributedError, kind):
         bases = (DistributedError,)
     # The name is ours: it says in a report that the cause is elsewhere.
-    members = {"__module__": DistributedError.__module__, "__reduce__": _reduced, "is_of_rank_0": True}
+    members = {"__module__": DistributedError.__module__, "__reduce__": _reduced}
     try:
         error: DistributedError = type("DistributedError", bases, members)(message, hint=hint)
     except (TypeError, AttributeError):

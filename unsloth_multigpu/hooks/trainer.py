@@ -362,8 +362,6 @@ def _adjusted_arguments(
     adjust: Callable[[ArgumentsLike], None],
     original: Callable[..., None],
 ) -> Callable[..., None]:
-    from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
-
     @functools.wraps(original)
     @_told_world_size(world_size)  # Here transformers has accelerate read the rank.
     def __post_init__(self: ArgumentsLike) -> None:
@@ -383,6 +381,8 @@ def _adjusted_arguments(
         if self.ddp_timeout == _DEFAULT_DDP_TIMEOUT_S:
             self.ddp_timeout = int(config.timeout_s) or 1
         if config.shard == "on" and world_size > 1:
+            from unsloth_multigpu.hooks.shard import ask_accelerate_to_shard
+
             ask_accelerate_to_shard(self, offload=config.shard_offload)
             if config.shard_offload:
                 # Here transformers has accelerate open the group, without a way to send what lies in the host's memory.

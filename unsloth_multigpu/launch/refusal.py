@@ -54,7 +54,7 @@ def is_refusal(error: BaseException, num_steps: int) -> bool:
         error: What `train()` has raised.
         num_steps: Optimizer steps that this training has made.
     """
-    if isinstance(error, DistributedError) and error.is_of_rank_0:
+    if isinstance(error, DistributedError) and error.of_rank_0:
         return False  # Rank 0 knows whether one process would have met it.
     if isinstance(error, _OF_SEVERAL_RANKS):
         return True

@@ -1,1 +1,1 @@
-"""The older plugin's serial path, to be compared with. Nothing imports it."""
+"""The older plugin's serial path, to be compared with."""

@@ -1,4 +1,7 @@
-"""Replicas of one model in one process, for the legacy serial path."""
+"""Replicas of one model in one process, for the legacy serial path.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """SerialTrainer: the legacy way to use several devices, one process whose replicas compute one after the other.
 
 It is slower than one device, and is kept so that it can be compared against. The loop stays Hugging Face's.
+
+Imported inside functions only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Cuts a micro-batch into shards of rows, for the legacy serial path."""
+"""Cuts a micro-batch into shards of rows, for the legacy serial path.
+
+Imported inside functions only.
+"""
 
 from __future__ import annotations
 

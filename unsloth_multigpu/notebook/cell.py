@@ -1,12 +1,9 @@
-"""Cells as text: where `enable_multi_gpu()` is called, what only rank 0 runs, and what a worker runs again. Pure."""
+"""Cells as text: where `enable_multi_gpu()` is called, what only rank 0 runs, what a worker cannot run again. Pure."""
 
 from __future__ import annotations
 
 import ast
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from unsloth_multigpu.accelerator import CPU_BACKEND
 from unsloth_multigpu.errors import SetupError
@@ -35,11 +32,8 @@ _ALIASES = "IPython.core.alias."
 # Parts of the messages of torch and gloo when another rank has ended, or when the group was aborted.
 _BROKEN = ("Connection closed by peer", "Connection reset", CPU_BACKEND, "NCCL", "ProcessGroup", "process group")
 # Calls whose values only rank 0 has, by how they end in the source.
-_VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput", "userdata.get")
-_CHANGING = "add append clear discard extend insert pop popitem remove reverse setdefault sort update"
-_MUTATORS = frozenset(_CHANGING.split())
+_VALUE_CALLS = ("input", "getpass", "get_ipython().getoutput")
 _ERROR_CHARACTERS = 2000
-_RESTART = "Restart the kernel, and call enable_multi_gpu() in the first cell."
 
 
 def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool:
@@ -59,8 +53,10 @@ def is_rank_0_magic(kind: str, name: str, line: str, module: str | None) -> bool
 
 
 def error_text(error: BaseException | None) -> str:
-    """An error as a short text, in which ranks tell each other of it; "" = no error."""
-    return "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+    """An error as a short text, in which ranks tell each other of it; that of rank 0 where it is one; "" = no error."""
+    if error is None:
+        return ""
+    return (getattr(error, "of_rank_0", "") or f"{type(error).__name__}: {error}")[:_ERROR_CHARACTERS]
 
 
 def names_broken_group(error: BaseException) -> bool:
@@ -137,68 +133,20 @@ def _magic_around(body: Sequence[ast.stmt]) -> ast.Call | None:
     return call
 
 
-def replay_sources(sources: Iterable[str], values: Mapping[str, Any]) -> list[str]:
-    """The code that gives a worker what rank 0 has from these cells. Values that only rank 0 has are written into it.
+def is_python(source: str) -> bool:
+    """False for a transformed cell that Python cannot read: nothing of it was run."""
+    return _parse(source) is not None
 
-    Args:
-        sources: Transformed cells, in order. A source that is not Python did nothing and becomes "".
-        values: The variables of rank 0, as they are after the cells.
 
-    Raises:
-        SetupError: A value is not plain data, or its variable was changed later.
+def kept_value(source: str) -> str | None:
+    """The first statement of a transformed cell that keeps a value which only the kernel has; None = there is none.
+
+    That is what was typed, what a command has printed, and what a magic of rank 0 has returned.
     """
-    trees = [_parse(source) for source in sources]
-    replay = _Replay(values, _changes(trees))
-    return ["" if tree is None else ast.unparse(ast.fix_missing_locations(replay.visit(tree))) for tree in trees]
-
-
-class _Replay(ast.NodeTransformer):
-    def __init__(self, values: Mapping[str, Any], changes: Mapping[str, set[str]]) -> None:
-        self._values = values
-        self._changes = changes
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node  # Its body does not run here.
-
-    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef  # type: ignore[assignment]
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        if not any(map(_is_value_of_rank_0, ast.walk(node.value))):
-            return node
-        target = node.targets[0]
-        name = target.id if len(node.targets) == 1 and isinstance(target, ast.Name) else None
-        if name is None or name not in self._values or self._changes[name] != {ast.dump(node)}:
-            raise _unknown(node, "and which was changed or lost since")
-        literal = as_literal(self._values[name])
-        if literal is None:
-            raise _unknown(node, f"and which is not plain data but {type(self._values[name]).__name__}")
-        node.value = ast.parse(literal, mode="eval").body
-        return node
-
-
-def bound_names(sources: Iterable[str]) -> set[str]:
-    """Names that cells bind, in whatever scope, as far as their text tells it.
-
-    Args:
-        sources: Transformed cells.
-    """
-    found: set[str] = set()
-    for tree in filter(None, map(_parse, sources)):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-                found.add(node.id)
-            elif isinstance(node, ast.alias):
-                found.add(node.asname or node.name.partition(".")[0])
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
-    return found
-
-
-def _unknown(node: ast.Assign, why: str) -> SetupError:
-    return SetupError(
-        f"enable_multi_gpu() comes after `{ast.unparse(node)[:200]}`, a value that only this process has, {why}.",
-        hint=_RESTART,
-    )
+    for node in _nodes_that_run(_parse(source)):
+        if isinstance(node, ast.Assign) and any(map(_is_value_of_rank_0, ast.walk(node.value))):
+            return ast.unparse(node)
+    return None
 
 
 def _parse(source: str) -> ast.Module | None:
@@ -208,26 +156,13 @@ def _parse(source: str) -> ast.Module | None:
         return None
 
 
-def _changes(trees: Iterable[ast.Module | None]) -> Mapping[str, set[str]]:
-    """For each name: the statements that bind or change it, as text."""
-    found = defaultdict(set)
-    for tree in filter(None, trees):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    for part in ast.walk(target):
-                        if isinstance(part, ast.Name):
-                            found[part.id].add(ast.dump(node))
-            elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
-                for part in ast.walk(node.target):
-                    if isinstance(part, ast.Name):
-                        found[part.id].add(ast.dump(node))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
-                found[ast.unparse(node.func.value)].add(ast.dump(node))
-            elif isinstance(node, ast.Delete):
-                for gone in node.targets:
-                    found[ast.unparse(gone).partition("[")[0]].add(ast.dump(node))
-    return found
+def _nodes_that_run(node: ast.AST | None) -> Iterator[ast.AST]:
+    """Without the bodies of functions, which may never be called."""
+    if node is None or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _nodes_that_run(child)
 
 
 def _is_value_of_rank_0(node: ast.AST) -> bool:
@@ -237,22 +172,3 @@ def _is_value_of_rank_0(node: ast.AST) -> bool:
     if called == "get_ipython().run_line_magic" and node.args and isinstance(node.args[0], ast.Constant):
         return node.args[0].value in RANK_0_LINE_MAGICS
     return any(called == name or called.endswith(f".{name}") for name in _VALUE_CALLS)
-
-
-def as_literal(value: Any) -> str | None:
-    """The Python literal of a plain value; None for other values."""
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        parts = [as_literal(part) for part in value]
-        if None in parts:
-            return None
-        plain = f"[{', '.join(map(str, parts))}]"
-        if type(value).__name__ == "SList":  # The type of `x = !cmd`: a list that also has `x.s`.
-            return f"__import__('IPython.utils.text', fromlist=['SList']).SList({plain})"
-        return plain if type(value) is list else f"tuple({plain})" if type(value) is tuple else None
-    if type(value) is dict:
-        pairs = [(as_literal(key), as_literal(part)) for key, part in value.items()]
-        is_plain = all(key is not None and part is not None for key, part in pairs)
-        return f"{{{', '.join(f'{key}: {part}' for key, part in pairs)}}}" if is_plain else None
-    return None

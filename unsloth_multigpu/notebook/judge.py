@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from unsloth_multigpu.notebook.kernel import Cell
 
 # From a fault until the kernel's own part of the cell is ended, in seconds. Longest where a worker raised: if rank 0
 # is about to raise the same error, its own traceback is the best one to show.
@@ -14,8 +16,8 @@ _GRACE_S = {"raised": 1.4, "died": 0.25, "hung": 0.0, "diverged": 0.0}
 # Where ranks have diverged, the main thread is known to be inside a collective.
 _ABORT_AFTER_S = {"raised": 0.5, "died": 0.5, "hung": 0.5, "diverged": 0.1}
 _STOP_ABORT_AFTER_S = 1.0
-# Users often press Stop twice, and the second time the ranks are just being made equal again.
-_HEALING_STOP_AFTER_S = 10.0
+# Users often press Stop twice, and the second time the ranks are just making a new process group.
+_GROUP_STOP_AFTER_S = 10.0
 _MISSED_STOP_AFTER_S = 0.05
 _CANCEL_AFTER_S = 0.2
 # From the moment that rank 0 leaves the cell by an error until the others are asked to leave it. Where all ranks
@@ -45,85 +47,58 @@ class Action(enum.Enum):
     KILL = "kill the workers that are still in the cell"
 
 
-@dataclass(frozen=True)
-class View:
-    """One look at a cell.
+def next_actions(cell: Cell, now_s: float, pending: Collection[int]) -> list[Action]:
+    """Actions that are due now.
 
     Args:
-        now_s: The time, on one clock with all others.
-        main: What the kernel's main thread does: runs the cell, writes its traceback, or has left the cell.
-        main_since_s: Since when; what it left by an error it left when it began to write the traceback.
-        is_error: The kernel's own part ended, or is ending, by an exception.
-        is_async: The cell awaits, so that a signal reaches the event loop and not the cell.
-        is_healing: No code of the user runs: the ranks are being made equal again.
-        stop_s: When the user pressed Stop; None = not.
-        is_stop_missed: Stop came while the main thread must not be interrupted.
-        failure: Kind of the first failure of another rank; None = none.
-        failure_s: When it was noticed.
+        cell: As it is at `now_s`.
+        now_s: The time, on one clock with all times of the cell.
         pending: Workers that live and have not ended the cell.
-        done: When each action was taken.
     """
-
-    now_s: float
-    main: Main
-    main_since_s: float
-    is_error: bool = False
-    is_async: bool = False
-    is_healing: bool = False
-    stop_s: float | None = None
-    is_stop_missed: bool = False
-    failure: Kind | None = None
-    failure_s: float = 0.0
-    pending: frozenset[int] = frozenset()
-    done: Mapping[Action, float] = field(default_factory=dict)
+    times_s = _end_own_part(cell) if cell.main == "runs" else _bring_workers_home(cell, now_s, pending)
+    if cell.stop_s is not None and pending and not cell.makes_group:
+        times_s[Action.PASS_STOP] = cell.stop_s
+    return [action for action, time_s in times_s.items() if action not in cell.done and now_s >= time_s]
 
 
-def next_actions(view: View) -> list[Action]:
-    """Actions that are due now."""
-    times_s = _end_own_part(view) if view.main == "runs" else _bring_workers_home(view)
-    if view.stop_s is not None and view.pending and not view.is_healing:
-        times_s[Action.PASS_STOP] = view.stop_s
-    return [action for action, time_s in times_s.items() if action not in view.done and view.now_s >= time_s]
-
-
-def _end_own_part(view: View) -> dict[Action, float]:
+def _end_own_part(cell: Cell) -> dict[Action, float]:
     """Times of the actions that end what the kernel's main thread does."""
     due_s = {}
-    if view.failure is not None:
-        due_s[Action.RAISE] = view.failure_s + _GRACE_S[view.failure]
-        if Action.RAISE in view.done:
-            due_s[Action.ABORT] = view.done[Action.RAISE] + _ABORT_AFTER_S[view.failure]
-    elif view.stop_s is not None and view.is_healing:
-        due_s[Action.ABORT] = view.stop_s + _HEALING_STOP_AFTER_S
-    elif view.stop_s is not None:
-        if view.is_stop_missed:
-            due_s[Action.RAISE] = view.stop_s + _MISSED_STOP_AFTER_S
-        if view.is_async:
-            due_s[Action.CANCEL] = view.stop_s + _CANCEL_AFTER_S
-        due_s[Action.ABORT] = view.stop_s + _STOP_ABORT_AFTER_S
+    if cell.failure is not None:
+        due_s[Action.RAISE] = cell.failure_s + _GRACE_S[cell.failure]
+        if Action.RAISE in cell.done:
+            due_s[Action.ABORT] = cell.done[Action.RAISE] + _ABORT_AFTER_S[cell.failure]
+    elif cell.stop_s is not None and cell.makes_group:
+        due_s[Action.ABORT] = cell.stop_s + _GROUP_STOP_AFTER_S
+    elif cell.stop_s is not None:
+        if cell.is_stop_missed:
+            due_s[Action.RAISE] = cell.stop_s + _MISSED_STOP_AFTER_S
+        if cell.task is not None:  # A signal reaches the event loop, and not the cell.
+            due_s[Action.CANCEL] = cell.stop_s + _CANCEL_AFTER_S
+        due_s[Action.ABORT] = cell.stop_s + _STOP_ABORT_AFTER_S
     return due_s
 
 
-def _bring_workers_home(view: View) -> dict[Action, float]:
+def _bring_workers_home(cell: Cell, now_s: float, pending: Collection[int]) -> dict[Action, float]:
     """Times of the actions that end what the workers do, after the kernel's own part has ended."""
-    is_well = not view.is_error and view.stop_s is None and view.failure is None
-    if is_well or not view.pending:
+    is_well = cell.error is None and cell.stop_s is None and cell.failure is None
+    if is_well or not pending:
         return {}
-    if view.failure == "died" and view.main == "left":
-        return {Action.KILL: view.now_s}  # The kernel continues alone in any case.
-    if view.failure == "diverged":
-        due_s = {Action.ASK: view.now_s}
+    if cell.failure == "died" and cell.main == "left":
+        return {Action.KILL: now_s}  # The kernel continues alone in any case.
+    if cell.failure == "diverged":
+        due_s = {Action.ASK: now_s}
         abort_after_s = _ABORT_AFTER_S["diverged"]
-    elif Action.PASS_STOP in view.done:
-        due_s = {Action.ASK: max(view.main_since_s, view.done[Action.PASS_STOP]) + _ASK_AFTER_STOP_S}
+    elif Action.PASS_STOP in cell.done:
+        due_s = {Action.ASK: max(cell.main_since_s, cell.done[Action.PASS_STOP]) + _ASK_AFTER_STOP_S}
         abort_after_s = _ASK_ABORT_AFTER_STOP_S
     else:
-        due_s = {Action.ASK: view.main_since_s + _ASK_AFTER_S}
+        due_s = {Action.ASK: cell.main_since_s + _ASK_AFTER_S}
         abort_after_s = _ASK_ABORT_AFTER_S
-    if Action.ASK in view.done:
-        due_s[Action.ASK_ABORT] = view.done[Action.ASK] + abort_after_s
-    if Action.ASK_ABORT in view.done:
-        due_s[Action.KILL] = view.done[Action.ASK_ABORT] + _KILL_AFTER_S
+    if Action.ASK in cell.done:
+        due_s[Action.ASK_ABORT] = cell.done[Action.ASK] + abort_after_s
+    if Action.ASK_ABORT in cell.done:
+        due_s[Action.KILL] = cell.done[Action.ASK_ABORT] + _KILL_AFTER_S
     return due_s
 
 

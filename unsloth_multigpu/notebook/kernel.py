@@ -27,18 +27,23 @@ class Cell:
     Attributes:
         number: Counts the cells and groups that are sent to the workers.
         task: The task of a cell that awaits; None if it does not.
-        is_healing: A new group is made; no code of the user runs.
-        error: What the kernel's own part ended with.
+        makes_group: A new group is made; no code of the user runs.
+        main: What the kernel's main thread does: runs the cell, writes its traceback, or has left the cell.
+        main_since_s: Since when; what it left by an error it left when it began to write the traceback.
+        error: What the kernel's own part ended with, or is ending.
         stop_s: When the user pressed Stop.
         is_stop_missed: Stop came at a moment when nothing may be raised.
-        failure: The first fault of another rank.
+        failure: Kind of the first fault of another rank; None = none.
+        failure_s: When it was noticed.
         failure_error: The error that tells the user of it.
         is_shown: `failure_error` has been shown to the user.
+        is_of_some: It has run code on some ranks only, as %%rank asks.
+        done: When the kernel took each action.
     """
 
     number: int
     task: asyncio.Task[Any] | None = None
-    is_healing: bool = False
+    makes_group: bool = False
     begin_s: float = field(default_factory=time.monotonic)
     main: Main = "runs"
     main_since_s: float = field(default_factory=time.monotonic)
@@ -49,6 +54,7 @@ class Cell:
     failure_s: float = 0.0
     failure_error: MultiGPUError | None = None
     is_shown: bool = False
+    is_of_some: bool = False
     diverged_since_s: float | None = None
     done: dict[Action, float] = field(default_factory=dict)
 
@@ -86,7 +92,6 @@ class Kernel:
         attend: Set by the monitor: makes it look at once, because a cell begins or ends.
         is_undisturbed: No error may be raised in the main thread now.
         is_broken: After the last cell the state of the process group, or of some ranks, is unknown.
-        is_common: The last cell ended in the same way on all ranks, with or without an error, and was not interrupted.
     """
 
     def __init__(self, workers: Sequence[WorkerProcess], last_collective: Callable[[], int]) -> None:
@@ -96,7 +101,7 @@ class Kernel:
         self.changed = threading.Condition()
         self.attend: Callable[[], None] = lambda: None
         self.is_undisturbed = False
-        self.is_broken = self.is_common = False
+        self.is_broken = False
         self._main_thread = threading.get_ident()
         self._num_cells = 0
 
@@ -204,9 +209,9 @@ class Kernel:
         message = {"source": source, "execution_count": execution_count, "random_state": dict(random_state)}
         return self._begin(Cell(self._next_cell_number(), task), "cell", {**message, "folder": _folder()})
 
-    def begin_healing(self, order: Mapping[str, Any]) -> Cell:
+    def begin_group(self, order: Mapping[str, Any]) -> Cell:
         """Lets the workers make a new process group, as `order` says; `finish` ends it."""
-        return self._begin(Cell(self._next_cell_number(), is_healing=True), "open", order)
+        return self._begin(Cell(self._next_cell_number(), makes_group=True), "open", order)
 
     def _begin(self, cell: Cell, kind: str, fields: Mapping[str, Any]) -> Cell:
         with self.undisturbed():
@@ -240,8 +245,8 @@ class Kernel:
         told, messages = self._outcome(cell), self._messages(cell)
         collectives = {message.get("collective") for message in messages} | {self.last_collective()}
         is_cut = any((cell.done, cell.stop_s, len(collectives) > 1, error is not None and names_broken_group(error)))
-        self.is_common = not is_cut and [m["error"] for m in messages] == [error_text(error)] * len(self.workers)
-        self.is_broken = is_cut or (cell.failure is not None and not self.is_common)
+        is_common = [message["error"] for message in messages] == [error_text(error)] * len(self.workers)
+        self.is_broken = is_cut or (cell.failure is not None and not cell.is_of_some and not is_common)
         return told
 
     def pending(self) -> frozenset[int]:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,14 +13,13 @@ from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.process import WorkerProcess
 from unsloth_multigpu.notebook.share import read_ranks
 from unsloth_multigpu.notebook.value import Publisher
+from unsloth_multigpu.overview import Overview, columns_of
 from unsloth_multigpu.text_table import aligned
-from unsloth_multigpu.wire.beat import Beat, read_beats
-from unsloth_multigpu.words import gib
+from unsloth_multigpu.wire.run import Run
 
 _NUM_LOG_LINES = 40
 _MOST_LINES = 1000
 _IDLE_LIMIT_S = 1.0
-_NVIDIA_SMI_LIMIT_S = 10.0
 _USAGE = "%ranks: all ranks. %ranks log [N]: the end of a log. %ranks on, off: output of every rank."
 
 
@@ -36,21 +30,15 @@ class RankMagics:
         shell: `get_ipython()`.
         kernel: Knows the workers.
         publisher: Sends nothing in a cell that only some ranks run.
-        run_dir: The run's private folder, with the pages of all ranks.
-        device_of: Names the device of a rank.
+        run: Its folder has the pages of all ranks.
     """
 
-    def __init__(
-        self, shell: Any, kernel: Kernel, publisher: Publisher, run_dir: Path, device_of: Callable[[int], str]
-    ) -> None:
+    def __init__(self, shell: Any, kernel: Kernel, publisher: Publisher, run: Run) -> None:
         self._shell = shell
         self._kernel = kernel
         self._publisher = publisher
-        self._run_dir = run_dir
-        self._device_of = device_of
+        self._run = run
         self._shows_all = False
-        # True while no other rank runs what rank 0 runs.
-        self.is_apart = False
         # Of the cell that runs: its source, the ranks whose output is shown, and how long each log was.
         self._source = ""
         self._shown: set[int] = set()
@@ -81,14 +69,12 @@ class RankMagics:
     def rank(self, line: str, cell: str) -> None:
         """%%rank N: runs the cell on one rank, on several (0,2), or on all; the others skip it."""
         ranks = read_ranks(line, len(self._kernel.workers) + 1)
+        if (running := self._kernel.current) is not None:
+            running.is_of_some = True
         self._shown |= ranks - {0}
         if 0 in ranks:
-            self.is_apart = ranks == {0}
-            try:
-                with self._publisher.detached():
-                    result = self._shell.run_cell(cell)
-            finally:
-                self.is_apart = False
+            with self._publisher.detached(is_apart=ranks == {0}):
+                result = self._shell.run_cell(cell)
             result.raise_error()
 
     def rank0(self, _line: str, cell: str) -> None:
@@ -110,26 +96,21 @@ class RankMagics:
             sys.stdout.write(self._table() + "\n")
 
     def _table(self) -> str:
+        workers = self._kernel.workers
         with self._kernel.changed:
             # The workers run this cell too. A worker that has reached this line reports that it waits.
-            self._kernel.changed.wait_for(lambda: all(map(self._is_idle, self._kernel.workers)), _IDLE_LIMIT_S)
-        beats, now_s = read_beats(self._run_dir), time.monotonic()
-        rows = [("rank", "pid", "device", "state", "step", "phase", "since", "RSS", "device memory", "log")]
-        workers: Sequence[WorkerProcess | None] = [None, *self._kernel.workers]
-        devices = [self._device_of(rank) for rank in range(len(workers))]
-        used = _device_memory()
-        for rank, worker in enumerate(workers):
-            beat, pid = beats.get(rank, Beat()), os.getpid() if worker is None else worker.pid
-            age = f"{now_s - beat.progress_s:.0f} s" if beat.progress_s else "-"
-            place = (str(beat.step) if beat.step >= 0 else "-", beat.phase.name.lower(), age)
-            memory = used.get(beat.device_id.removeprefix("GPU-"), "-")
-            log = "-" if worker is None else str(worker.log)
-            rows.append((str(rank), str(pid), devices[rank], self._state(worker), *place, _rss(pid), memory, log))
-        return "\n".join(aligned(rows))
+            self._kernel.changed.wait_for(lambda: all(map(self._is_idle, workers)), _IDLE_LIMIT_S)
+        look = Overview(self._run).look()
+        columns = [
+            ("rank", [str(row.rank) for row in look.rows]),
+            ("pid", [str(pid) for pid in self._kernel.pids]),
+            ("state", ["this kernel", *map(self._state, workers)]),
+            *(column for column in columns_of(look) if column[0] not in ("rank", "log")),
+            ("log", ["-", *(str(worker.log) for worker in workers)]),
+        ]
+        return "\n".join(aligned([[name for name, _ in columns], *zip(*(c for _, c in columns), strict=True)]))
 
-    def _state(self, worker: WorkerProcess | None) -> str:
-        if worker is None:
-            return "this kernel"
+    def _state(self, worker: WorkerProcess) -> str:
         if worker.exit_code is not None:
             code = worker.exit_code
             return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -162,37 +143,3 @@ def prefix_output(text: str, header: str, rank: int) -> str:
         return ""
     cut = [f"... {len(lines) - _MOST_LINES} more lines in the log"] if len(lines) > _MOST_LINES else []
     return "".join(f"[rank{rank}] {line}\n" for line in [*cut, *lines[-_MOST_LINES:]])
-
-
-def _rss(pid: int) -> str:
-    """Memory of this machine that a process holds; "-" if it has ended."""
-    import psutil
-
-    try:
-        return gib(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return "-"
-
-
-def _device_memory() -> dict[str, str]:
-    """Memory in use on each NVIDIA card, by all processes. Asking CUDA would open each card in this process."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    command = [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return memory_by_card(done.stdout)
-
-
-def memory_by_card(table: str) -> dict[str, str]:
-    """Memory in use by the card's UUID: nvidia-smi counts cards by their place on the bus, CUDA by their speed.
-
-    Args:
-        table: Lines `uuid, MiB` of nvidia-smi.
-    """
-    rows = (line.split(",") for line in table.splitlines())
-    cards = {uuid.strip().removeprefix("GPU-"): mib.strip() for uuid, mib in rows}
-    return {uuid: f"{int(mib) / 1024:.2f} GiB" for uuid, mib in cards.items() if mib.isdecimal()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import select
@@ -17,7 +18,7 @@ from typing import Any
 from unsloth_multigpu.errors import DistributedError, DivergenceError, RankTimeoutError
 from unsloth_multigpu.launch.watchdog import find_hang
 from unsloth_multigpu.logs import get_logger
-from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, View, find_divergence, next_actions
+from unsloth_multigpu.notebook.judge import DIVERGED_AFTER_S, Action, find_divergence, next_actions
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.process import WorkerProcess, died
 from unsloth_multigpu.wire.beat import read_beats
@@ -118,8 +119,8 @@ class Monitor:
 
     def _raise_pending(self, _signal_number: int, _frame: object) -> None:
         cell = self._kernel.cell
-        is_healing = cell is not None and cell.is_healing
-        if self._pending_error is None or (self._kernel.is_undisturbed and not is_healing):
+        makes_group = cell is not None and cell.makes_group
+        if self._pending_error is None or (self._kernel.is_undisturbed and not makes_group):
             return  # The signal is sent again.
         error, self._pending_error = self._pending_error, None
         # While the main thread writes its traceback, an error would end IPython's own code.
@@ -198,27 +199,15 @@ class Monitor:
 
     def _step(self, cell: Cell) -> None:
         """Takes the actions that are due now."""
-        view = View(
-            now_s=time.monotonic(),
-            main=cell.main,
-            main_since_s=cell.main_since_s,
-            is_error=cell.error is not None,
-            is_async=cell.task is not None,
-            is_healing=cell.is_healing,
-            stop_s=cell.stop_s,
-            is_stop_missed=cell.is_stop_missed,
-            failure=cell.failure,
-            failure_s=cell.failure_s,
-            pending=self._kernel.pending(),
-            done=cell.done,
-        )
-        for action in next_actions(view):
+        now_s = time.monotonic()
+        # A copy: the main thread goes on meanwhile.
+        for action in next_actions(copy.copy(cell), now_s, self._kernel.pending()):
             logger.debug("cell=%d %s", cell.number, action.value)
             cell.done[action] = time.monotonic()
             self._act(cell, action)
         # Repeated: the handler raises nothing while the main thread is undisturbed. Each signal wakes this thread.
-        if self._pending_error is not None and cell.main == "runs" and view.now_s - self._signalled_s > _SIGNAL_S:
-            self._signalled_s = view.now_s
+        if self._pending_error is not None and cell.main == "runs" and now_s - self._signalled_s > _SIGNAL_S:
+            self._signalled_s = now_s
             signal.pthread_kill(self._main_thread, RAISE_SIGNAL)
 
     def _act(self, cell: Cell, action: Action) -> None:

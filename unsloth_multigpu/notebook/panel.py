@@ -14,8 +14,7 @@ from unsloth_multigpu.wire.beat import Phase
 from unsloth_multigpu.wire.run import Run
 
 _EVERY_S = 1.0
-_MOST_OF_LOG = 80
-_LEFT = ("rank", "device", "doing", "log")
+_MOST_OF_CELL = 80
 _HTML = '<pre style="line-height: 1.4; white-space: pre; overflow-x: auto">{}</pre>'
 
 
@@ -81,10 +80,7 @@ class Panel:
 def bundle(look: Look) -> dict[str, str]:
     """The table as text and in HTML, as a front end takes it."""
     columns = columns_of(look)
-    left = [column for column in columns if column[0] in _LEFT[:-1]]
-    right = [column for column in columns if column[0] not in _LEFT]
-    logs = [(name, [cell[:_MOST_OF_LOG] for cell in cells]) for name, cells in columns if name == "log"]
-    ordered = [*left, *right, *logs]
-    rows = [[name for name, _ in ordered], *zip(*(cells for _, cells in ordered), strict=True)]
+    rows = [[name for name, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
+    rows = [[cell[:_MOST_OF_CELL] for cell in row] for row in rows]
     text = "\n".join([headline(look), *aligned(rows)])
     return {"text/plain": text, "text/html": _HTML.format(html.escape(text))}

@@ -29,7 +29,7 @@ class WorkerProcess(Child):
 
     Attributes:
         is_ready: It takes cells.
-        start_failures: The steps of the kernel's start that failed there; see `start_alike`.
+        start_failures: Extensions of the kernel that could not be loaded there.
         ended: The message with which it ended a cell, by the number of the cell. Only the last ones are kept.
         waits: While it waits for a value of rank 0, the number of its last collective; None = it does not wait.
     """

@@ -6,7 +6,7 @@ A script's answers are in `unsloth_multigpu.program`, with what each method is f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from unsloth_multigpu.errors import ConfigError, SetupError
 from unsloth_multigpu.logs import Console
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.panel import Panel
-from unsloth_multigpu.notebook.value import Receiver
+from unsloth_multigpu.notebook.value import Publisher, Receiver
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import MultiGPUConfig
+from unsloth_multigpu.session import Session, open_session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.identity import RankIdentity
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from unsloth_multigpu.group.manager import DDPManager
     from unsloth_multigpu.notebook.recovery import Trainings
-    from unsloth_multigpu.notebook.shell import KernelShell
-    from unsloth_multigpu.session import Session
     from unsloth_multigpu.train.loop import Loop
 
 
@@ -38,9 +37,13 @@ class CellProgram:
     """The cells that a rank of a notebook runs.
 
     It outlives the process group of its session: after a cell that failed, `join_group` makes a new one.
+
+    Args:
+        sharer: Knows whether the other ranks run what this rank runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharer: Publisher | Receiver) -> None:
+        self._sharer = sharer
         self._session: Session | None = None
         self._trainings: Trainings | None = None
         self._num_begun = 0
@@ -57,35 +60,15 @@ class CellProgram:
         return None if self.session is None else self._trainings
 
     def open_session(
-        self,
-        opener: Callable[..., Session],
-        config: MultiGPUConfig,
-        identity: RankIdentity,
-        console: Console,
-        context: RunContext,
+        self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext
     ) -> Session:
-        """Opens the session of this process.
-
-        Args:
-            opener: `unsloth_multigpu.session.open_session`.
-            config: The run's options.
-            identity: Place of this rank.
-            console: Where logs go.
-            context: What this rank is told.
-        """
-        self._session = opener(config, identity, console, context, program=self)
+        """Opens the session of this process; see `unsloth_multigpu.session.open_session`."""
+        self._session = open_session(config, identity, console, context, program=self)
         return self._session
-
-    def is_apart(self) -> bool:
-        """True while this rank, or some of the ranks, run a cell without the others."""
-        raise NotImplementedError
-
-    def is_abandoned(self) -> bool:
-        """True once rank 0 has left the cell that this rank runs."""
-        return False
 
     def enter(self, session: Session) -> None:
         """Makes this process a rank. The kernel sees by itself how a cell ends, so no events are written."""
+        from unsloth_multigpu.group.manager import local_device
         from unsloth_multigpu.launch.rank import enter_notebook
         from unsloth_multigpu.notebook.recovery import Trainings, become_one_process
 
@@ -94,23 +77,24 @@ class CellProgram:
         session.index = 0
         self._trainings = Trainings()
         session.on_close.callback(become_one_process)
-        session.on_close.callback(self._trainings.end, keeps_global_batch=config.keeps_global_batch)
+        session.on_close.callback(self._trainings.retire)
         before = {name: os.environ.get(name) for name in DEVICE_VARIABLES}
         session.on_close.enter_context(RankVariables({}, before).in_effect())
         assert session.context.run_dir is not None
         session.beat, end_pulse = enter_notebook(session.identity, session.context.run_dir, config.hang_timeout_s)
         session.on_close.callback(end_pulse)
+        session.beat.name_device(str(local_device(session.identity, config)), "")
 
     def prepare(self, manager: DDPManager) -> None:
         """The ranks exchange values by the store of their group. A new group has a new store."""
         from unsloth_multigpu.notebook.group import store_of_group
 
         manager.connect_store = store_of_group
-        manager.is_abandoned = self.is_abandoned
+        manager.is_abandoned = lambda: self._sharer.is_abandoned
 
     def can_exchange(self) -> bool:
         """False in a cell that not all ranks run, and between two groups, where there is no store."""
-        if self.is_apart():
+        if self._sharer.is_apart:
             return False
         import torch.distributed as dist
 
@@ -126,7 +110,7 @@ class CellProgram:
         self._num_finished += 1
 
     def note_training(self, loop: Loop) -> None:
-        """Remembers a trainer that may have to be made equal on all ranks."""
+        """Remembers a Trainer of this process group."""
         if self._trainings is not None:
             self._trainings.note(self._num_begun - 1, loop)
 
@@ -136,24 +120,25 @@ class CellProgram:
             self._trainings.note_wrapper(model)
 
     def order(self) -> dict[str, Any]:
-        """Rank 0's part of the order to make a new group: its view of the trainings decides for all ranks."""
-        return {"heals": bool(self.trainings), "num_trainings": 0 if self.session is None else self._num_begun}
+        """Rank 0's part of the order to make a new group: its count of the trainings decides for all ranks."""
+        counts = (0, 0) if self.session is None else (self._num_begun, self._num_finished)
+        return {"sends_weights": bool(self.trainings), "num_trainings": counts}
 
     def join_group(self, order: Mapping[str, Any]) -> None:
-        """Makes a new process group in place of the old one, and makes the ranks' trainers equal. Collective.
+        """Makes a new process group in place of the old one. Models get rank 0's weights, Trainers end. Collective.
 
         Args:
-            order: What `Notebook.open_group` sends.
+            order: What `Notebook._open_group` sends.
 
         Raises:
-            DivergenceError: A trainer differs between ranks. The group exists.
+            DivergenceError: A model differs between ranks. The group exists.
         """
         from unsloth_multigpu.notebook.group import abort_group, close_group, open_group
 
         # There is none at first: a worker runs the line in the cell that follows.
         session, trainings = self.session, self.trainings
         if trainings is not None:
-            trainings.unwrap()
+            trainings.retire()
         # Collectives for which no rank has waited would keep the old group from ending.
         abort_group(order["pids"])
         close_group()
@@ -163,9 +148,9 @@ class CellProgram:
         if session is None or trainings is None:
             return
         session.renew_manager()
-        self._num_begun = order["num_trainings"]
-        if order["heals"]:
-            self._num_finished = trainings.make_equal(session.manager(), self._num_finished)
+        self._num_begun, self._num_finished = order["num_trainings"]
+        if order["sends_weights"]:
+            trainings.send_weights(session.manager())
 
 
 class KernelProgram(CellProgram):
@@ -173,39 +158,30 @@ class KernelProgram(CellProgram):
 
     Args:
         kernel: Knows which cell runs.
-        shell: Knows which ranks run it.
-
-    Attributes:
-        panel: Shows the ranks while they train; None = nothing does.
+        publisher: Knows which ranks run it.
+        panel: Shows the ranks while they train.
     """
 
-    def __init__(self, kernel: Kernel, shell: KernelShell) -> None:
-        super().__init__()
+    def __init__(self, kernel: Kernel, publisher: Publisher, panel: Panel) -> None:
+        super().__init__(publisher)
         self._kernel = kernel
-        self._shell = shell
-        self.panel: Panel | None = None
-
-    def is_apart(self) -> bool:
-        """True in a cell of `%%rank0`."""
-        return self._shell.is_apart
+        self._panel = panel
 
     def begin_training(self) -> int:
         """The other ranks take part in a training only where it is in a cell."""
-        if self._kernel.current is None:
+        cell, kernel = self._kernel.current, self._kernel
+        if cell is None:
             raise SetupError(
                 "train() was called outside a cell of all ranks: from a thread, a subshell or a widget's callback.",
                 hint="Call it in a cell.",
             )
-        if self.panel is not None:
-            cell, kernel = self._kernel.cell, self._kernel
-            self.panel.begin(lambda: kernel.cell is cell)
+        self._panel.begin(lambda: kernel.cell is cell)
         return super().begin_training()
 
     def end_training(self) -> None:
         """As above. The table stays as it is now."""
         super().end_training()
-        if self.panel is not None:
-            self.panel.end()
+        self._panel.end()
 
 
 class WorkerProgram(CellProgram):
@@ -216,7 +192,7 @@ class WorkerProgram(CellProgram):
     """
 
     def __init__(self, receiver: Receiver) -> None:
-        super().__init__()
+        super().__init__(receiver)
         self._receiver = receiver
 
     def refuse_replay(self) -> None:
@@ -229,22 +205,9 @@ class WorkerProgram(CellProgram):
             raise ReplayedLineError("This call was repeated in a later cell.", hint="Go on there.")
 
     def open_session(
-        self,
-        opener: Callable[..., Session],
-        config: MultiGPUConfig,
-        identity: RankIdentity,
-        console: Console,
-        context: RunContext,
+        self, config: MultiGPUConfig, identity: RankIdentity, console: Console, context: RunContext
     ) -> Session:
         """As above. `disable_multi_gpu()` waits here for rank 0's, which ends this process. It runs nothing alone."""
-        session = super().open_session(opener, config, identity, console, context)
+        session = super().open_session(config, identity, console, context)
         session.on_close.callback(self._receiver.wait_for, "disable_multi_gpu()")
         return session
-
-    def is_apart(self) -> bool:
-        """True in a cell of `%%rank N` without rank 0."""
-        return self._receiver.is_apart
-
-    def is_abandoned(self) -> bool:
-        """As above."""
-        return self._receiver.is_abandoned

@@ -7,12 +7,14 @@ import linecache
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import ConfigError, SetupError, VersionError
+from unsloth_multigpu.notebook.cell import kept_value
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.versions import SUPPORTED_IN_NOTEBOOKS, check_version
 
@@ -63,6 +65,20 @@ def check_kernel(config: MultiGPUConfig, num_ranks: int, *, replay: bool, had_wo
                 hint=f'pip install "{name}{supported}"',
             )
     refuse(read_state(had_workers=had_workers), config, num_ranks, replay=replay)
+
+
+def check_earlier_cells(cells: Iterable[str]) -> None:
+    """Refuses transformed cells that the workers cannot run again.
+
+    Raises:
+        SetupError: One keeps a value that only this process has.
+    """
+    for statement in filter(None, map(kept_value, cells)):
+        raise SetupError(
+            f"enable_multi_gpu() comes after `{statement[:200]}`: the other ranks run that cell again, and this value "
+            "is known in this process alone.",
+            hint=f"{_RESTART} What follows it is asked and run once, and its values reach all ranks.",
+        )
 
 
 def refuse(state: KernelState, config: MultiGPUConfig, num_ranks: int, *, replay: bool) -> None:

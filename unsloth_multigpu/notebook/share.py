@@ -1,83 +1,105 @@
-"""What rank 0 does for all ranks: programs, magics that act on the machine, questions. The other side: `worker_shell`.
+"""What rank 0 does for all ranks: programs, magics that act on the machine, questions, logins. On both sides.
 
-On the kernel, attributes of the one shell object replace public methods of IPython while the ranks live.
+Attributes of the one shell object replace public methods of IPython while the ranks live.
 """
 
 from __future__ import annotations
 
 import builtins
+import functools
 import getpass
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 from unsloth_multigpu.notebook.cell import HISTORY_MAGICS, MEASURING_MAGICS, is_rank_0_magic, parse_ranks
-from unsloth_multigpu.notebook.expand import UserFrame, attribute
-from unsloth_multigpu.notebook.value import Publisher, plain_output
+from unsloth_multigpu.notebook.value import Publisher, Receiver, like_ipython
 from unsloth_multigpu.notebook.variables import RankVariables
+from unsloth_multigpu.patching import Patch
+from unsloth_multigpu.seam import instance_attribute
+
+_LOGINS = ("login", "logout", "notebook_login", "interpreter_login")
+_HUB = "huggingface_hub>=0.24"
+_ASKS = "It asks the user, who is asked once; the other ranks read the token from its file."
 
 
 @contextmanager
-def made_by_rank_0(shell: Any, publisher: Publisher, variables: RankVariables) -> Iterator[None]:
-    """On the kernel: does these things and sends their results to the other ranks.
+def done_by_rank_0(shell: Any, sharer: Publisher | Receiver, variables: RankVariables) -> Iterator[None]:
+    """Inside, the shell does these things once: on rank 0, and the other ranks get the results.
 
     Args:
         shell: `get_ipython()`.
-        publisher: Sends the results.
+        sharer: Does them and sends the results, or waits for them.
         variables: Hidden from the programs that are started.
     """
-    make, user = publisher.make, UserFrame()
+    make, user = sharer.make, _UserFrame()
     expand, system, getoutput = type(shell).var_expand, shell.system, shell.getoutput
     line_magic, cell_magic = shell.run_line_magic, shell.run_cell_magic
 
     def var_expand(cmd: str, depth: int = 0, *args: Any, **kwargs: Any) -> Any:
         return expand(shell, cmd, user.depth(depth), *args, **kwargs)
 
-    def shared_system(command: str) -> Any:
-        with user.at(sys._getframe(1)), variables.without() as begin:
-            return make(f"!{command}", lambda: system(begin + command), lambda _: shell.user_ns.get("_exit_code"))
+    def shared_system(command: str) -> None:
+        def run() -> Any:
+            system(command)
+            return shell.user_ns.get("_exit_code")
+
+        with user.at(sys._getframe(1)), variables.without():
+            exit_code = make(f"!{command}", run, is_value=False)
+        if exit_code is not None:
+            shell.user_ns["_exit_code"] = exit_code
 
     def shared_getoutput(command: str, split: bool = True, depth: int = 0) -> Any:
-        with user.at(sys._getframe(depth + 1)), variables.without() as begin:
-            return make(f"x = !{command}", lambda: getoutput(begin + command, split=split), plain_output)
+        with user.at(sys._getframe(depth + 1)), variables.without():
+            return like_ipython(make(f"x = !{command}", lambda: getoutput(command, split=split)))
 
     def shared_line_magic(name: str, line: str, _stack_depth: int = 1) -> Any:
         refuse_history(name)
-        if not is_rank_0_magic("line", name, line, module_of(shell.find_line_magic(name))):
+        if not is_rank_0_magic("line", name, line, _module_of(shell.find_line_magic(name))):
             return line_magic(name, line, _stack_depth=_stack_depth + 1)
+
+        def run() -> Any:
+            return line_magic(name, line, _stack_depth=user.depth(0) + 1)
+
         with user.at(sys._getframe(_stack_depth)), _environment(name, variables):
-            # The magic looks for the user's variables this many frames up.
-            return make(
-                magic_text("%", name, line), lambda: line_magic(name, line, _stack_depth=_stack_depth + 4), plain_output
-            )
+            return like_ipython(make(f"%{name} {line}".rstrip(), run, is_value=False))
 
     def shared_cell_magic(name: str, line: str, cell: str) -> Any:
-        if not is_rank_0_magic("cell", name, line, module_of(shell.find_cell_magic(name))):
+        def run() -> Any:
             return cell_magic(name, line, cell)
-        with user.at(sys._getframe(1)), _environment(name, variables):
-            return make(magic_text("%%", name, line), lambda: cell_magic(name, line, cell), plain_output)
 
+        if not is_rank_0_magic("cell", name, line, _module_of(shell.find_cell_magic(name))):
+            return run()
+        with user.at(sys._getframe(1)), _environment(name, variables):
+            return like_ipython(make(f"%%{name} {line}".rstrip(), run, is_value=False))
+
+    replacements = {
+        "var_expand": var_expand,
+        "system": shared_system,
+        "getoutput": shared_getoutput,
+        "run_line_magic": shared_line_magic,
+        "run_cell_magic": shared_cell_magic,
+    }
     with ExitStack() as stack:
-        stack.enter_context(attribute(shell, "var_expand", var_expand))
-        stack.enter_context(attribute(shell, "system", shared_system))
-        stack.enter_context(attribute(shell, "getoutput", shared_getoutput))
-        stack.enter_context(attribute(shell, "run_line_magic", shared_line_magic))
-        stack.enter_context(attribute(shell, "run_cell_magic", shared_cell_magic))
+        for name, replacement in replacements.items():
+            stack.enter_context(instance_attribute(shell, name, replacement))
         yield
 
 
 class SharedInput:
-    """On the kernel: what the user types is typed once.
+    """What the user types is typed once, by functions in the place of `builtins.input` and `getpass.getpass`.
 
-    The kernel puts functions of its own into `builtins.input` and `getpass.getpass` for the time of each cell.
+    The kernel puts them there for the time of each cell, a worker for its life.
 
     Args:
-        publisher: Sends what was typed.
+        sharer: Sends what was typed, or waits for it.
     """
 
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
+    def __init__(self, sharer: Publisher | Receiver) -> None:
+        self._sharer = sharer
         self._before: tuple[Callable[..., str], Callable[..., str]] = (builtins.input, getpass.getpass)
         self._is_open = False
 
@@ -97,11 +119,28 @@ class SharedInput:
     # `from getpass import getpass` keeps these for later cells: they call the original that was found last.
     def input(self, *args: Any) -> Any:
         """Replaces `input`."""
-        return self._publisher.make(question_text("input", args), lambda: self._before[0](*args))
+        return self._sharer.make(_question("input", args), lambda: self._before[0](*args))
 
     def getpass(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces `getpass.getpass`."""
-        return self._publisher.make(question_text("getpass", args), lambda: self._before[1](*args, **kwargs))
+        return self._sharer.make(_question("getpass", args), lambda: self._before[1](*args, **kwargs))
+
+
+def notebook_patches(make: Callable[..., Any]) -> list[Patch]:
+    """Patches of what asks the user.
+
+    Args:
+        make: That of `Publisher` or `Receiver`.
+    """
+    return [
+        Patch(f"huggingface_hub._login:{name}", _HUB, functools.partial(_once, make, name), _ASKS, optional=True)
+        for name in _LOGINS
+    ]
+
+
+def _once(make: Callable[..., Any], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    # Without the arguments: a token that is given to `login` goes to no other rank.
+    return lambda *args, **kwargs: make(f"{name}()", lambda: original(*args, **kwargs), is_value=False)
 
 
 def read_ranks(line: str, num_ranks: int) -> frozenset[int]:
@@ -122,22 +161,50 @@ def refuse_history(name: str) -> None:
         raise UsageError(f"%{name} reads the history, which only rank 0 has: copy the cell.")
 
 
-def question_text(name: str, args: tuple[Any, ...]) -> str:
+def _question(name: str, args: tuple[Any, ...]) -> str:
     """The text by which ranks identify a question."""
     return f"{name}({str(args[0])!r})" if args else f"{name}()"
-
-
-def magic_text(signs: str, name: str, line: str) -> str:
-    """The text by which ranks identify a magic."""
-    return f"{signs}{name} {line}".rstrip()
 
 
 def _environment(name: str, variables: RankVariables) -> Any:
     return nullcontext() if name in MEASURING_MAGICS else variables.without()
 
 
-def module_of(magic: Any) -> str | None:
+def _module_of(magic: Any) -> str | None:
     """Where a magic is defined; None for one that this shell does not have."""
     if magic is None:
         return None
     return str(getattr(magic, "__module__", ""))
+
+
+class _UserFrame:
+    """The frame of the user's code that runs a command. IPython counts frames up to it, and this package adds frames.
+
+    Each thread has its own: subshells run commands as well.
+    """
+
+    def __init__(self) -> None:
+        self._frame: ContextVar[FrameType | None] = ContextVar("user_frame", default=None)
+
+    @contextmanager
+    def at(self, frame: FrameType) -> Iterator[None]:
+        """Inside, `{name}` and `$name` of commands are looked up in this frame."""
+        token = self._frame.set(frame)
+        try:
+            yield
+        finally:
+            self._frame.reset(token)
+
+    def depth(self, depth: int) -> int:
+        """The `depth` for `var_expand` of IPython, for the function that replaces it and calls this.
+
+        Args:
+            depth: What that function was given.
+        """
+        frame, above = self._frame.get(), sys._getframe(1)
+        if frame is None:
+            return depth + 1
+        depth = 0
+        while above is not frame and above.f_back is not None:
+            depth, above = depth + 1, above.f_back
+        return depth

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +15,11 @@ from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.notebook.cell import names_broken_group
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 from unsloth_multigpu.notebook.magic import RankMagics
-from unsloth_multigpu.notebook.share import SharedInput, made_by_rank_0
+from unsloth_multigpu.notebook.share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.value import Publisher
 from unsloth_multigpu.notebook.variables import RankVariables
 from unsloth_multigpu.patching import PatchRegistry
+from unsloth_multigpu.wire.run import Run
 
 logger = get_logger(__name__)
 
@@ -32,28 +32,29 @@ class KernelShell:
     Args:
         shell: `get_ipython()`.
         kernel: Runs the cells on the other ranks.
-        after_cell: Called between two cells, with the error of the cell that has just ended.
+        after_cell: Called between two cells.
         variables: Hidden from programs that cells start.
-        run_dir: The run's private folder.
-        device_of: Names the device of a rank.
+        run: The run of this notebook.
+
+    Attributes:
+        publisher: Sends what only rank 0 makes.
     """
 
     def __init__(
         self,
         shell: Any,
         kernel: Kernel,
-        after_cell: Callable[[BaseException | None], None],
+        after_cell: Callable[[], None],
         variables: RankVariables,
-        run_dir: Path,
-        device_of: Callable[[int], str],
+        run: Run,
     ) -> None:
         self._shell = shell
         self._kernel = kernel
         self._after_cell = after_cell
         self._variables = variables
-        self._publisher = Publisher(kernel)
-        self._input = SharedInput(self._publisher)
-        self._magics = RankMagics(shell, kernel, self._publisher, run_dir, device_of)
+        self.publisher = Publisher(kernel)
+        self._input = SharedInput(self.publisher)
+        self._magics = RankMagics(shell, kernel, self.publisher, run)
         self._stack = ExitStack()
         # A front end may have set one: Colab's adds advice to an ImportError.
         self._earlier_handler: tuple[tuple[type[BaseException], ...], Callable[..., Any]] = (), shell.showtraceback
@@ -68,8 +69,6 @@ class KernelShell:
 
     def open(self) -> None:
         """Begins to steer the shell."""
-        from unsloth_multigpu.notebook.patches import notebook_patches
-
         shell = self._shell
         self._num_counted_early = shell.execution_count - (len(shell.history_manager.input_hist_parsed) - 1)
         for name, handler in (("pre_run_cell", self._before), ("post_run_cell", self._after)):
@@ -81,8 +80,8 @@ class KernelShell:
         gate = _Gate(self)
         shell.ast_transformers.append(gate)
         self._stack.callback(lambda: shell.ast_transformers.remove(gate))
-        self._stack.enter_context(made_by_rank_0(shell, self._publisher, self._variables))
-        registry = PatchRegistry(notebook_patches(self._publisher.make))
+        self._stack.enter_context(done_by_rank_0(shell, self.publisher, self._variables))
+        registry = PatchRegistry(notebook_patches(self.publisher.make))
         registry.apply()
         self._stack.callback(registry.undo)
         self._stack.callback(self._input.close)
@@ -94,11 +93,6 @@ class KernelShell:
 
     def _restore_handler(self) -> None:
         self._shell.custom_exceptions, self._shell.CustomTB = self._earlier_handler
-
-    @property
-    def is_apart(self) -> bool:
-        """True while no other rank runs what rank 0 runs."""
-        return self._magics.is_apart
 
     def begin(self, source: str) -> None:
         """Begins a cell on the other ranks. On this rank the cell with `enable_multi_gpu()` runs already."""
@@ -161,7 +155,7 @@ class KernelShell:
         if told is not None and not isinstance(error, MultiGPUError):
             self._fail(result, told, is_shown=cell.is_shown)
         try:
-            self._after_cell(told or error or self._inner_error)
+            self._after_cell()
         except MultiGPUError as failed:
             self._fail(result, failed, is_shown=False)
 

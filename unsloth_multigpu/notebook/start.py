@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import json
 import os
 import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unsloth_multigpu.accelerator import backend_of
 from unsloth_multigpu.errors import DistributedError, DivergenceError, MultiGPUError
 from unsloth_multigpu.logs import Console, get_logger
-from unsloth_multigpu.notebook.cell import bound_names, replay_sources, split_at
+from unsloth_multigpu.notebook.cell import is_python, split_at
+from unsloth_multigpu.notebook.extension import extension_lines
 from unsloth_multigpu.notebook.kernel import Kernel
 from unsloth_multigpu.notebook.monitor import Monitor
 from unsloth_multigpu.notebook.panel import Panel
 from unsloth_multigpu.notebook.process import WorkerProcess
-from unsloth_multigpu.notebook.profile import describe_shell
-from unsloth_multigpu.notebook.program import KernelProgram, WorkerProgram
-from unsloth_multigpu.notebook.refusal import check_kernel, line_of_cell
+from unsloth_multigpu.notebook.program import KernelProgram
+from unsloth_multigpu.notebook.refusal import check_earlier_cells, check_kernel, line_of_cell
 from unsloth_multigpu.notebook.shell import KernelShell
 from unsloth_multigpu.notebook.variables import DEVICE_VARIABLES, RankVariables
 from unsloth_multigpu.options import ENV_NOTEBOOK, MultiGPUConfig
+from unsloth_multigpu.session import Session
 from unsloth_multigpu.wire.context import RunContext
 from unsloth_multigpu.wire.folder import exclusive_log_dir, private_dir
 from unsloth_multigpu.wire.identity import RankIdentity
 from unsloth_multigpu.wire.process import only_here, threads_of_each
 from unsloth_multigpu.wire.run import write_run
-
-if TYPE_CHECKING:
-    from unsloth_multigpu.session import Session
 
 logger = get_logger(__name__)
 
@@ -47,39 +44,9 @@ _JOB = "notebook"
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
-def find_shell() -> Any:
-    """The IPython shell of this kernel; None outside a notebook, also in IPython at a terminal."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell if hasattr(shell, "kernel") else None
-
-
-def find_program() -> WorkerProgram | None:
-    """What a worker's session is told; None in a process that is not the worker of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    program: WorkerProgram | None = getattr(shell, "multi_gpu_program", None)
-    return program
-
-
-@dataclasses.dataclass(frozen=True)
-class Opening:
-    """What `enable_multi_gpu()` hands to the notebook that it opens.
-
-    Args:
-        open_session: `unsloth_multigpu.session.open_session`.
-        disable: `disable_multi_gpu`, for a kernel that continues alone.
-        replay: The workers run the earlier cells too, although a model was loaded in them.
-        had_workers: This kernel was rank 0 before.
-    """
-
-    open_session: Callable[..., Session]
-    disable: Callable[[], None]
-    replay: bool = False
-    had_workers: bool = False
-
-
-def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shell: Any, opening: Opening) -> Session:
+def open_notebook(
+    config: MultiGPUConfig, num_ranks: int, console: Console, shell: Any, *, replay: bool, had_workers: bool
+) -> Session:
     """Makes this kernel rank 0 of `num_ranks`, and the rest of the running cell a cell of all of them.
 
     Args:
@@ -87,26 +54,29 @@ def open_notebook(config: MultiGPUConfig, num_ranks: int, console: Console, shel
         num_ranks: Ranks, with this one.
         console: Where logs go.
         shell: `get_ipython()`.
-        opening: What `enable_multi_gpu()` hands over.
+        replay: The workers run the earlier cells too, although a model was loaded in them.
+        had_workers: This kernel was rank 0 before.
 
     Raises:
         SetupError: The kernel holds something that was made for one process.
         DistributedError: A worker could not start, or could not run the earlier cells.
     """
-    check_kernel(config, num_ranks, replay=opening.replay, had_workers=opening.had_workers)
-    line = line_of_cell(shell)
+    check_kernel(config, num_ranks, replay=replay, had_workers=had_workers)
+    cells = shell.history_manager.input_hist_parsed
+    above, rest = split_at(cells[-1], line_of_cell(shell), shell.transform_cell)
+    earlier = [*cells[1:-1], above]
+    check_earlier_cells(earlier)
     begin_s = time.monotonic()
     with ExitStack() as stack:
-        notebook = Notebook(config, num_ranks, shell, line, opening.disable, stack)
-        notebook.replay()
-        session = notebook.open_session(opening.open_session, console)
+        notebook = Notebook(config, num_ranks, shell, stack)
+        notebook.replay(earlier)
+        session = notebook.open_session(console)
         session.on_close.push(stack.pop_all())
         stack.callback(session.close)
-        notebook.begin_rest_of_cell()
+        notebook.begin(rest)
         stack.pop_all()
     session.had_workers = True
-    seconds = time.monotonic() - begin_s
-    logger.info("ready in %.1f s", seconds)
+    logger.info("ready in %.1f s", time.monotonic() - begin_s)
     return session
 
 
@@ -117,26 +87,13 @@ class Notebook:
         config: The run's options.
         num_ranks: Ranks, with this one.
         shell: `get_ipython()`.
-        line: The line of the running cell with `enable_multi_gpu()`, counted from 1.
-        disable: Called when a worker has died: this kernel continues alone.
         stack: Closed at the end; what is opened here is added to it.
     """
 
-    def __init__(
-        self,
-        config: MultiGPUConfig,
-        num_ranks: int,
-        shell: Any,
-        line: int,
-        disable: Callable[[], None],
-        stack: ExitStack,
-    ) -> None:
+    def __init__(self, config: MultiGPUConfig, num_ranks: int, shell: Any, stack: ExitStack) -> None:
         from unsloth_multigpu.launch.pulse import last_collective
 
         self._config = config
-        self._shell = shell
-        self._line = line
-        self._disable = disable
         self._generation = 0
         self._identity = _identity(0, num_ranks)
         self.run_dir = stack.enter_context(private_dir())
@@ -146,8 +103,8 @@ class Notebook:
         before = {name: os.environ.get(name) for name in (*values, *DEVICE_VARIABLES)}
         variables = RankVariables(values, before)
         stack.enter_context(variables.in_effect())
-        cells = shell.history_manager.input_hist_parsed
-        told = {"path": sys.path, "before": before, "shell": describe_shell(shell, bound_names(cells))}
+        profile, extensions = shell.profile_dir.location, extension_lines(shell)
+        told = {"path": sys.path, "before": before, "profile": profile, "extensions": extensions}
         workers: list[WorkerProcess] = []
         self.kernel = Kernel(workers, last_collective)
         for rank in range(1, num_ranks):
@@ -159,57 +116,48 @@ class Notebook:
         stack.enter_context(_shared_threads(num_ranks))
         stack.callback(self._close_group)
         stack.callback(Monitor(self.kernel, self.run_dir, config.hang_timeout_s, self._abort_group).close)
-        self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, variables, self.run_dir, self._device_of)
+        self._kernel_shell = KernelShell(shell, self.kernel, self.after_cell, variables, run)
         stack.callback(self._kernel_shell.close)
-        self.program = KernelProgram(self.kernel, self._kernel_shell)
-        if config.panel:
-            self.program.panel = Panel(run)
-            stack.callback(self.program.panel.end)
+        self.program = KernelProgram(self.kernel, self._kernel_shell.publisher, panel := Panel(run))
+        stack.callback(panel.end)
         # A kernel that ends kills its workers and closes nothing else: its front end would wait for that.
         leave = only_here(self._leave)
         atexit.register(leave)
         stack.callback(atexit.unregister, leave)
 
-    def replay(self) -> None:
+    def replay(self, earlier: Sequence[str]) -> None:
         """Lets the workers run the earlier cells of this kernel, without a group: rank 0 would not take part."""
         self.kernel.wait_until_ready(_START_LIMIT_S)
         for worker in self.kernel.workers:
             for failure in worker.start_failures:
-                # Such a failure does not stop a kernel either. The kernel's own start may have had the same one.
-                logger.warning("before the first cell rank %d failed in: %s (see %s)", worker.rank, failure, worker.log)
-        cells = self._shell.history_manager.input_hist_parsed
-        before, self._rest = split_at(cells[-1], self._line, self._shell.transform_cell)
-        for execution_count, source in enumerate(replay_sources([*cells[1:-1], before], self._shell.user_ns), 1):
-            if source.strip():
+                logger.warning("rank %d has not the kernel's extension: %s (see %s)", worker.rank, failure, worker.log)
+        for execution_count, source in enumerate(earlier, 1):
+            if source.strip() and is_python(source):
                 self.kernel.replay(source, self._config.timeout_s, execution_count=execution_count)
 
-    def open_session(self, opener: Callable[..., Session], console: Console) -> Session:
-        """Opens the group, and the session of rank 0 by `opener`."""
+    def open_session(self, console: Console) -> Session:
+        """Opens the group, and the session of rank 0."""
         self._open_group()
         # Read again, because this kernel has become a rank in the meantime.
         context = RunContext.read(os.environ)
-        return self.program.open_session(opener, self._config, self._identity, console, context)
+        return self.program.open_session(self._config, self._identity, console, context)
 
-    def begin_rest_of_cell(self) -> None:
-        """From here on, this cell runs on all ranks."""
+    def begin(self, rest: str) -> None:
+        """From here on, the rest of the running cell runs on all ranks."""
         self._kernel_shell.open()
-        self._kernel_shell.begin(self._rest)
+        self._kernel_shell.begin(rest)
 
-    def after_cell(self, error: BaseException | None) -> None:
+    def after_cell(self) -> None:
         """Between two cells: repairs what the last one broke.
 
-        Args:
-            error: The error that ended the cell.
-
         Raises:
-            DivergenceError: Ranks have different trainers, which cannot be made equal.
+            DivergenceError: Ranks have different models, so they cannot get rank 0's weights.
             DistributedError: The ranks cannot make a new process group; this kernel is alone now.
         """
         trainings = self.program.trainings
-        # An error outside a training that all ranks raised alike breaks nothing, and sending a large model takes time.
-        is_doubtful = bool(error is not None and trainings and (trainings.is_cut or not self.kernel.is_common))
+        is_cut = trainings is not None and trainings.is_cut
         told: MultiGPUError | None = None
-        if not self._dead() and (self.kernel.is_broken or is_doubtful):
+        if not self._dead() and (self.kernel.is_broken or is_cut):
             try:
                 self._open_group()
             except DivergenceError as divergence:
@@ -218,7 +166,8 @@ class Notebook:
                 told = self._give_up(failed)
         if self._dead():
             logger.warning("this kernel continues alone: %s", self._dead()[0].describe_end())
-            self._disable()
+            if (session := self.program.session) is not None:
+                session.close()
         if told is not None:
             raise told
 
@@ -237,7 +186,7 @@ class Notebook:
         return error
 
     def _open_group(self) -> None:
-        """Makes a new group on all ranks in place of the old one, and makes their trainers equal."""
+        """Makes a new group on all ranks in place of the old one, and gives their models rank 0's weights."""
         from unsloth_multigpu.group.manager import local_device
 
         config = self._config
@@ -249,7 +198,7 @@ class Notebook:
             "pids": self.kernel.pids,
             **self.program.order(),
         }
-        self.kernel.begin_healing(order)
+        self.kernel.begin_group(order)
         try:
             self.program.join_group(order)
         except BaseException as error:
@@ -276,12 +225,6 @@ class Notebook:
         for worker in self.kernel.workers:
             worker.kill()
         shutil.rmtree(self.run_dir, ignore_errors=True)
-
-    def _device_of(self, rank: int) -> str:
-        from unsloth_multigpu.group.manager import local_device
-
-        place = dataclasses.replace(self._identity, rank=rank, local_rank=rank)
-        return str(local_device(place, self._config))
 
     def _variables_of_ranks(self, num_ranks: int) -> dict[str, str]:
         from unsloth_multigpu.launch.launcher import rank_environment

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from unsloth_multigpu.errors import DistributedError
+from unsloth_multigpu.group.outcome import error_of, failure
 from unsloth_multigpu.notebook.kernel import Cell, Kernel
 
 # A worker tells the kernel that it waits only after this time: most values come sooner, and a message costs time.
@@ -23,30 +22,34 @@ class LeftAloneError(DistributedError):
     """Rank 0 has left the cell without making a value that this rank waits for."""
 
 
-class FailedOnRank0Error(DistributedError):
-    """Rank 0 could not make a value."""
-
-
 class Publisher:
     """Rank 0: makes values and sends them.
 
     The key of a value is its kind with its text, and a count of that kind in the cell. Ranks that take the same path
     through a cell ask for the same keys; a rank that takes another path does not get a wrong value.
+
+    Attributes:
+        is_apart: No other rank runs what rank 0 runs now.
+        is_abandoned: As that of `Receiver`; rank 0 leaves all others, and none leaves it.
     """
+
+    is_abandoned = False
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
         self._counts: Counter[str] = Counter()
         self._cell_number = 0
         self._depth = 0
+        self.is_apart = False
 
-    def make(self, kind: str, make: Callable[[], Any], to_plain: Callable[[Any], Any] = lambda value: value) -> Any:
+    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
         """Calls `make` and sends its result to the other ranks. A call inside another one only calls `make`.
 
         Args:
             kind: What is made, with the text of its command or question; the same on all ranks.
-            make: Runs on this rank only. What it raises is raised on the other ranks as well.
-            to_plain: Turns the result into values that JSON can hold. The other ranks get these.
+            make: Runs on this rank only. The other ranks get its result, if that is a text, a number or lines of text,
+                and else None. What it raises is raised there as well.
+            is_value: See `Receiver.wait_for`.
         """
         cell = self._kernel.current
         if cell is None:
@@ -60,23 +63,28 @@ class Publisher:
         try:
             with self.detached():
                 value = _stoppable(cell, make)
-            plain = to_plain(value)
         except Exception as error:
-            self._kernel.send("value", key=key, cell_number=cell.number, error=describe_error(error))
+            self._kernel.send("value", key=key, cell_number=cell.number, error=failure(error))
             raise
-        self._kernel.send("value", key=key, cell_number=cell.number, value=plain, error=None)
+        self._kernel.send("value", key=key, cell_number=cell.number, value=_plain(value), error=None)
         return value
 
     @contextmanager
-    def detached(self) -> Iterator[None]:
-        """Inside, sends nothing, because the other ranks do not run this code."""
+    def detached(self, *, is_apart: bool = False) -> Iterator[None]:
+        """Inside, sends nothing, because not all of the other ranks run this code.
+
+        Args:
+            is_apart: None of them does.
+        """
         if self._kernel.current is not None:
             self._know(self._kernel.current)
+        before, self.is_apart = self.is_apart, is_apart or self.is_apart
         self._depth += 1
         try:
             yield
         finally:
             self._depth = max(0, self._depth - 1)
+            self.is_apart = before
 
     def _know(self, cell: Cell) -> None:
         if cell.number != self._cell_number:
@@ -142,6 +150,10 @@ class Receiver:
         finally:
             self.is_detached = self.is_apart = False
 
+    def make(self, kind: str, make: Callable[[], Any], *, is_value: bool = True) -> Any:
+        """The other side of `Publisher.make`: waits for the value; makes it where rank 0 does not."""
+        return make() if self.is_detached else self.wait_for(kind, is_value=is_value)
+
     def wait_for(self, kind: str, *, is_value: bool = True) -> Any:
         """Waits until rank 0 has made the value, as long as it takes.
 
@@ -151,7 +163,7 @@ class Receiver:
                 rank 0 has done it already.
 
         Raises:
-            FailedOnRank0Error: Rank 0 could not make it, and the class of its error is not known here.
+            DistributedError: Rank 0 could not make it. It is of the class of rank 0's error as well.
             LeftAloneError: Rank 0 has left the cell without making it, or it was made before this rank existed.
         """
         if self.is_replay:
@@ -170,10 +182,7 @@ class Receiver:
         self._counts[kind] += 1
         message = self._take(key, kind)
         if message["error"] is not None:
-            failed = FailedOnRank0Error(
-                f"rank 0 failed in {_shortened(kind)}: {message['error']['text']}", hint="See the error of rank 0."
-            )
-            raise rebuild_error(message["error"]) or failed from failed
+            raise error_of(message["error"], _shortened(kind))
         return message["value"]
 
     def _take(self, key: str, kind: str) -> dict[str, Any]:
@@ -211,46 +220,15 @@ def _shortened(kind: str) -> str:
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[:_MESSAGE_CHARACTERS]}..."
 
 
-def describe_error(error: Exception) -> dict[str, Any]:
-    """An exception as JSON: its class, and its arguments and attributes as far as they are plain values."""
-    return {
-        "class": [type(error).__module__, type(error).__qualname__],
-        "arguments": [argument if _is_plain(argument) else str(argument) for argument in error.args],
-        "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
-        "text": f"{type(error).__name__}: {error}",
-    }
-
-
-def rebuild_error(told: Mapping[str, Any]) -> Exception | None:
-    """The same exception, so that the same `except` catches it; None if its class is not found here."""
-    module, name = told["class"]
-    try:
-        kind = getattr(importlib.import_module(module), name)
-        # Not by its constructor, which may take other arguments.
-        error = kind.__new__(kind, *told["arguments"])
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None
-    if not isinstance(error, Exception):
-        return None
-    error.args = tuple(told["arguments"])
-    vars(error).update(told["attributes"])
-    return error
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
-def plain_output(output: Any) -> Any:
-    """Output of a program, as lines or as one text; None for anything else that a magic returns."""
-    return list(output) if isinstance(output, list) else str(output) if isinstance(output, str) else None
+def _plain(value: Any) -> Any:
+    """As JSON holds it: None for what is neither a number nor a text, nor lines of text."""
+    if isinstance(value, list):
+        return [str(line) for line in value]
+    return str(value) if isinstance(value, str) else value if isinstance(value, int) else None
 
 
 def like_ipython(output: Any) -> Any:
-    """The same in the types of IPython, which have `x.s`, `x.l` and so on."""
+    """What a command or a magic has returned, in the types of IPython, which have `x.s`, `x.l` and so on."""
     from IPython.utils.text import LSString, SList
 
     return SList(output) if isinstance(output, list) else LSString(output) if isinstance(output, str) else output

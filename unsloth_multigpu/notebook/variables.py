@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,23 +38,15 @@ class RankVariables:
             _write(self.before)
 
     @contextmanager
-    def without(self) -> Iterator[str]:
-        """Removes the variables temporarily.
-
-        Yields:
-            A prefix for the command. It is needed in the threads of subshells, where the variables stay set because
-            the cell in the main thread uses them; else it is empty.
-        """
+    def without(self) -> Iterator[None]:
+        """Removes the variables temporarily. They stay in threads, also of subshells: the cell that runs needs them."""
         if threading.current_thread() is not threading.main_thread():
-            yield "".join(
-                f"unset {name}; " if value is None else f"export {name}={shlex.quote(value)}; "
-                for name, value in self.before.items()
-            )
+            yield
             return
         now = {name: os.environ.get(name) for name in self.before}
         _write(self.before)
         try:
-            yield ""
+            yield
         finally:
             _write(now)
 

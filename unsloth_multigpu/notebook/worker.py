@@ -19,19 +19,16 @@ from typing import Any
 
 from unsloth_multigpu.errors import MultiGPUError
 from unsloth_multigpu.notebook.cell import error_text, log_header, names_broken_group
+from unsloth_multigpu.notebook.extension import run_lines
 from unsloth_multigpu.notebook.monitor import RAISE_SIGNAL
 from unsloth_multigpu.notebook.process import Channel
-from unsloth_multigpu.notebook.profile import start_alike
 from unsloth_multigpu.notebook.program import ReplayedLineError, WorkerProgram
+from unsloth_multigpu.notebook.share import SharedInput, done_by_rank_0, notebook_patches
 from unsloth_multigpu.notebook.value import LeftAloneError, Receiver
 from unsloth_multigpu.notebook.variables import RankVariables
-from unsloth_multigpu.notebook.worker_shell import (
-    WorkerShell,
-    make_worker_shell,
-    share_calls,
-    share_questions,
-)
+from unsloth_multigpu.notebook.worker_shell import WorkerShell, make_worker_shell
 from unsloth_multigpu.options import ENV_NOTEBOOK
+from unsloth_multigpu.patching import PatchRegistry
 from unsloth_multigpu.wire.context import RunContext
 
 _TRACEBACK_CHARACTERS = 8000
@@ -68,7 +65,7 @@ class Worker:
         """Executes messages of the kernel until the kernel is gone.
 
         Args:
-            start_failures: What `start_alike` could not do.
+            start_failures: Extensions that could not be loaded.
         """
         signal.signal(RAISE_SIGNAL, self._raise_pending)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -230,7 +227,9 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     receiver = Receiver(channel.send)
     program = WorkerProgram(receiver)
-    shell = make_worker_shell(told["shell"], receiver, RankVariables({}, told["before"]), program)
-    share_questions(receiver)
-    share_calls(receiver)
-    Worker(channel, receiver, program, shell).run(start_alike(shell, told["shell"]))
+    shell = make_worker_shell(told["profile"], receiver, program)
+    SharedInput(receiver).open()
+    sys.breakpointhook = lambda *_args, **_kwargs: None
+    PatchRegistry(notebook_patches(receiver.make)).apply()
+    with done_by_rank_0(shell, receiver, RankVariables({}, told["before"])):
+        Worker(channel, receiver, program, shell).run(run_lines(shell, told["extensions"]))

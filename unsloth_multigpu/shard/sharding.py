@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.engine import Engine, check_versions, find_engine
 from unsloth_multigpu.group.manager import DDPManager
 from unsloth_multigpu.group.shards import class_of, has_shards, is_sharded, named_as_before, part_of, reshard
 from unsloth_multigpu.logs import get_logger
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override, Part
 from unsloth_multigpu.row import Scope
-from unsloth_multigpu.shard.engine import Engine, check_versions, find_engine
 from unsloth_multigpu.shard.groups import grouped, refusal_of
 from unsloth_multigpu.shard.optimizer import trains_parts
 from unsloth_multigpu.step.feed import StepFeed

@@ -1,1 +1,1 @@
-"""Gradient strategies that replace DDP. They attach as a part; nothing imports them."""
+"""Gradient strategies that replace DDP, each a part of the training."""

@@ -12,6 +12,7 @@ from typing import Any
 from unsloth_multigpu.checkpoint.resume import Resume
 from unsloth_multigpu.checkpoint.save import Checkpoints
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.engine import Engine, find_engine
 from unsloth_multigpu.group.exchange import GradientExchange
 from unsloth_multigpu.group.facts import facts_of_evaluation, facts_of_run
 from unsloth_multigpu.group.manager import DDPManager
@@ -23,13 +24,9 @@ from unsloth_multigpu.part import Part
 from unsloth_multigpu.report import RunReport
 from unsloth_multigpu.row import Scope
 from unsloth_multigpu.seam import verify_seams
-from unsloth_multigpu.shard.calibration import Calibration
-from unsloth_multigpu.shard.engine import Engine, find_engine
-from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
 from unsloth_multigpu.step.feed import StepFeed
 from unsloth_multigpu.step.generation import draws_completions
 from unsloth_multigpu.strategy import DDP
-from unsloth_multigpu.tool import attached
 from unsloth_multigpu.train.buffer import EqualBuffers
 from unsloth_multigpu.train.check import StepCheck
 from unsloth_multigpu.train.control import OneDecision
@@ -51,8 +48,6 @@ from unsloth_multigpu.wire.event import EventWriter
 
 logger = get_logger(__name__)
 
-# The part that exchanges gradients in DDP's place.
-_EXCHANGE = "unsloth_multigpu.strategies.exchange:Exchange"
 # The Trainer waits for its last upload on rank 0; if rank 0 dies meanwhile, the launcher ends the run.
 _UPLOAD_LIMIT_S = 86_400.0
 
@@ -101,7 +96,9 @@ class DDPTrainer:
         self.exchange: GradientExchange | None = None
         self._resume: Resume | None = None
         if is_one_of_several and not isinstance(self.config.sync, DDP):
-            self.exchange = attached(_EXCHANGE)(trainer, manager)
+            from unsloth_multigpu.strategies.exchange import Exchange
+
+            self.exchange = Exchange(trainer, manager)
         trained = TrainedParameters(trainer, manager, self.exchange, training) if is_one_of_several else None
         self.meter = Meter(trainer, manager, beat, self.steps)
         self.preemption = Preemption(trainer, manager, events, beat, self._may_stop)
@@ -129,6 +126,8 @@ class DDPTrainer:
         elif not is_comparison and (outlook := outlook_of(trainer, self.config)) is not None:
             self.parts.append(outlook)
         if context.shard_choice is not None:
+            from unsloth_multigpu.shard.calibration import Calibration
+
             self.parts.append(Calibration(context.shard_choice))
         if not is_comparison:
             self._resume = Resume(trainer, manager, self.steps, self.arguments, training, context)
@@ -214,9 +213,13 @@ class DDPTrainer:
         Raises:
             SetupError: It was asked for, and no engine does it.
         """
+        is_asked = self.config.shard == "on" and self.manager.identity.world_size > 1
+        if engine is None and not is_asked:
+            return
+        from unsloth_multigpu.shard.sharding import Sharding, check_is_sharded, check_options
+
         if engine is None:
-            if self.config.shard == "on" and self.manager.identity.world_size > 1:
-                check_is_sharded(self.trainer.model)
+            check_is_sharded(self.trainer.model)
             return
         check_options(self.config, engine, is_notebook=self.manager.identity.launcher == "notebook")
         self.is_sharded = self.steps.is_lockstep = self.meter.is_sharded = True

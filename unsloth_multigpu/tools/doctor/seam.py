@@ -50,7 +50,7 @@ def all_patches() -> list[Patch]:
     from unsloth_multigpu.hooks.shard import shard_patches
     from unsloth_multigpu.hooks.trainer import followed_train_patch, trainer_patches
     from unsloth_multigpu.hooks.unsloth import offload_patches, placement_patches
-    from unsloth_multigpu.notebook.patches import notebook_patches
+    from unsloth_multigpu.notebook.share import notebook_patches
 
     return [
         followed_train_patch(lambda: False),

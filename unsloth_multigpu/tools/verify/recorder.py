@@ -15,11 +15,11 @@ import torch
 
 from unsloth_multigpu.accelerator import KINDS
 from unsloth_multigpu.errors import SetupError
+from unsloth_multigpu.group.engine import find_engine
 from unsloth_multigpu.group.fingerprint import fingerprints
 from unsloth_multigpu.group.shards import has_shards, reshard, whole_of
 from unsloth_multigpu.options import MultiGPUConfig
 from unsloth_multigpu.part import Override
-from unsloth_multigpu.shard.engine import find_engine
 from unsloth_multigpu.step.bound import rounding_bound
 from unsloth_multigpu.step.sketch import sketch_of
 from unsloth_multigpu.step.still import Still
