@@ -23,10 +23,7 @@ RECORDED_BY_ROW: dict[str, dict[str, str | None]] = json.loads(RECORDED.read_tex
 USES = collect()
 # What some version does not take, and how the code asks before it passes it. Only for keywords that a dict behind `**`
 # has under a condition: one that is always passed is no entry of this table.
-ALLOWED = {
-    "torch.distributed.launcher.api.LaunchConfig(shutdown_timeout)": "launch/engine.py asks for the field; torch 2.13",
-    "torch.distributed.launcher.api.LaunchConfig(signals_to_handle)": "the same; torch 2.11 has it, 2.8 has not",
-}
+ALLOWED: dict[str, str] = {}
 EVERY_WAY = """
 from __future__ import annotations
 import functools
@@ -105,11 +102,12 @@ def test_every_way_to_call_is_collected() -> None:
 
 def test_calls_of_this_package_are_collected() -> None:
     calls = {(use.place.partition(":")[0], use.name, use.keywords) for use in USES if use.is_call}
-    assert ("launch/engine.py", "torch.distributed.launcher.api.elastic_launch", ()) in calls
+    assert (
+        "launch/membership.py",
+        "torch.distributed.rendezvous.TCPStore",
+        ("is_master", "wait_for_workers", "timeout"),
+    ) in calls
     assert ("step/snapshot.py", "torch.random.fork_rng", ("device_type",)) in calls
-    (launch_config,) = (use for use in USES if use.name.endswith(".LaunchConfig") and use.is_call)
-    assert {"min_nodes", "logs_specs"} <= {*launch_config.keywords}
-    assert launch_config.conditional == ("shutdown_timeout", "signals_to_handle")
     assert len(calls) > 200
 
 
