@@ -179,8 +179,7 @@ class Supervisor:
         self.meeting.fail(cause.message)
         if attempt < self.launcher.config.max_restarts:
             if not refused_restart:
-                again = f"Starting all ranks again ({attempt + 1})"
-                tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. {again}.\n")
+                _tell_restart(cause, attempt + 1)
                 return None
             tell(f"\nunsloth_multigpu: {refused_restart}\n")
         _tell(cause, self.log_dir, self.launcher.num_ranks)
@@ -260,3 +259,7 @@ def _tell(cause: Cause, log_dir: Path, num_ranks: int) -> None:
         tell("".join(f"  [rank {cause.rank}] {line[:200]}\n" for line in tail))
     if num_ranks > 1:
         tell(f"unsloth_multigpu: logs of ranks that have no terminal: {log_dir}/rank_N.log\n")
+
+
+def _tell_restart(cause: Cause, attempt: int) -> None:
+    tell(f"\n{cause.traceback}unsloth_multigpu: {cause.message}. Starting all ranks again ({attempt}).\n")

@@ -278,7 +278,7 @@ class MeetingOfNodes(Meeting):
                 self._wake.clear()
         except LaunchError as error:
             self._error = error
-        except DistNetworkError as error:
+        except RuntimeError as error:
             gone = LaunchError(f"The node that serves {place} is gone.", hint="Start the command again on all nodes.")
             gone.__cause__ = error
             self._error = gone
