@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unsloth_multigpu.errors import ConfigError, LaunchError, ResumeError
-from unsloth_multigpu.launch import launcher
+from unsloth_multigpu.launch import engine, launcher
 from unsloth_multigpu.launch.cause import Cause, find_cause
 from unsloth_multigpu.launch.launcher import DDPLauncher, Supervisor
 from unsloth_multigpu.options import MultiGPUConfig
@@ -179,3 +181,19 @@ def test_signal_before_the_first_start_starts_nothing(tmp_path: Path, monkeypatc
     monkeypatch.setattr(launcher, "write_run", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     config = MultiGPUConfig(log_dir=str(tmp_path / "logs"))
     assert DDPLauncher(["true"], 1, config).run() == -signal.SIGINT
+
+
+def test_signal_while_ranks_are_started_ends_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = engine._start
+
+    def start_and_interrupt(*given: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*given))
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(engine, "_start", start_and_interrupt)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(100)"]
+    assert DDPLauncher(sleeps, 2, MultiGPUConfig(log_dir=str(tmp_path / "logs"))).run() == -signal.SIGINT
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
